@@ -1,0 +1,21 @@
+# `make train` and `make test` set up .venv on first use; later calls go straight to work.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test lint
+train: $(VENV)/installed
+	$(BIN)/python -m dcvision fit --config configs/vision/digits.yaml
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,240 @@
+"""DCAttention: a drop-in for timm's `Attention` whose heads are composed (paper, equations 4 to 7)."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, C model width, R compose rank, G head groups
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .functional import Impl, ResolvedImpl, composed_attention, resolve_impl
+from .weights import ComposeProjection, TokenWeights
+
+logger = logging.getLogger(__name__)
+
+Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+KeyWeights = list[TokenWeights] | None
+
+
+class AttentionCache(Protocol):
+    """What the layer asks of a decoding cache."""
+
+    def update(self, k: Tensor, v: Tensor, key_weights: KeyWeights) -> tuple[Tensor, Tensor, KeyWeights, Tensor | None]:
+        """Add new keys, values [B, H, T, D] and their compose weights; return all kept ones and a mask, or None."""
+
+
+class DCAttention(nn.Module):
+    """Self-attention with dynamically composed heads.
+
+    The first block of arguments is that of timm's `Attention`; state-dict keys of the parts they share are the same,
+    and everything this layer adds lies under `compose.`. With `pre_compose=False, post_compose=False` it is plain
+    attention.
+
+    The keyword options can also be set as class attributes, for places that take a class and construct it themselves:
+
+        timm.create_model("vit_small_patch16_224", attn_layer=DCAttention.with_options(rank=1))
+
+    Args:
+        dim: Width C of the input.
+        num_heads: Heads H.
+        attn_head_dim: Head dim D; C / H if None.
+        dim_out: Width of the output; C if None.
+        qkv_bias: Bias on the q, k, v projections (and on the output gate).
+        qk_norm: Normalise q and k per head with `norm_layer`.
+        scale_norm: Normalise the concatenated heads with `norm_layer` before the output projection.
+        proj_bias: Bias on the output projection.
+        gated: Multiply the concatenated heads by a sigmoid gate of the input (timm's; not the compose gate).
+        attn_drop: Dropout on the composed weights.
+        proj_drop: Dropout on the output.
+        norm_layer: Constructor for `qk_norm` and `scale_norm`.
+        device: Where the parameters live.
+        dtype: Their dtype.
+        rank: Rank R of the dynamic projections, 2 in the paper; 0 leaves them out.
+        pre_compose: Compose the scores before the softmax.
+        post_compose: Compose the weights after it.
+        query_wise: Compose by weights from the query's token.
+        key_wise: Compose by weights from the key's token.
+        dynamic_gate: Gate each head by the token.
+        static_base: Add a learned static base (talking heads).
+        num_groups: Compose within G groups of heads (section 3.2).
+        window: A query sees this many keys, its own included; None for all.
+        impl: As in `composed_attention`.
+
+    Raises:
+        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or an option
+        is out
+            of range.
+    """
+
+    rank: int = 2
+    pre_compose: bool = True
+    post_compose: bool = True
+    query_wise: bool = True
+    key_wise: bool = True
+    dynamic_gate: bool = True
+    static_base: bool = False
+    num_groups: int = 1
+    window: int | None = None
+    impl: Impl = "auto"
+
+    OPTIONS = (
+        *("rank", "pre_compose", "post_compose", "query_wise", "key_wise"),
+        *("dynamic_gate", "static_base", "num_groups", "window", "impl"),
+    )
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        attn_head_dim: int | None = None,
+        dim_out: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        gated: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | None = None,
+        pre_compose: bool | None = None,
+        post_compose: bool | None = None,
+        query_wise: bool | None = None,
+        key_wise: bool | None = None,
+        dynamic_gate: bool | None = None,
+        static_base: bool | None = None,
+        num_groups: int | None = None,
+        window: int | None = None,
+        impl: Impl | None = None,
+    ) -> None:
+        super().__init__()
+        given = locals()
+        for name in self.OPTIONS:
+            if given[name] is not None:
+                setattr(self, name, given[name])
+        if num_heads < 1 or (attn_head_dim is None and dim % num_heads):
+            raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
+        if (qk_norm or scale_norm) and norm_layer is None:
+            raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1 (the query's own position), or None.")
+        resolve_impl(self.impl, is_composed=True)
+        dd = {"device": device, "dtype": dtype}
+        self.num_heads = num_heads
+        self.head_dim = attn_head_dim or dim // num_heads
+        self.attn_dim = num_heads * self.head_dim
+        self.scale = self.head_dim**-0.5
+        self.resolved_impl: ResolvedImpl | None = None
+
+        self.qkv = nn.Linear(dim, self.attn_dim * 3, bias=qkv_bias, **dd)
+        self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.compose = self._make_projection(dim, dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = norm_layer(self.attn_dim, **dd) if scale_norm else nn.Identity()
+        self.gate = nn.Linear(dim, self.attn_dim, bias=qkv_bias, **dd) if gated else None
+        self.proj = nn.Linear(self.attn_dim, dim_out or dim, bias=proj_bias, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def _make_projection(self, dim: int, dd: dict) -> ComposeProjection | None:
+        if not (self.pre_compose or self.post_compose):
+            return None
+        layer_options = ("window", "impl")
+        options = {name: getattr(self, name) for name in self.OPTIONS if name not in layer_options}
+        return ComposeProjection(dim, self.num_heads, **options, **dd)
+
+    @classmethod
+    def with_options(cls, **options) -> type["DCAttention"]:
+        """Make a subclass with other defaults, for code that takes an attention class.
+
+        Raises:
+            ValueError: If an option is not one of `DCAttention.OPTIONS`.
+        """
+        unknown = sorted(set(options) - set(cls.OPTIONS))
+        if unknown:
+            raise ValueError(f"unknown options {unknown}; accepted: {', '.join(cls.OPTIONS)}.")
+        return type(cls.__name__, (cls,), {"__module__": cls.__module__, **options})
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Rope | None = None,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
+        """Attend within `x`.
+
+        Args:
+            x: Tokens [B, T, C].
+            attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S].
+            is_causal: As in `composed_attention`.
+            rope: Rotates q and k, each [B, H, T, D], before the scores.
+            cache: Keeps keys, values and key-side compose weights between calls.
+
+        Returns:
+            [B, T, dim_out].
+
+        Raises:
+            ValueError: If `x` or `attn_mask` has a shape that does not fit.
+        """
+        B, T, _ = self._check_input(x)
+        q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rope(q, k)
+        query_weights, key_weights = self._token_weights(x)
+        if cache is not None:
+            k, v, key_weights, cache_mask = cache.update(k, v, key_weights)
+            attn_mask = _combine_masks(attn_mask, cache_mask)
+        pre, post = (None, None) if self.compose is None else self.compose.join(query_weights, key_weights)
+        out = composed_attention(
+            q,
+            k,
+            v,
+            pre,
+            post,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            window=self.window,
+            scale=self.scale,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            num_groups=self.num_groups,
+            impl=self.impl,
+        )
+        self._record_impl()
+        out = self.norm(out.transpose(1, 2).reshape(B, T, self.attn_dim))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+    def _check_input(self, x: Tensor) -> torch.Size:
+        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
+            raise ValueError(f"x has shape {list(x.shape)}; accepted: [B, T, C] with C = {self.qkv.in_features}.")
+        return x.shape
+
+    def _token_weights(self, x: Tensor) -> tuple[KeyWeights, KeyWeights]:
+        """Make the query and the key side from the same tokens in one pass."""
+        if self.compose is None:
+            return None, None
+        sides = self.compose.token_weights(x)
+        return (sides[0] if self.query_wise else None), (sides[-1] if self.key_wise else None)
+
+    def _record_impl(self) -> None:
+        """Remember which implementation ran, and log the first choice of "auto"."""
+        if self.resolved_impl is not None or torch.compiler.is_compiling():
+            return
+        self.resolved_impl = resolve_impl(self.impl, is_composed=self.compose is not None)
+        logger.info("DCAttention(impl=%r) runs as %r.", self.impl, self.resolved_impl)
+
+
+def _combine_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Combine a user's mask with the cache's boolean one by AND."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b if a.dtype == torch.bool else a.masked_fill(~b, -torch.inf)

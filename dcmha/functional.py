@@ -1,0 +1,225 @@
+"""The one public door to composed attention: check the arguments, choose the implementation, call it."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .impl.masking import both_visible, visible_keys
+from .weights import ComposeWeights
+
+Impl = Literal["auto", "reference", "compiled"]
+ResolvedImpl = Literal["sdpa", "reference", "compiled"]
+
+
+def composed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    num_groups: int = 1,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Attend with heads that are composed before and after the softmax (equation 4).
+
+        scores  = compose(q k^T * scale, pre) + float mask
+        weights = compose(softmax over visible keys(scores), post)
+        out     = weights v
+
+    where, with dot products over the heads of one group (equation 7, the identity in place of W_b),
+
+        compose(a)(i, j, :) = a + a @ base + sum_r (a . query_down[i, r]) query_up[i, r] + a * query_gate[i]
+                                           + sum_r (a . key_down[j, r]) key_up[j, r] + a * key_gate[j]
+
+    Composed weights are not renormalised and may be negative. A query with no visible key gives zeros. With `pre` and
+    `post` both None this is `torch.nn.functional.scaled_dot_product_attention` with the equivalent mask. Under
+    autocast all floating inputs are cast to the autocast dtype, as that function does; then all must have one dtype.
+
+    Args:
+        q: Queries [B, H, T, D].
+        k: Keys [B, H, S, D].
+        v: Values [B, H, S, D].
+        pre: Composition of the scores, or None for none.
+        post: Composition of the weights, or None for none.
+        attn_mask: Broadcastable to [B, H, T, S]; boolean (True = may attend), or floating: added after the
+            pre-composition, -inf hides a key. Combined with `is_causal` and `window` by AND.
+        is_causal: Query i sees keys j <= i + S - T (aligned to the last key).
+        window: W: a query sees W keys, its own included; without `is_causal`, W to each side counting its own.
+        scale: Factor on q k^T; 1/sqrt(D) if None.
+        dropout_p: Probability of dropping a composed weight.
+        num_groups: G; heads mix within G equal groups (section 3.2).
+        impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), or "auto".
+
+    Returns:
+        [B, H, T, D] in the dtype of the (autocast) inputs.
+
+    Raises:
+        ValueError: If a shape, dtype, device or option does not fit; the message names it.
+        TypeError: If `attn_mask` is neither boolean nor floating.
+    """
+    resolved = resolve_impl(impl, is_composed=pre is not None or post is not None)
+    q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
+    _check_qkv(q, k, v)
+    _check_options(q, window, dropout_p, num_groups)
+    _check_weights("pre", pre, q, k, num_groups)
+    _check_weights("post", post, q, k, num_groups)
+    visible, bias = _split_mask(attn_mask, q, k)
+    options = {
+        "visible": visible,
+        "bias": bias,
+        "is_causal": is_causal,
+        "window": window,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "dropout_p": dropout_p,
+    }
+    with torch.autocast(q.device.type, enabled=False):
+        match resolved:
+            case "sdpa":
+                return _plain_attention(q, k, v, **options)
+            case "reference":
+                from .impl import reference as implementation
+            case "compiled":
+                from .impl import compiled as implementation
+        return implementation.attention(q, k, v, pre, post, num_groups=num_groups, **options)
+
+
+def resolve_impl(impl: Impl, *, is_composed: bool) -> ResolvedImpl:
+    """Tell which implementation a call uses.
+
+    Args:
+        impl: What the caller asked for.
+        is_composed: Whether there is anything to compose; plain attention is always torch's own.
+
+    Raises:
+        ValueError: If `impl` is unknown.
+    """
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl={impl!r} is unknown; accepted: {', '.join(map(repr, get_args(Impl)))}.")
+    if not is_composed:
+        return "sdpa"
+    return "compiled" if impl == "auto" else impl
+
+
+def _plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
+    T, S = q.shape[-2], k.shape[-2]
+    if visible is None and bias is None and window is None and (not is_causal or T == S):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
+    mask, empty = both_visible(block, visible), None
+    if mask is not None and (visible is not None or T > S):
+        empty = ~mask.any(-1, keepdim=True)
+        mask = mask | empty
+    if bias is not None:
+        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    return out if empty is None else out.masked_fill(empty, 0.0)
+
+
+def _autocast(q, k, v, pre, post, attn_mask):
+    """Cast floating inputs to the autocast dtype where autocast is on, as torch does for its own attention."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, pre, post, attn_mask
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(x: Tensor | None) -> Tensor | None:
+        return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    pre, post = (w if w is None else ComposeWeights(*map(cast, w)) for w in (pre, post))
+    return cast(q), cast(k), cast(v), pre, post, cast(attn_mask)
+
+
+def _split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Split a checked mask into what it hides (boolean, -inf included) and what it adds (finite)."""
+    if attn_mask is None:
+        return None, None
+    full = (*q.shape[:3], k.shape[2])
+    shape = tuple(attn_mask.shape)
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(full), strict=False))
+    if not fits:
+        raise ValueError(f"attn_mask has shape {list(shape)}; accepted: broadcastable to [B, H, T, S] = {list(full)}.")
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device}; accepted: the device of q, {q.device}.")
+    while attn_mask.dim() < 2:
+        attn_mask = attn_mask.unsqueeze(0)
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    if not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; accepted: torch.bool (True = may attend) or floating.")
+    visible = attn_mask != -torch.inf
+    return visible, attn_mask.masked_fill(~visible, 0.0).to(q.dtype)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}; accepted: four axes [B, H, tokens, D].")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} has dtype {x.dtype}; accepted: a floating dtype.")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape [B, H, S, D]; got {list(k.shape)} and {list(v.shape)}.")
+    if (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+        raise ValueError(f"q and k must agree in B, H and D; got q {list(q.shape)} and k {list(k.shape)}.")
+    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+        got = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"q, k and v must have one dtype and device; got {got}.")
+
+
+def _check_options(q: Tensor, window: int | None, dropout_p: float, num_groups: int) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p={dropout_p} must be in [0, 1).")
+    if num_groups < 1 or q.shape[1] % num_groups:
+        raise ValueError(f"num_groups={num_groups} must be a positive divisor of the {q.shape[1]} heads of q.")
+
+
+def _check_weights(name: str, weights: ComposeWeights | None, q: Tensor, k: Tensor, num_groups: int) -> None:
+    if weights is None:
+        return
+    B, H, T, _ = q.shape
+    for side, tokens in (("query", T), ("key", k.shape[2])):
+        down, up = getattr(weights, f"{side}_down"), getattr(weights, f"{side}_up")
+        if (down is None) != (up is None):
+            raise ValueError(f"{name}.{side}_down and {name}.{side}_up must both be given or both be None.")
+        if down is not None:
+            rank = down.shape[2] if down.dim() == 4 else "R"
+            _check_weight(f"{name}.{side}_down", down, "rank", (B, tokens, rank, H), q)
+            _check_weight(f"{name}.{side}_up", up, "rank", (B, tokens, rank, H), q)
+        _check_weight(f"{name}.{side}_gate", getattr(weights, f"{side}_gate"), "gate", (B, tokens, H), q)
+    group = H // num_groups
+    _check_weight(f"{name}.base", weights.base, "base", (num_groups, group, group), q)
+
+
+_WEIGHT_AXES = {"rank": "[B, tokens, R, H]", "gate": "[B, tokens, H]", "base": "[G, H/G, H/G]"}
+
+
+def _check_weight(name: str, weight: Tensor | None, kind: str, shape: tuple, q: Tensor) -> None:
+    if weight is None:
+        return
+    if tuple(weight.shape) != shape:
+        accepted = f"{_WEIGHT_AXES[kind]} = [{', '.join(map(str, shape))}]"
+        raise ValueError(f"{name} has shape {list(weight.shape)}; accepted: {accepted}.")
+    if weight.dtype != q.dtype or weight.device != q.device:
+        raise ValueError(f"{name} is {weight.dtype} on {weight.device}; accepted: as q, {q.dtype} on {q.device}.")

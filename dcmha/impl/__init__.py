@@ -1,0 +1,1 @@
+"""Implementations of composed attention. They share `masking` and never import each other."""

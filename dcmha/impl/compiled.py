@@ -1,0 +1,192 @@
+"""Composed attention in query chunks: memory grows with chunk x S, in the backward pass too (each chunk is recomputed).
+
+The composition of a chunk is arranged in one of two ways, by device:
+- elsewhere than on CUDA the low-rank factors, gates and base are merged into one H x H matrix per query and one per
+  key, applied
+  as batched matrix products in eager mode (few passes over memory without a compiler);
+- on CUDA they are broadcasts with sums over the heads, which `torch.compile` fuses into few kernels, with dynamic
+  shapes. Sums over heads and the softmax are done in max(input dtype, float32).
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..weights import ComposeWeights
+from .masking import both_visible, masked_softmax, visible_keys
+
+WHOLE_LENGTH = 256  # up to this many queries: one chunk and no recompute
+CHUNK = 128
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+    num_groups: int,
+) -> Tensor:
+    """Compute composed attention chunk by chunk. Arguments are those of `composed_attention`, already checked."""
+    T, S = q.shape[-2], k.shape[-2]
+    may_be_empty = visible is not None or T > S
+    block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block
+
+    def run_chunk(start: int, stop: int, recompute: bool) -> Tensor:
+        first, last = _key_range(start, stop, T, S, is_causal, window)
+        keys = slice(first, last)
+        hidden_by_position = visible_keys(
+            stop - start,
+            last - first,
+            is_causal=is_causal,
+            window=window,
+            device=q.device,
+            query_offset=start + S - T,
+            key_offset=first,
+        )
+        arguments = (
+            q[:, :, start:stop],
+            k[:, :, keys],
+            v[:, :, keys],
+            _slice_weights(pre, slice(start, stop), keys),
+            _slice_weights(post, slice(start, stop), keys),
+            both_visible(hidden_by_position, _slice_mask(visible, slice(start, stop), keys)),
+            _slice_mask(bias, slice(start, stop), keys),
+            scale,
+            dropout_p,
+            num_groups,
+            may_be_empty,
+        )
+        if not recompute:
+            return block(*arguments)
+        return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=dropout_p > 0.0)
+
+    if T <= WHOLE_LENGTH:
+        return run_chunk(0, T, recompute=False)
+    recompute = torch.is_grad_enabled()
+    return torch.cat([run_chunk(i, min(i + CHUNK, T), recompute) for i in range(0, T, CHUNK)], dim=2)
+
+
+def _key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
+    """Bound the keys that queries [start, stop) may see; at least one key, so that no matrix is empty."""
+    last = min(S, stop + S - T) if is_causal else S
+    first = 0
+    if window is not None:
+        first = max(0, start + S - T - window + 1)
+        last = min(last, stop + S - T - 1 + window)
+    last = max(last, min(S, 1))
+    return min(first, max(last - 1, 0)), last
+
+
+def _slice_weights(weights: ComposeWeights | None, queries: slice, keys: slice) -> ComposeWeights | None:
+    if weights is None:
+        return None
+    query_side = (w if w is None else w[:, queries] for w in weights[:3])
+    key_side = (w if w is None else w[:, keys] for w in weights[3:6])
+    return ComposeWeights(*query_side, *key_side, weights.base)
+
+
+def _slice_mask(mask: Tensor | None, queries: slice, keys: slice) -> Tensor | None:
+    """Slice a mask that may be broadcast along queries or keys."""
+    if mask is None:
+        return None
+    mask = mask if mask.shape[-2] == 1 else mask[..., queries, :]
+    return mask if mask.shape[-1] == 1 else mask[..., keys]
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    num_groups: int,
+    may_be_empty: bool,
+) -> Tensor:
+    """Attend from one chunk of queries to the keys it can see."""
+    compose = _compose_broadcast if q.is_cuda else _compose_merged
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.mT).to(compute_dtype) * scale
+    if pre is not None:
+        scores = compose(scores, pre, num_groups)
+    if bias is not None:
+        scores = scores + bias
+    weights = masked_softmax(scores, visible, may_be_empty=may_be_empty)
+    if post is not None:
+        weights = compose(weights, post, num_groups)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, train=True)
+    return weights.to(v.dtype) @ v
+
+
+@cache
+def _compiled_block():
+    """Compile the chunk once per process; dynamic shapes keep chunks of all sizes in one graph."""
+    return torch.compile(_block, dynamic=True)
+
+
+def _compose_merged(a: Tensor, weights: ComposeWeights, num_groups: int) -> Tensor:
+    """Compose with one H/G x H/G matrix per query (the identity included) and one per key, as batched products."""
+    B, H, T, S = a.shape
+    query_matrix = _merge(weights[:3], num_groups, a.dtype)
+    static = torch.eye(H // num_groups, dtype=a.dtype, device=a.device)
+    if weights.base is not None:
+        static = static + weights.base.to(a.dtype)
+    query_matrix = static.expand(B, T, num_groups, -1, -1) if query_matrix is None else query_matrix + static
+    a_by_query = a.permute(0, 2, 1, 3).unflatten(2, (num_groups, -1))  # [B, T, G, H/G, S]
+    out = (query_matrix.mT @ a_by_query).flatten(2, 3).permute(0, 2, 1, 3)
+    key_matrix = _merge(weights[3:6], num_groups, a.dtype)
+    if key_matrix is None:
+        return out
+    a_by_key = a.permute(0, 3, 1, 2).unflatten(2, (num_groups, -1))  # [B, S, G, H/G, T]
+    return out + (key_matrix.mT @ a_by_key).flatten(2, 3).permute(0, 2, 3, 1)
+
+
+def _merge(side: tuple[Tensor | None, ...], num_groups: int, dtype: torch.dtype) -> Tensor | None:
+    """Fold down, up [B, T, R, H] and gate [B, T, H] into matrices [B, T, G, H/G (from), H/G (to)]."""
+    down, up, gate = (w if w is None else w.to(dtype).unflatten(-1, (num_groups, -1)) for w in side)
+    matrix = None
+    if down is not None:
+        matrix = torch.einsum("btrgh,btrgk->btghk", down, up)
+    if gate is not None:
+        diagonal = torch.diag_embed(gate)
+        matrix = diagonal if matrix is None else matrix + diagonal
+    return matrix
+
+
+def _compose_broadcast(a: Tensor, weights: ComposeWeights, num_groups: int) -> Tensor:
+    """Compose with explicit broadcasts and sums over the heads, a form the compiler fuses (an einsum would not be)."""
+    a_BGHTS = a.unflatten(1, (num_groups, -1))
+    out = a_BGHTS
+    if weights.base is not None:
+        base = weights.base.to(a.dtype)  # [G, from, to]
+        out = out + (a_BGHTS.unsqueeze(3) * base[:, :, :, None, None]).sum(2)
+    for (down, up, gate), token_axis in ((weights[:3], -1), (weights[3:6], -2)):
+        if down is not None:
+            down, up = (_by_head(w, num_groups, a.dtype) for w in (down, up))  # [B, R, G, H/G, T or S]
+            for r in range(down.shape[1]):
+                hidden = (a_BGHTS * down[:, r].unsqueeze(token_axis)).sum(2, keepdim=True)
+                out = out + hidden * up[:, r].unsqueeze(token_axis)
+        if gate is not None:
+            out = out + a_BGHTS * _by_head(gate, num_groups, a.dtype).unsqueeze(token_axis)
+    return out.flatten(1, 2)
+
+
+def _by_head(weight: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
+    """Move the tokens of [B, T, ..., H] last and split the heads: [B, ..., G, H/G, T]."""
+    return weight.to(dtype).movedim(1, -1).unflatten(-2, (num_groups, -1))

@@ -1,0 +1,71 @@
+"""Which keys a query may see, and a softmax that gives zeros where it may see none.
+
+Positions are aligned to the last key: query i of T stands at position S - T + i, so decoding with a cache is the same
+call.
+"""
+
+# B batch, T query tokens, S key tokens, H heads
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(
+    num_queries: int,
+    num_keys: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+    device: torch.device,
+    query_offset: int,
+    key_offset: int = 0,
+) -> Tensor | None:
+    """Build the boolean causal and window mask of a block of queries and keys.
+
+    Args:
+        num_queries: Number of queries in the block.
+        num_keys: Number of keys in the block.
+        is_causal: Hide keys after the query's position.
+        window: Number of keys a query sees, its own included (to each side without `is_causal`), or None.
+        device: Where to make the mask.
+        query_offset: Position of the block's first query on the key axis (S - T for the whole matrix).
+        key_offset: Position of the block's first key.
+
+    Returns:
+        Boolean mask [num_queries, num_keys], True = visible, or None when nothing is hidden.
+    """
+    if not is_causal and window is None:
+        return None
+    query_position = torch.arange(num_queries, device=device)[:, None] + query_offset
+    key_position = torch.arange(num_keys, device=device)[None, :] + key_offset
+    distance = query_position - key_position
+    visible = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        visible = visible & (distance < window)
+        if not is_causal:
+            visible = visible & (distance > -window)
+    return visible
+
+
+def both_visible(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Combine two boolean masks by AND; None hides nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def masked_softmax(scores: Tensor, visible: Tensor | None, *, may_be_empty: bool) -> Tensor:
+    """Softmax over the last axis; a row with nothing visible gives zeros and zero gradients, never NaN.
+
+    Args:
+        scores: [B, H, T, S], any float dtype.
+        visible: Boolean, broadcastable to `scores`, or None.
+        may_be_empty: Whether a row may see no key at all. False saves the test.
+    """
+    if visible is None:
+        return scores.softmax(-1)
+    if not may_be_empty:
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    empty = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(~(visible | empty), -torch.inf).softmax(-1)
+    return weights.masked_fill(empty, 0.0)

@@ -1,0 +1,72 @@
+"""Composed attention as the paper writes it (equations 4 and 7), dense, in the input's dtype: the definition of
+correct.
+
+DCMHA, ICML 2024, https://arxiv.org/abs/2405.08553
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+import torch
+from torch import Tensor
+
+from ..weights import ComposeWeights
+from .masking import both_visible, masked_softmax, visible_keys
+
+
+def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
+    """Mix the heads of every query-key pair (equation 7 with the identity in place of W_b, section 3.1).
+
+    Args:
+        a: Scores or weights [B, H, T, S].
+        weights: One composition; branches that are None add nothing.
+        num_groups: Head groups G; only heads of the same group mix (section 3.2).
+
+    Returns:
+        a + a @ base + sum_r (a . down_r) up_r + a * gate, for queries and keys, [B, H, T, S].
+    """
+    a_BGHTS = a.unflatten(1, (num_groups, -1))
+    out = a_BGHTS
+    if weights.base is not None:
+        out = out + torch.einsum("bghts,ghk->bgkts", a_BGHTS, weights.base)
+    for token, down, up, gate in (
+        ("t", weights.query_down, weights.query_up, weights.query_gate),
+        ("s", weights.key_down, weights.key_up, weights.key_gate),
+    ):
+        if down is not None:
+            down, up = (w.unflatten(-1, (num_groups, -1)) for w in (down, up))
+            hidden = torch.einsum(f"bghts,b{token}rgh->bgrts", a_BGHTS, down)
+            out = out + torch.einsum(f"bgrts,b{token}rgh->bghts", hidden, up)
+        if gate is not None:
+            gate = gate.unflatten(-1, (num_groups, -1)).permute(0, 2, 3, 1)  # [B, G, H/G, T or S]
+            out = out + a_BGHTS * gate.unsqueeze(-1 if token == "t" else -2)
+    return out.flatten(1, 2)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+    num_groups: int,
+) -> Tensor:
+    """Compute composed attention densely. Arguments are those of `composed_attention`, already checked."""
+    T, S = q.shape[-2], k.shape[-2]
+    scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
+    if pre is not None:
+        scores = compose(scores, pre, num_groups)
+    if bias is not None:
+        scores = scores + bias
+    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
+    weights = masked_softmax(scores, both_visible(block, visible), may_be_empty=True)
+    if post is not None:
+        weights = compose(weights, post, num_groups)
+    weights = torch.dropout(weights, dropout_p, train=dropout_p > 0.0)
+    return torch.einsum("bhts,bhsd->bhtd", weights, v)

@@ -1,0 +1,111 @@
+"""Random operands for operator tests, and the error measure they share."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcmha import ComposeWeights, composed_attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape and set of features of composed attention."""
+
+    B: int = 2
+    T: int = 33
+    S: int = 33
+    H: int = 6
+    D: int = 16
+    R: int = 2
+    G: int = 1
+    is_causal: bool = False
+    window: int | None = None
+    mask: str | None = None
+    branches: str = "qkgb"
+    compositions: str = "pre+post"
+
+    def __str__(self) -> str:
+        kind = ("-causal" if self.is_causal else "") + (f"-w{self.window}" if self.window else "")
+        mask = f"-{self.mask}" if self.mask else ""
+        shape = f"B{self.B}-T{self.T}-S{self.S}-H{self.H}-R{self.R}-G{self.G}"
+        return f"{shape}{kind}{mask}-{self.branches}-{self.compositions}"
+
+
+def make_weights(case: Case, dtype=torch.float64, scale: float = 0.5) -> ComposeWeights:
+    def rand(*shape: int) -> Tensor:
+        return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype)
+
+    sides = []
+    for side, tokens in (("q", case.T), ("k", case.S)):
+        on = side in case.branches
+        low_rank = on and case.R > 0
+        sides.append(rand(case.B, tokens, case.R, case.H) if low_rank else None)
+        sides.append(rand(case.B, tokens, case.R, case.H) if low_rank else None)
+        sides.append(torch.tanh(rand(case.B, tokens, case.H)) if on and "g" in case.branches else None)
+    heads = case.H // case.G
+    return ComposeWeights(*sides, rand(case.G, heads, heads) if "b" in case.branches else None)
+
+
+def make_mask(case: Case) -> Tensor | None:
+    """A mask with both hidden and visible cells, and one query that sees nothing."""
+    if case.mask is None:
+        return None
+    visible = torch.rand(case.B, 1, case.T, case.S) > 0.3
+    visible[..., 0] = True
+    visible[0, :, case.T // 2] = False
+    if case.mask == "bool":
+        return visible
+    bias = torch.randn(case.B, case.H, case.T, case.S, dtype=torch.float64)
+    return bias.masked_fill(~visible, -torch.inf) if case.mask == "float-inf" else bias
+
+
+def make_operands(case: Case, dtype=torch.float64) -> dict[str, Tensor]:
+    """All differentiable operands by name."""
+    torch.manual_seed(0)
+    operands = {
+        name: torch.randn(case.B, case.H, n, case.D, dtype=torch.float64).to(dtype)
+        for name, n in (("q", case.T), ("k", case.S), ("v", case.S))
+    }
+    for composition in case.compositions.split("+"):
+        for field, value in make_weights(case, dtype)._asdict().items():
+            if value is not None:
+                operands[f"{composition}.{field}"] = value
+    return {name: x.requires_grad_() for name, x in operands.items()}
+
+
+def run(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None = None) -> Tensor:
+    """Call the operator on named operands."""
+    weights = {}
+    for composition in ("pre", "post"):
+        fields = {k.split(".")[1]: x for k, x in operands.items() if k.startswith(composition + ".")}
+        weights[composition] = ComposeWeights(**fields) if composition in case.compositions else None
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(operands["q"].dtype)
+    return composed_attention(
+        *(operands[name] for name in "qkv"),
+        **weights,
+        attn_mask=mask,
+        is_causal=case.is_causal,
+        window=case.window,
+        num_groups=case.G,
+        impl=impl,
+    )
+
+
+def output_and_gradients(case: Case, impl: str, dtype=torch.float64) -> dict[str, Tensor]:
+    """Run forward and backward with a fixed random cotangent; everything in float64."""
+    operands = make_operands(case, dtype)
+    mask = make_mask(case)
+    out = run(case, operands, impl, mask)
+    cotangent = torch.randn(out.shape, dtype=torch.float64).to(dtype)
+    gradients = torch.autograd.grad(out, list(operands.values()), cotangent)
+    return {"out": out.detach().double()} | {k: g.double() for k, g in zip(operands, gradients, strict=True)}
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Relative L2 error; absolute where the expected tensor is all zeros."""
+    scale = expected.detach().norm()
+    return float((got - expected).detach().norm() / (scale if scale > 0 else 1.0))

@@ -1,0 +1,405 @@
+"""The operator: against loops, SDPA and theorems; implementations against each other; masks; causality; errors."""
+
+import pytest
+import torch
+
+from dcmha import ComposeWeights, composed_attention
+from dcmha.impl import compiled
+
+from .inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run
+
+IMPLS = ("reference", "compiled")
+
+
+def loop_compose(a, w, b, i, j, groups):
+    """Equation 7 for one query-key pair, head vector `a`, one head at a time."""
+    H = len(a)
+    size = H // groups
+    out = a.clone()
+    for h in range(H):
+        group = slice(h // size * size, (h // size + 1) * size)
+        if w.base is not None:
+            out[h] += a[group] @ w.base[h // size, :, h % size]
+        for down, up, gate, n in ((*w[:3], i), (*w[3:6], j)):
+            for r in range(0 if down is None else down.shape[2]):
+                out[h] += (a[group] @ down[b, n, r, group]) * up[b, n, r, h]
+            if gate is not None:
+                out[h] += a[h] * gate[b, n, h]
+    return out
+
+
+def loop_attention(q, k, v, pre, post, case, mask=None):
+    B, H, T, D = q.shape
+    S = k.shape[2]
+    out = torch.zeros_like(q)
+    for b in range(B):
+        for i in range(T):
+            position = i + S - T
+            scores = torch.full((S, H), -torch.inf, dtype=q.dtype)
+            for j in range(S):
+                distance = position - j
+                hidden = case.is_causal and distance < 0
+                hidden |= case.window is not None and abs(distance) >= case.window
+                hidden |= mask is not None and not mask[b, 0, i, j]
+                if not hidden:
+                    a = (q[b, :, i] * k[b, :, j]).sum(-1) / D**0.5
+                    scores[j] = loop_compose(a, pre, b, i, j, case.G)
+            if torch.isinf(scores).all():
+                continue
+            weights = scores.softmax(0)
+            for j in range(S):
+                out[b, :, i] += loop_compose(weights[j], post, b, i, j, case.G)[:, None] * v[b, :, j]
+    return out
+
+
+LOOP_CASES = [
+    Case(T=5, S=5, H=4, D=3),
+    Case(T=4, S=6, H=4, D=3, G=2, is_causal=True),
+    Case(T=6, S=4, H=4, D=3, is_causal=True, window=2),
+    Case(T=5, S=5, H=3, D=3, R=1, window=2, mask="bool"),
+]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", LOOP_CASES, ids=str)
+def test_equals_the_paper_pair_by_pair(case, impl):
+    x = {name: value.detach() for name, value in make_operands(case).items()}
+    mask = make_mask(case)
+    weights = [ComposeWeights(**{k[len(c) + 1 :]: t for k, t in x.items() if k.startswith(c)}) for c in ("pre", "post")]
+    expected = loop_attention(x["q"], x["k"], x["v"], *weights, case, mask)
+    torch.testing.assert_close(run(case, x, impl, mask), expected, rtol=1e-12, atol=1e-12)
+
+
+GRID = [
+    Case(),
+    Case(T=1, S=1),
+    Case(T=1, S=63, is_causal=True),
+    Case(T=63, S=63, H=3, is_causal=True),
+    Case(T=300, S=300, H=4, D=8, B=1),
+    Case(T=300, S=300, H=4, D=8, B=1, is_causal=True),
+    Case(T=300, S=300, H=4, D=8, B=1, is_causal=True, window=40),
+    Case(T=300, S=300, H=4, D=8, B=1, window=7),
+    Case(T=300, S=260, H=4, D=8, B=1, is_causal=True),
+    Case(T=260, S=300, H=4, D=8, B=1, is_causal=True, window=150, mask="bool"),
+    Case(T=400, S=40, H=4, D=8, B=1, is_causal=True, window=5),
+    Case(T=270, S=270, H=4, D=8, mask="bool"),
+    Case(T=270, S=30, H=4, D=8, mask="float"),
+    Case(T=33, S=50, mask="float-inf", is_causal=True),
+    Case(R=0),
+    Case(R=1, G=2),
+    Case(R=4, G=3),
+    Case(H=12, G=2, branches="qk"),
+    Case(branches="q"),
+    Case(branches="k"),
+    Case(branches="qg"),
+    Case(branches="kg", T=300, S=300, H=4, D=8, B=1, is_causal=True),
+    Case(branches="b"),
+    Case(compositions="pre"),
+    Case(compositions="post", is_causal=True),
+]
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_compiled_equals_reference(case):
+    expected = output_and_gradients(case, "reference")
+    got = output_and_gradients(case, "compiled")
+    for name, value in expected.items():
+        assert relative_error(got[name], value) < 1e-12, name
+
+
+@pytest.mark.parametrize("case", [Case(B=1, T=40, S=40, H=4, G=2), Case(T=33, S=50, is_causal=True, window=9)], ids=str)
+def test_broadcast_form_equals_merged_form(case, monkeypatch):
+    """The arrangement that CUDA compiles, run eagerly."""
+    expected = output_and_gradients(case, "compiled")
+    monkeypatch.setattr(compiled, "_compose_merged", compiled._compose_broadcast)
+    got = output_and_gradients(case, "compiled")
+    for name, value in expected.items():
+        assert relative_error(got[name], value) < 1e-12, name
+
+
+@pytest.mark.parametrize("form", ["_compose_merged", "_compose_broadcast"])
+def test_traces_into_one_graph(form, monkeypatch):
+    monkeypatch.setattr(compiled, "_compose_merged", getattr(compiled, form))
+    compiled_run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for case in (Case(T=20, S=20, mask="bool"), Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window=30)):
+        operands, mask = make_operands(case), make_mask(case)
+        expected = run(case, operands, "reference", mask)
+        got = compiled_run(case, operands, "compiled", mask)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in (expected, got)]
+        for name, a, b in zip(operands, *gradients, strict=True):
+            assert relative_error(b, a) < 1e-12, name
+
+
+def test_chunk_compiles_with_inductor():
+    """The per-chunk function that CUDA compiles, compiled for this CPU with dynamic shapes, forward and backward."""
+    block = torch.compile(compiled._block, dynamic=True, fullgraph=True)
+    for T, S in ((24, 40), (17, 31)):
+        operands = make_operands(Case(T=T, S=S, H=4, D=8), torch.float32)
+        pre, post = (
+            ComposeWeights(**{k.split(".")[1]: x for k, x in operands.items() if k.startswith(c)})
+            for c in ("pre", "post")
+        )
+        arguments = (*(operands[n] for n in "qkv"), pre, post, None, None, 0.3, 0.0, 1, False)
+        results = [f(*arguments) for f in (compiled._block, block)]
+        gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in results]
+        for name, a, b in zip(
+            ("out", *operands), *[(y, *g) for y, g in zip(results, gradients, strict=True)], strict=True
+        ):
+            assert relative_error(b.double(), a.double()) < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [Case(T=64, S=64, H=6, D=32), Case(B=1, T=300, S=300, H=4, is_causal=True)], ids=str)
+def test_low_precision_error_is_at_most_that_of_the_reference(case, dtype):
+    """Both paths against float64 on the rounded inputs; float32 inside must not lose to rounding at every step."""
+    rounded = {k: x.detach().to(dtype).double().requires_grad_() for k, x in make_operands(case).items()}
+    exact_out = run(case, rounded, "reference")
+    cotangent = torch.randn(exact_out.shape, dtype=torch.float64).to(dtype)
+    exact = (exact_out, *torch.autograd.grad(exact_out, list(rounded.values()), cotangent.double()))
+    errors = {}
+    for impl in IMPLS:
+        low = {k: x.detach().to(dtype).requires_grad_() for k, x in rounded.items()}
+        out = run(case, low, impl)
+        got = (out, *torch.autograd.grad(out, list(low.values()), cotangent))
+        errors[impl] = [relative_error(g.double(), e) for g, e in zip(got, exact, strict=True)]
+    band = torch.finfo(dtype).eps
+    for name, reference, compiled_error in zip(("out", *rounded), *errors.values(), strict=True):
+        assert compiled_error <= reference + band, (name, compiled_error, reference)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradcheck(impl):
+    case = Case(B=1, T=3, S=4, H=4, D=2, G=2, R=1, is_causal=True, mask="bool")
+    operands, mask = make_operands(case), make_mask(case)
+    names = list(operands)
+    assert torch.autograd.gradcheck(
+        lambda *xs: run(case, dict(zip(names, xs, strict=True)), impl, mask), list(operands.values())
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradcheck_across_chunks(impl, monkeypatch):
+    monkeypatch.setattr(compiled, "WHOLE_LENGTH", 2)
+    monkeypatch.setattr(compiled, "CHUNK", 2)
+    case = Case(B=1, T=5, S=5, H=2, D=2, R=1, is_causal=True, window=3, mask="float")
+    operands, mask = make_operands(case), make_mask(case)
+    names = list(operands)
+    bias = mask.clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda bias, *xs: run(case, dict(zip(names, xs, strict=True)), impl, bias), [bias, *operands.values()]
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(is_causal=True, T=20), Case(mask="bool"), Case(mask="float-inf")], ids=str
+)
+def test_identity_weights_equal_sdpa(case, impl):
+    operands, mask = make_operands(case), make_mask(case)
+    q, k, v = (operands[n] for n in "qkv")
+    got = composed_attention(
+        q, k, v, ComposeWeights(), ComposeWeights(), attn_mask=mask, is_causal=case.is_causal, impl=impl
+    )
+    plain = composed_attention(q, k, v, attn_mask=mask, is_causal=case.is_causal)
+    torch.testing.assert_close(got, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(), Case(is_causal=True), Case(mask="bool"), Case(T=9, S=20, is_causal=True)], ids=str
+)
+def test_without_compositions_it_is_sdpa(case):
+    operands, mask = make_operands(case), make_mask(case)
+    q, k, v = (operands[n] for n in "qkv")
+    bias = torch.zeros(case.T, case.S, dtype=torch.float64)
+    if case.is_causal:
+        bias.masked_fill_(~torch.ones(case.T, case.S).bool().tril(case.S - case.T), -torch.inf)
+    if mask is not None:
+        bias = bias + torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
+    expected = ((q @ k.mT) / case.D**0.5 + bias).softmax(-1).nan_to_num() @ v
+    got = composed_attention(q, k, v, attn_mask=mask, is_causal=case.is_causal)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(got.sum(), q)
+    assert gradient.isfinite().all()
+
+
+def test_theorem_2_1_composing_scores_expands_query_key_projections():
+    B, T, H, D, C = 2, 7, 4, 5, 12
+    torch.manual_seed(0)
+    x, wq, wk, wv = torch.randn(B, T, C).double(), *torch.randn(3, H, C, D).double()
+    composition = torch.randn(H, H).double()  # C_hj, (to, from)
+    q, k, v = (torch.einsum("btc,hcd->bhtd", x, w) for w in (wq, wk, wv))
+    base = (composition.T - torch.eye(H))[None]
+    got = composed_attention(q, k, v, pre=ComposeWeights(base=base), scale=1.0, impl="reference")
+    expanded_q = torch.stack([torch.cat([composition[i, j] * wq[j] for j in range(H)], 1) for i in range(H)])
+    expanded_k = torch.cat(list(wk), 1).expand(H, -1, -1)
+    scores = torch.einsum("btc,hcd,bse,hed->bhts", x, expanded_q, x, expanded_k)
+    torch.testing.assert_close(got, scores.softmax(-1) @ v, rtol=1e-10, atol=1e-10)
+
+
+def test_theorem_2_2_composing_weights_expands_output_value_projections():
+    B, T, H, D, C = 2, 7, 4, 5, 12
+    torch.manual_seed(0)
+    x, wv = torch.randn(B, T, C).double(), torch.randn(H, C, D).double()
+    q, k = torch.randn(2, B, H, T, D).double()
+    wo = torch.randn(H, D, C).double()
+    composition = torch.randn(H, H).double()
+    base = (composition.T - torch.eye(H))[None]
+    v = torch.einsum("btc,hcd->bhtd", x, wv)
+    composed = composed_attention(q, k, v, post=ComposeWeights(base=base), impl="reference")
+    got = torch.einsum("bhtd,hdc->btc", composed, wo)
+    # Equation 2 composes over the index that the tiled output projection sums out: head i carries sum_j C_ji V_j W_j^O.
+    weights = (q @ k.mT / D**0.5).softmax(-1)
+    values = torch.stack([torch.cat([composition[j, i] * wv[j] for j in range(H)], 1) for i in range(H)])
+    tiled = torch.cat(list(wo), 0)
+    expected = sum((weights[:, i] @ (x @ values[i])) @ tiled for i in range(H))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("composition", ["pre", "post"])
+@pytest.mark.parametrize("field", ComposeWeights._fields)
+def test_each_branch_moves_the_output(impl, composition, field):
+    case = Case(T=9, S=9)
+    operands = {k: x.detach() for k, x in make_operands(case).items()}
+    before = run(case, operands, impl)
+    operands[f"{composition}.{field}"] = operands[f"{composition}.{field}"] * 1.5
+    assert relative_error(run(case, operands, impl), before) > 1e-3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("T", [40, 300])
+def test_causality_is_exact(impl, T):
+    """Changing token t leaves the outputs before t bit-identical, through keys, values and key-side weights."""
+    case = Case(B=1, T=T, S=T, H=4, D=8, is_causal=True)
+    operands = {k: x.detach() for k, x in make_operands(case, torch.float32).items()}
+    before = run(case, operands, impl)
+    t = T - 13
+    for name, x in operands.items():
+        if name.endswith("base"):
+            continue
+        axis = 2 if name in "qkv" else 1
+        operands[name] = x.index_fill(axis, torch.tensor([t]), 3.0)
+    after = run(case, operands, impl)
+    assert torch.equal(before[:, :, :t], after[:, :, :t])
+    assert not torch.equal(before[:, :, t:], after[:, :, t:])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_empty_rows_give_zeros_and_finite_gradients(impl):
+    case = Case(T=12, S=7, is_causal=True, mask="bool")
+    operands, mask = make_operands(case), make_mask(case)
+    out = run(case, operands, impl, mask)
+    assert torch.equal(out[:, :, :5], torch.zeros_like(out[:, :, :5]))
+    assert out[:, :, 8:].abs().sum() > 0
+    for name, gradient in zip(operands, torch.autograd.grad(out.sum(), list(operands.values())), strict=True):
+        assert gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_dropout_acts_on_composed_weights(impl):
+    case = Case(T=8, S=8, D=2, compositions="post", branches="b")
+    operands = make_operands(case)
+    q, k, v = (operands[n].detach() for n in "qkv")
+    post = ComposeWeights(base=operands["post.base"].detach())
+    kept = composed_attention(q, k, torch.ones_like(v), None, post, impl=impl)
+    torch.manual_seed(1)
+    samples = [composed_attention(q, k, torch.ones_like(v), None, post, dropout_p=0.5, impl=impl) for _ in range(2000)]
+    mean = torch.stack(samples).mean(0)
+    assert not torch.equal(samples[0], kept)
+    assert relative_error(mean, kept) < 0.05
+
+
+def test_dropout_is_the_same_in_the_recomputed_backward(monkeypatch):
+    """With every chunk recomputed, gradients are those of the very dropout mask the forward drew."""
+    monkeypatch.setattr(compiled, "WHOLE_LENGTH", 4)
+    monkeypatch.setattr(compiled, "CHUNK", 4)
+    q, k, v = torch.randn(3, 1, 2, 12, 4, dtype=torch.float64).unbind(0)
+    v.requires_grad_()
+    torch.manual_seed(3)
+    out = composed_attention(q, k, v, ComposeWeights(), ComposeWeights(), dropout_p=0.5, impl="compiled")
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((gradient * v).sum(), out.sum())  # the output is linear in v
+
+
+def test_autocast_casts_like_sdpa_and_computes_in_float32():
+    case = Case(T=64, S=64, D=32)
+    operands = {k: x.detach() for k, x in make_operands(case, torch.float32).items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(case, operands, "auto")
+    assert got.dtype == torch.bfloat16
+    rounded = {k: x.to(torch.bfloat16) for k, x in operands.items()}
+    assert torch.equal(got, run(case, rounded, "compiled"))
+
+
+Q = torch.zeros(2, 4, 5, 8)
+GATE = torch.zeros(2, 5, 4)
+RANK = torch.zeros(2, 5, 2, 4)
+MISTAKES = {
+    "axes": ({"q": torch.zeros(4, 5, 8)}, r"q has shape \[4, 5, 8\]; accepted: four axes \[B, H, tokens, D\]"),
+    "integer": ({"k": Q.long()}, r"k has dtype torch.int64; accepted: a floating dtype"),
+    "kv": ({"v": Q[:, :, :3]}, r"k and v must have one shape .* \[2, 4, 5, 8\] and \[2, 4, 3, 8\]"),
+    "heads": ({"q": Q[:, :2]}, r"q and k must agree in B, H and D; got q \[2, 2, 5, 8\]"),
+    "dtype": ({"q": Q.double()}, r"q, k and v must have one dtype and device; got q torch.float64 on cpu"),
+    "window": ({"window": 0}, r"window=0 must be at least 1"),
+    "dropout": ({"dropout_p": 1.0}, r"dropout_p=1.0 must be in \[0, 1\)"),
+    "groups": ({"num_groups": 3}, r"num_groups=3 must be a positive divisor of the 4 heads of q"),
+    "impl": ({"impl": "flash"}, r"impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled'"),
+    "mask": (
+        {"attn_mask": torch.ones(3, 5).bool()},
+        r"attn_mask has shape \[3, 5\]; accepted: broadcastable to \[B, H, T, S\] = \[2, 4, 5, 5\]",
+    ),
+    "mask axes": ({"attn_mask": torch.ones(1, 1, 1, 1, 5).bool()}, r"attn_mask has shape"),
+    "gate": (
+        {"pre": ComposeWeights(query_gate=GATE[:, :3])},
+        r"pre.query_gate has shape \[2, 3, 4\]; accepted: \[B, tokens, H\] = \[2, 5, 4\]",
+    ),
+    "rank": (
+        {"post": ComposeWeights(key_down=RANK, key_up=RANK[:, :, :1])},
+        r"post.key_up has shape \[2, 5, 1, 4\]; accepted: \[B, tokens, R, H\] = \[2, 5, 2, 4\]",
+    ),
+    "pair": ({"pre": ComposeWeights(query_down=RANK)}, r"pre.query_down and pre.query_up must both be given"),
+    "base": (
+        {"pre": ComposeWeights(base=torch.zeros(1, 4, 4)), "num_groups": 2},
+        r"pre.base has shape \[1, 4, 4\]; accepted: \[G, H/G, H/G\] = \[2, 2, 2\]",
+    ),
+    "weight dtype": ({"pre": ComposeWeights(query_gate=GATE.double())}, r"pre.query_gate is torch.float64 on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    change, message = MISTAKES[name]
+    arguments = {"q": Q, "k": Q, "v": Q} | change
+    with pytest.raises(ValueError, match=message):
+        composed_attention(**arguments)
+
+
+def test_integer_mask_is_a_type_error():
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.int64; accepted: torch.bool"):
+        composed_attention(Q, Q, Q, attn_mask=torch.ones(5, 5).long())
+
+
+def test_broadcast_masks_of_every_rank():
+    case = Case(T=6, S=6, H=4)
+    operands = {k: x.detach() for k, x in make_operands(case).items()}
+    keys = torch.tensor([True, True, False, True, True, False])
+    expected = run(case, operands, "reference", keys.expand(2, 4, 6, 6))
+    for impl in IMPLS:
+        for mask in (keys, keys[None], keys[None, None], keys[None, None, None]):
+            torch.testing.assert_close(run(case, operands, impl, mask), expected)
+    assert relative_error(expected, run(case, operands, "reference")) > 1e-3
+
+
+def test_padding_does_not_reach_the_output():
+    """What lies behind a key-padding mask, in keys, values and key-side weights, changes nothing."""
+    case = Case(T=6, S=6, H=4)
+    operands = {k: x.detach() for k, x in make_operands(case).items()}
+    mask = torch.tensor([True] * 4 + [False] * 2)
+    before = run(case, operands, "compiled", mask)
+    for name, x in operands.items():
+        if name in ("k", "v"):
+            x[:, :, 4:] = 7.0
+        elif "key_" in name:
+            x[:, 4:] = 7.0
+    assert torch.equal(run(case, operands, "compiled", mask), before)
