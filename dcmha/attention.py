@@ -63,9 +63,8 @@ class DCAttention(nn.Module):
         impl: As in `composed_attention`.
 
     Raises:
-        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or an option
-        is out
-            of range.
+        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or an option is
+            out of range.
     """
 
     rank: int = 2

@@ -2,6 +2,7 @@
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
+from contextlib import nullcontext
 from typing import Literal, get_args
 
 import torch
@@ -68,7 +69,9 @@ def composed_attention(
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
     resolved = resolve_impl(impl, is_composed=pre is not None or post is not None)
-    q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
+    is_autocast = torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type)
+    if is_autocast:
+        q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
     _check_qkv(q, k, v)
     _check_options(q, window, dropout_p, num_groups)
     _check_weights("pre", pre, q, k, num_groups)
@@ -82,7 +85,7 @@ def composed_attention(
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "dropout_p": dropout_p,
     }
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False) if is_autocast else nullcontext():
         match resolved:
             case "sdpa":
                 return _plain_attention(q, k, v, **options)
@@ -138,9 +141,7 @@ def _plain_attention(
 
 
 def _autocast(q, k, v, pre, post, attn_mask):
-    """Cast floating inputs to the autocast dtype where autocast is on, as torch does for its own attention."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v, pre, post, attn_mask
+    """Cast floating inputs to the autocast dtype, as torch does for its own attention."""
     dtype = torch.get_autocast_dtype(q.device.type)
 
     def cast(x: Tensor | None) -> Tensor | None:

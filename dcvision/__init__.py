@@ -1,0 +1,7 @@
+"""Image classification with DCMHA. Importing this package registers the `dcvit_*` and `mhavit_*` models with timm."""
+
+from . import models
+from .classifier import ImageClassifier
+from .data import ImageDataModule
+
+__all__ = ["ImageClassifier", "ImageDataModule", "models"]

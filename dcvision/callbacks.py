@@ -1,0 +1,142 @@
+"""Trainer callbacks: the newest checkpoint, a graceful stop on signals, and speed in TensorBoard."""
+
+import signal
+import time
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from .flops import peak_flops
+
+STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
+
+
+class LastCheckpoint(Callback):
+    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and where a run is stopped.
+
+    It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes the one before, so that a whole
+    checkpoint exists at any moment.
+
+    Args:
+        every_n_steps: Optimiser steps between checkpoints.
+    """
+
+    def __init__(self, every_n_steps: int = 500) -> None:
+        self.every_n_steps = every_n_steps
+        self._newest: Path | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save before the first step."""
+        self.save(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
+        """Save every so many optimiser steps."""
+        if trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the end."""
+        self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> Path:
+        """Save now, on all ranks together, unless this step is saved already; return the file."""
+        path = Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
+        if path != self._newest:
+            trainer.save_checkpoint(path, weights_only=False)
+            if self._newest is not None and trainer.is_global_zero:
+                self._newest.unlink(missing_ok=True)
+            self._newest = path
+        return path
+
+
+class RunStopped(BaseException):
+    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line catches it.
+
+    Args:
+        signum: The signal that asked for it.
+        checkpoint: Where the run can be taken up.
+    """
+
+    def __init__(self, signum: int, checkpoint: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.checkpoint = checkpoint
+
+
+class GracefulStop(Callback):
+    """On SIGTERM (or the first Ctrl-C) finish the step, save a checkpoint and end the run.
+
+    Ranks agree on the step to stop at, so a signal may reach one of them or all. It takes the place of Lightning's own
+    SIGTERM handler, which waits for the other ranks inside the signal handler and can hang.
+
+    Args:
+        last: Saves the checkpoint.
+    """
+
+    def __init__(self, last: LastCheckpoint) -> None:
+        self.last = last
+        self._signum: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def _note(self, signum: int, frame: object) -> None:
+        if signum == signal.SIGINT and self._signum is not None:
+            raise KeyboardInterrupt
+        self._signum = signum
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals, after Lightning did."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            self._previous[signum] = signal.signal(signum, self._note)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
+        """Stop the run if any rank was told to."""
+        stop = self._signum is not None
+        if trainer.world_size > 1:
+            if trainer.global_step % STOP_CHECK_STEPS:
+                return
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        if stop:
+            raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+
+class SpeedMonitor(Callback):
+    """Logs images/s over all ranks and model FLOPs utilisation (forward and backward = three forwards) between logs."""
+
+    def __init__(self) -> None:
+        self._images = 0
+        self._start = 0.0
+        self._peak = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find out what the device could do."""
+        low = torch.float16 if "16-" in trainer.precision and "bf16" not in trainer.precision else torch.bfloat16
+        dtype = low if "16" in trainer.precision and pl_module.device.type == "cuda" else torch.float32
+        self._peak = peak_flops(pl_module.device, dtype)
+        self._restart()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave validation out of the measurement."""
+        self._restart()
+
+    def _restart(self) -> None:
+        self._images, self._start = 0, time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
+        """Count images; log where the trainer logs."""
+        self._images += len(batch.labels)
+        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()
+        rate = self._images / (time.perf_counter() - self._start)
+        utilisation = 3 * pl_module.forward_flops * rate / self._peak
+        pl_module.log("train/images_per_second", rate * trainer.world_size)
+        pl_module.log("train/mfu", utilisation)
+        self._restart()

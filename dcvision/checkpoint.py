@@ -1,0 +1,65 @@
+"""Checkpoints that survive a kill at any moment, and finding the newest one of a run."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from .errors import UserError
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, flushes to the disk, then renames: the target is whole or absent, on any file system."""
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        """Save `checkpoint` to the local file `path`."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+
+def find_checkpoint(path: str) -> Path:
+    """Resolve what `--resume` names: a checkpoint, or a run's folder, of which the newest checkpoint is taken.
+
+    Raises:
+        UserError: If there is none.
+    """
+    start = Path(path)
+    if start.is_file():
+        return start
+    if not start.is_dir():
+        raise UserError(f"cannot resume: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
+    found = sorted(start.rglob("*.ckpt"), key=lambda p: (_step(p), p.stat().st_mtime))
+    if not found:
+        raise UserError(f"cannot resume: no .ckpt file below {path}.")
+    return found[-1]
+
+
+def _step(path: Path) -> int:
+    """Read the training step from a file name such as `last-step=120.ckpt`."""
+    match = re.search(r"step=(\d+)", path.name)
+    return int(match[1]) if match else -1
+
+
+def run_folder(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that wrote a checkpoint (`RUN/checkpoints/NAME.ckpt`), or None if it lies elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def load_checkpoint(path: Path) -> dict:
+    """Read a checkpoint safely (tensors and plain values only).
+
+    Raises:
+        UserError: If it is not a whole checkpoint.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(f"{path} is no readable checkpoint: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,260 @@
+"""ImageDataModule: batches of uint8 images for training and evaluation, exact over ranks, workers and restarts."""
+
+import signal
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from ..errors import UserError
+from .decode import eval_transform, train_transform
+from .order import EvalBatches, Position, Progress, TrainBatches
+from .samples import Batch, ImageSamples, collate
+from .sources import Source, open_source, stream_urls
+from .stream import StreamedSample, stream_loader
+
+
+class ImageDataModule(L.LightningDataModule):
+    """Images for classification.
+
+    Splitting: this module gives every rank its slice of one global order, so the trainer must not add a distributed
+    sampler (`use_distributed_sampler: false`, which the command line sets). Workers share a rank's batches.
+
+    Epoch: a pass over the data in an order that depends on (seed, epoch) alone. Every rank takes equally many training
+    batches; what is less than one global batch at the end is left out. Evaluation sees every sample once: padding that
+    evens out the ranks carries the label -100.
+
+    Resume: training goes on at the very next sample, also in the middle of an epoch. On another number of ranks or
+    another batch size the samples of the epoch that are left are each seen once.
+
+    Remote streams promise less (see `dcvision.data.stream`).
+
+    Args:
+        train: Training set, in the notation of `dcvision.data.sources`: "digits", "shards:PATTERN", "folder:DIR" or
+            "torchvision:NAME:DIR".
+        val: Validation set, likewise; also used by `test` and `predict`.
+        num_classes: Labels must lie in [0, num_classes).
+        image_size: Side of the square images, in pixels.
+        batch_size: Images of one rank in a step.
+        num_workers: Loader processes of a rank; 0 loads in the main process.
+        seed: Seed of order and augmentation.
+        min_crop_area: Smallest part of the image a training crop may cover; 1.0 resizes without cropping.
+        horizontal_flip: Flip half of the training images.
+        randaugment_ops: RandAugment operations per training image; 0 for none.
+        randaugment_magnitude: Their strength, of 31.
+        crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
+        stream_samples: Samples that count as an epoch when `train` is a remote stream.
+        max_bad_images: Unreadable images are skipped and reported; more than this many stop the run.
+
+    Raises:
+        UserError: If a data set cannot be opened or does not fit the other arguments.
+    """
+
+    def __init__(
+        self,
+        train: str = "digits",
+        val: str = "digits",
+        num_classes: int = 10,
+        image_size: int = 8,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+        min_crop_area: float = 0.05,
+        horizontal_flip: bool = True,
+        randaugment_ops: int = 0,
+        randaugment_magnitude: int = 10,
+        crop_fraction: float = 0.875,
+        stream_samples: int | None = None,
+        max_bad_images: int = 100,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1 or num_workers < 0:
+            raise UserError(f"batch_size={batch_size} must be at least 1 and num_workers={num_workers} at least 0.")
+        if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
+            raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
+        self.train_spec, self.val_spec = train, val
+        self.num_classes, self.image_size = num_classes, image_size
+        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        self.stream_samples, self.max_bad_images = stream_samples, max_bad_images
+        self.train_transform = train_transform(
+            image_size, min_crop_area, horizontal_flip, randaugment_ops, randaugment_magnitude
+        )
+        self.eval_transform = eval_transform(image_size, crop_fraction)
+        self.train_source: Source | None = None
+        self.val_source: Source | None = None
+        self.progress: Progress | None = None
+        self.num_bad_images = 0
+        self._reported: set[str] = set()
+        self._resume: dict | None = None
+
+    def prepare_data(self) -> None:
+        """Download, write and index what is local, once per machine."""
+        for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
+            if stream_urls(spec) is None:
+                open_source(spec, is_train)
+
+    def setup(self, stage: str) -> None:
+        """Open the data sets of a stage and check their labels."""
+        if self.trainer is not None and self.trainer.world_size > 1:
+            self._check_sampler()
+        if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
+            self.train_source = self._open(self.train_spec, is_train=True)
+        if stage == "fit" and self.steps_per_epoch < 1:
+            raise UserError(
+                f"the training set is smaller than one global batch of {self.batch_size} x {self.world_size} ranks."
+            )
+        if self.val_source is None and stream_urls(self.val_spec) is None:
+            self.val_source = self._open(self.val_spec, is_train=False)
+
+    def _check_sampler(self) -> None:
+        if self.trainer._accelerator_connector.use_distributed_sampler:
+            raise UserError("trainer.use_distributed_sampler must be false: the data module splits over ranks itself.")
+
+    def _open(self, spec: str, is_train: bool) -> Source:
+        source = open_source(spec, is_train)
+        labels = source.labels()
+        wrong = ((labels < 0) | (labels >= self.num_classes)).nonzero()[0]
+        if len(wrong):
+            first = int(wrong[0])
+            raise UserError(
+                f"label {labels[first]} of {source.name(first)} is out of range; accepted: 0 to {self.num_classes - 1} "
+                f"(data.num_classes={self.num_classes}). {len(wrong)} of {len(labels)} labels are."
+            )
+        return source
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that split the data."""
+        return 1 if self.trainer is None else self.trainer.world_size
+
+    @property
+    def rank(self) -> int:
+        """This process among them."""
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Training batches of each rank in an epoch."""
+        if self.train_source is not None:
+            return len(self.train_source) // (self.batch_size * self.world_size)
+        if self.stream_samples is None:
+            raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
+        return self.stream_samples // (self.batch_size * self.world_size)
+
+    def num_trained(self) -> int:
+        """Count the batches of each rank trained so far, over all epochs."""
+        return 0 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    def train_dataloader(self) -> DataLoader:
+        """Make the training loader, from the position that training has reached."""
+        if self.train_source is None:
+            return self._stream(self.train_spec, self.train_transform, self.steps_per_epoch)
+        self.progress = self._make_progress(self.batch_size * self.world_size)
+        batches = TrainBatches(
+            self.train_source.shard_sizes,
+            self.batch_size,
+            self.rank,
+            self.world_size,
+            self.seed,
+            self.progress,
+            self.num_trained,
+        )
+        return self._loader(ImageSamples(self.train_source, self.train_transform, self.seed), batches)
+
+    def _make_progress(self, global_batch: int) -> Progress:
+        """Go on where the checkpoint stopped; where the global batch changed, tell the trainer's counter of the epoch."""
+        num_samples = len(self.train_source)
+        if self._resume is None:
+            return Progress(num_samples, global_batch)
+        for name, now in (("num_samples", num_samples), ("seed", self.seed)):
+            if self._resume[name] != now:
+                raise UserError(
+                    f"cannot resume in the middle of the data: the checkpoint was trained with {name}="
+                    f"{self._resume[name]}, this run has {now}."
+                )
+        start = Position(self._resume["epoch"], self._resume["consumed"])
+        progress = Progress(num_samples, global_batch, start, self._resume["num_trained"])
+        if self._resume["global_batch"] != global_batch:
+            rank_zero_warn(
+                f"The global batch changed from {self._resume['global_batch']} to {global_batch} images: every image "
+                "left in this epoch is still seen once; the learning-rate schedule goes on by steps."
+            )
+            done = progress.steps_per_epoch - progress.remaining
+            counter = self.trainer.fit_loop.epoch_loop.batch_progress.current
+            counter.ready = counter.started = counter.processed = counter.completed = done
+        return progress
+
+    def val_dataloader(self) -> DataLoader:
+        """Make the evaluation loader."""
+        if self.val_source is None:
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                raise UserError("data.val cannot be a stream under FSDP, whose ranks must take equally many batches.")
+            return self._stream(self.val_spec, self.eval_transform, None)
+        batches = EvalBatches(len(self.val_source), self.batch_size, self.rank, self.world_size)
+        return self._loader(ImageSamples(self.val_source, self.eval_transform, self.seed), batches)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def _stream(self, spec: str, transform, num_steps: int | None) -> DataLoader:
+        return stream_loader(
+            stream_urls(spec),
+            StreamedSample(transform, self.seed + self.rank, self.num_classes),
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            world_size=self.world_size,
+            num_steps=num_steps,
+            seed=self.seed,
+        )
+
+    def _loader(self, samples: ImageSamples, batches) -> DataLoader:
+        return DataLoader(
+            samples,
+            batch_sampler=batches,
+            num_workers=self.num_workers,
+            collate_fn=collate,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+            worker_init_fn=_leave_signals_to_the_main_process,
+            generator=torch.Generator(),  # the loader must not draw from the generator that training uses
+        )
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Count and report unreadable images; stop the run above the limit."""
+        for reason in batch.skipped:
+            self.num_bad_images += 1
+            if reason not in self._reported:
+                self._reported.add(reason)
+                print(f"skipped an unreadable image ({self.num_bad_images} so far): {reason}", flush=True)
+        if self.num_bad_images > self.max_bad_images or not len(batch.labels):
+            raise UserError(
+                f"{self.num_bad_images} images could not be read (data.max_bad_images={self.max_bad_images}); "
+                f"the last: {batch.skipped[-1]}"
+            )
+        return batch
+
+    def state_dict(self) -> dict:
+        """Save the position in the training data."""
+        if self.progress is None:
+            return {}
+        num_trained = self.num_trained()
+        position = self.progress.position(num_trained)
+        return {
+            "epoch": position.epoch,
+            "consumed": position.consumed,
+            "num_trained": num_trained,
+            "global_batch": self.progress.global_batch,
+            "num_samples": self.progress.num_samples,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over the position of a checkpoint."""
+        self._resume = state_dict or None
+
+
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """A signal to the whole process group must not kill the workers before the main process has saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

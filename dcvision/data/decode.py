@@ -1,0 +1,68 @@
+"""Encoded image -> augmented uint8 tensor. Normalisation is left to the device.
+
+Training: random resized crop and flip on tensors, then RandAugment on a PIL image where asked for. Evaluation: resize the
+small side, central crop. Random choices are those of (seed, epoch, sample), whichever worker makes the sample.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import InterpolationMode, v2
+
+Transform = Callable[[Tensor], Tensor]
+
+
+class BadImage(Exception):
+    """An image that no decoder can read."""
+
+
+def decode(encoded: bytes) -> Tensor:
+    """Decode an image to RGB, uint8 [3, H, W]; by torchvision, or by Pillow for the formats it does not know.
+
+    Raises:
+        BadImage: If neither can.
+    """
+    try:
+        return decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
+    except (RuntimeError, ValueError):
+        pass
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except Exception as error:  # Pillow raises many types on damaged files
+        raise BadImage(f"{type(error).__name__}: {error}") from error
+
+
+def train_transform(
+    size: int, min_crop_area: float, horizontal_flip: bool, randaugment_ops: int, randaugment_magnitude: int
+) -> Transform:
+    """Make the training transform: uint8 [3, H, W] -> uint8 [3, size, size]."""
+    steps: list = [v2.RandomResizedCrop(size, scale=(min_crop_area, 1.0), antialias=True)]
+    if min_crop_area == 1.0:
+        steps = [v2.Resize((size, size), antialias=True)]
+    if horizontal_flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if randaugment_ops:
+        augment = v2.RandAugment(randaugment_ops, randaugment_magnitude, interpolation=InterpolationMode.BILINEAR)
+        steps += [v2.ToPILImage(), augment, v2.PILToTensor()]
+    return v2.Compose(steps)
+
+
+def eval_transform(size: int, crop_fraction: float) -> Transform:
+    """Make the evaluation transform: the small side to size / crop_fraction, then the central square."""
+    return v2.Compose([v2.Resize(round(size / crop_fraction), antialias=True), v2.CenterCrop(size)])
+
+
+@contextmanager
+def sample_rng(*key: int) -> Iterator[None]:
+    """Run the body with torch's CPU generator seeded by `key`, and leave it as it was."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+    with torch.random.fork_rng(devices=()):
+        torch.random.default_generator.manual_seed(seed)
+        yield

@@ -1,0 +1,71 @@
+"""From a source to batches of uint8 images: decode, augment, collate, and carry what went wrong to the main process."""
+
+# B batch
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from .decode import BadImage, Transform, decode, sample_rng
+from .order import SampleRef
+from .sources import Source
+
+IGNORED = -100  # label of a sample that pads a rank's share and counts nowhere; cross-entropy's own default
+
+
+class Batch(NamedTuple):
+    """What a step gets: images uint8 [B, 3, size, size], labels int64 [B], names, and one line per unreadable image."""
+
+    images: Tensor
+    labels: Tensor
+    names: list[str]
+    skipped: list[str]
+
+
+class Skipped(NamedTuple):
+    """Stands for an unreadable image on its way to the main process."""
+
+    reason: str
+
+
+class ImageSamples(Dataset):
+    """Decoded and transformed samples of a source.
+
+    Args:
+        source: Where encoded images come from.
+        transform: uint8 [3, H, W] -> uint8 [3, size, size].
+        seed: Seed of the run; augmentation draws from (seed, epoch, index).
+    """
+
+    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+
+    def __getitem__(self, ref: SampleRef) -> tuple[Tensor, int, str] | Skipped:
+        image, label = self.source.read(ref.index)
+        name = self.source.name(ref.index)
+        made = make_image(image, name, self.transform, self.seed, ref.epoch, ref.index)
+        if isinstance(made, Skipped):
+            return made
+        return made, IGNORED if ref.is_padding else label, name
+
+
+def make_image(image: bytes | Tensor, name: str, transform: Transform, *key: int) -> Tensor | Skipped:
+    """Decode and transform one image with the random choices of `key`."""
+    try:
+        decoded = image if isinstance(image, Tensor) else decode(image)
+    except BadImage as error:
+        return Skipped(f"{name}: {error}")
+    with sample_rng(*key):
+        return transform(decoded)
+
+
+def collate(samples: list[tuple[Tensor, int, str] | Skipped]) -> Batch:
+    """Stack the samples that could be read; a batch may come out smaller than asked for, or empty."""
+    good = [sample for sample in samples if not isinstance(sample, Skipped)]
+    skipped = [sample.reason for sample in samples if isinstance(sample, Skipped)]
+    if not good:
+        return Batch(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), [], skipped)
+    images, labels, names = zip(*good, strict=True)
+    return Batch(torch.stack(images), default_collate(list(labels)), list(names), skipped)

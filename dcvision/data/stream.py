@@ -1,0 +1,90 @@
+"""Remote shards (`pipe:` commands, cloud URLs) streamed through webdataset.
+
+A stream promises less than local shards: samples are shuffled in a buffer, ranks and workers split the shards (so there
+must be enough of them), an epoch is a number of steps rather than every sample once, and a resumed run starts a new
+shuffle instead of the exact place. Evaluation still sees every sample once.
+"""
+
+import webdataset as wds
+from torch.utils.data import DataLoader
+
+from ..errors import UserError
+from .decode import Transform
+from .samples import Skipped, collate, make_image
+from .shards import IMAGE_EXTENSIONS, LABEL_EXTENSION
+
+SHUFFLE_BUFFER = 5000
+
+
+class StreamedSample:
+    """Turns webdataset's raw sample into what `collate` takes. A class, so that workers can be spawned.
+
+    Args:
+        transform: As in `ImageSamples`.
+        seed: Seed of the run.
+        num_classes: Labels must be below it.
+    """
+
+    def __init__(self, transform: Transform, seed: int, num_classes: int) -> None:
+        self.transform, self.seed, self.num_classes = transform, seed, num_classes
+        self.count = 0
+
+    def __call__(self, raw: dict) -> tuple | Skipped:
+        name = f"{raw['__url__']}/{raw['__key__']}"
+        encoded = next((raw[e] for e in raw if e in IMAGE_EXTENSIONS), None)
+        if encoded is None or LABEL_EXTENSION not in raw:
+            raise UserError(f"sample {name} lacks an image or its class number (.{LABEL_EXTENSION}).")
+        label = int(raw[LABEL_EXTENSION])
+        if not 0 <= label < self.num_classes:
+            raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {self.num_classes - 1}.")
+        self.count += 1
+        image = make_image(encoded, name, self.transform, self.seed, self.count)
+        return image if isinstance(image, Skipped) else (image, label, name)
+
+
+def stream_loader(
+    urls: list[str],
+    sample: StreamedSample,
+    *,
+    batch_size: int,
+    num_workers: int,
+    world_size: int,
+    num_steps: int | None,
+    seed: int,
+) -> DataLoader:
+    """Make a loader over a stream.
+
+    Args:
+        urls: Shards.
+        sample: Makes one sample.
+        batch_size: Samples of this rank in a step.
+        num_workers: Loader processes of this rank.
+        world_size: Number of ranks.
+        num_steps: Batches of an epoch, repeating the shards as needed (training); None for one pass (evaluation).
+        seed: Seed of the shuffle.
+
+    Raises:
+        UserError: If there are fewer shards than ranks x workers.
+    """
+    splits = world_size * max(num_workers, 1)
+    if len(urls) < splits:
+        raise UserError(
+            f"a stream of {len(urls)} shards cannot be split over {world_size} ranks x {max(num_workers, 1)} workers; "
+            f"it needs at least {splits} shards, or fewer workers (data.num_workers)."
+        )
+    training = num_steps is not None
+    dataset = wds.WebDataset(
+        urls,
+        nodesplitter=wds.split_by_node,
+        shardshuffle=len(urls) if training else False,
+        detshuffle=training,
+        seed=seed,
+        empty_check=True,
+    )
+    if training:
+        dataset = dataset.shuffle(SHUFFLE_BUFFER, initial=SHUFFLE_BUFFER // 5).repeat()
+    dataset = dataset.map(sample).batched(batch_size, collation_fn=collate, partial=not training)
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0)
+    return loader.with_epoch(num_steps).with_length(num_steps) if training else loader
+
+

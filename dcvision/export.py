@@ -1,0 +1,42 @@
+"""Write a trained checkpoint as a timm model folder (config.json and model.safetensors)."""
+
+from pathlib import Path
+
+from timm.models import save_for_hf
+
+from .checkpoint import load_checkpoint
+from .classifier import build_model
+from .errors import UserError
+
+
+def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
+    """Export the network of a checkpoint; `timm.create_model("local-dir:FOLDER", pretrained=True)` loads it.
+
+    Args:
+        checkpoint: A `.ckpt` file of `dcvision fit`.
+        folder: Where to write; must not hold an exported model already.
+        raw: Export the raw weights of a run that kept an average; otherwise the average is exported.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If the checkpoint cannot be read or is none of ours, or the folder is taken.
+    """
+    path, target = Path(checkpoint), Path(folder)
+    if not path.is_file():
+        raise UserError(f"the checkpoint {path} does not exist.")
+    if (target / "model.safetensors").exists():
+        raise UserError(f"{target} holds an exported model already; nothing was overwritten.")
+    content = load_checkpoint(path)
+    hp = content.get("hyper_parameters", {})
+    if "model" not in hp or "state_dict" not in content:
+        raise UserError(f"{path} is no checkpoint of dcvision: it names no model.")
+    model = build_model(hp["model"], hp["num_classes"], hp["image_size"], hp["model_kwargs"] or {})
+    averaged = hp["ema_decay"] is not None and not raw
+    prefix = "ema.module." if averaged else "model."
+    weights = {k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)}
+    model.load_state_dict(weights)
+    size = hp["image_size"]
+    save_for_hf(model, str(target), data_config={"input_size": (3, size, size)}, safe_serialization=True)
+    return target
