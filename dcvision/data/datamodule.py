@@ -255,6 +255,12 @@ class ImageDataModule(L.LightningDataModule):
 
 
 def _leave_signals_to_the_main_process(worker: int) -> None:
-    """A signal to the whole process group must not kill the workers before the main process has saved."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """A signal to the whole process group must not end the workers before the main process has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_later)
+
+
+def _end_later(signum: int, frame: object) -> None:
+    """End a minute after the first SIGTERM, at once at the second: no worker may outlive a parent that waits for it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.alarm(60)

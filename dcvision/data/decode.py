@@ -5,6 +5,7 @@ small side, central crop. Random choices are those of (seed, epoch, sample), whi
 """
 
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import InterpolationMode, v2
+
+# torchvision 0.29 announces that its decoders will move to TorchCodec, at every call.
+warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision", DeprecationWarning)
 
 Transform = Callable[[Tensor], Tensor]
 

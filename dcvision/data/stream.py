@@ -5,6 +5,8 @@ must be enough of them), an epoch is a number of steps rather than every sample 
 shuffle instead of the exact place. Evaluation still sees every sample once.
 """
 
+import warnings
+
 import webdataset as wds
 from torch.utils.data import DataLoader
 
@@ -85,6 +87,10 @@ def stream_loader(
         dataset = dataset.shuffle(SHUFFLE_BUFFER, initial=SHUFFLE_BUFFER // 5).repeat()
     dataset = dataset.map(sample).batched(batch_size, collation_fn=collate, partial=not training)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0)
-    return loader.with_epoch(num_steps).with_length(num_steps) if training else loader
+    if not training:
+        return loader
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*with_length")  # it tells that the length cuts nothing; with_epoch does
+        return loader.with_epoch(num_steps).with_length(num_steps)
 
 

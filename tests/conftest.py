@@ -1,0 +1,62 @@
+"""Shared fixtures: a private cache, small image shards and folders."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from webdataset import TarWriter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Keep every derived file of the tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def encode(pixels: np.ndarray, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, samples: list[dict]) -> Path:
+    with TarWriter(str(path)) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return path
+
+
+def numbered_samples(count: int, start: int = 0, num_classes: int = 10) -> list[dict]:
+    """Tiny images whose pixels tell their number."""
+    return [
+        {
+            "__key__": f"{i:04d}",
+            "png": encode(np.full((8, 8, 3), i, dtype=np.uint8)),
+            "cls": str(i % num_classes),
+        }
+        for i in range(start, start + count)
+    ]
+
+
+@pytest.fixture
+def shards(tmp_path) -> str:
+    """Five shards of 7, 9, 8, 10 and 6 numbered samples; their brace pattern."""
+    start = 0
+    for number, count in enumerate((7, 9, 8, 10, 6)):
+        write_shard(tmp_path / f"s-{number}.tar", numbered_samples(count, start))
+        start += count
+    return f"{tmp_path}/s-{{0..4}}.tar"
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """One thread: the tests are small, and results must not depend on how a sum is split."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
