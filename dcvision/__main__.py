@@ -1,6 +1,6 @@
 """`python -m dcvision`."""
 
-from .cli import main
+from dcvision.cli import main
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from .flops import peak_flops
 
@@ -14,7 +15,8 @@ STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing c
 
 
 class LastCheckpoint(Callback):
-    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and where a run is stopped.
+    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and where a run is
+    stopped.
 
     It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes the one before, so that a whole
     checkpoint exists at any moment.
@@ -28,8 +30,9 @@ class LastCheckpoint(Callback):
         self._newest: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save before the first step."""
-        self.save(trainer)
+        """Save before the first step; not under FSDP, where saving an unused optimiser would count as one of its
+        steps.""" if not isinstance(trainer.strategy, ModelParallelStrategy):
+            self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
         """Save every so many optimiser steps."""
@@ -52,7 +55,8 @@ class LastCheckpoint(Callback):
 
 
 class RunStopped(BaseException):
-    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line catches it.
+    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line
+    catches it.
 
     Args:
         signum: The signal that asked for it.

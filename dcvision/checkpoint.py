@@ -11,7 +11,8 @@ from .errors import UserError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, flushes to the disk, then renames: the target is whole or absent, on any file system."""
+    """Writes beside the target, flushes to the disk, then renames: the target is whole or absent, on any file
+    system."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         """Save `checkpoint` to the local file `path`."""
@@ -49,8 +50,8 @@ def _step(path: Path) -> int:
 
 
 def run_folder(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote a checkpoint (`RUN/checkpoints/NAME.ckpt`), or None if it lies elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    """Return the folder of the run that wrote a checkpoint (`RUN/checkpoints/NAME.ckpt`), or None if it lies
+    elsewhere.""" return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -62,4 +63,5 @@ def load_checkpoint(path: Path) -> dict:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(f"{path} is no readable checkpoint: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} is no readable checkpoint: {(str(error) or type(error).__name__).splitlines()[0]}")
+        from error

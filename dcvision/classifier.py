@@ -50,7 +50,8 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction
 class ImageClassifier(L.LightningModule):
     """Trains a timm classifier on uint8 images.
 
-    Random numbers of a step (dropout, mixup) are a function of (seed, step, rank), so that a resumed run draws the same.
+    Random numbers of a step (dropout, mixup) are a function of (seed, step, rank), so that a resumed run draws the
+    same.
 
     Args:
         model: timm model name; `dcvit_*` and `mhavit_*` are this package's.
@@ -164,7 +165,15 @@ class ImageClassifier(L.LightningModule):
             self.ema.update(self.model, step=self.trainer.global_step)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add one batch to the metrics; samples that only pad a rank's share are left out."""
+        """Add one batch to the metrics, which Lightning reduces over ranks and logs at the end."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """As `validation_step`, under other names."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: Batch, prefix: str) -> None:
+        """Update and log the metrics; samples that only pad a rank's share are left out."""
         logits = self(batch.images).float()
         counts = batch.labels >= 0
         logits, labels = logits[counts], batch.labels[counts]
@@ -172,22 +181,8 @@ class ImageClassifier(L.LightningModule):
             self.val_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
             self.val_top1.update(logits, labels)
             self.val_top5.update(logits, labels)
-
-    test_step = validation_step
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the metrics over all ranks."""
-        self._log_metrics("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the metrics over all ranks."""
-        self._log_metrics("test")
-
-    def _log_metrics(self, prefix: str) -> None:
         for name in ("loss", "top1", "top5"):
-            metric = getattr(self, f"val_{name}")
-            self.log(f"{prefix}/{name}", metric.compute(), prog_bar=True)
-            metric.reset()
+            self.log(f"{prefix}/{name}", getattr(self, f"val_{name}"), prog_bar=True, on_step=False, on_epoch=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict]:
         """Return, for each image that counts, its name, the likeliest class and that class's probability."""
@@ -200,7 +195,7 @@ class ImageClassifier(L.LightningModule):
         """AdamW; warm-up and cosine per step."""
         hp = self.hparams
         total_steps = self._total_steps()
-        if hp.warmup_steps >= total_steps:
+        if hp.warmup_steps >= total_steps and not self.trainer.fast_dev_run:
             raise UserError(f"model.warmup_steps={hp.warmup_steps} must be less than the run's {total_steps} steps.")
         optimizer = torch.optim.AdamW(self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas))
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -211,7 +206,8 @@ class ImageClassifier(L.LightningModule):
     def _total_steps(self) -> int:
         """Count the optimiser steps of the whole run.
 
-        Not by `trainer.estimated_stepping_batches`: it starts the training loader before a checkpoint's position is known.
+        Not by `trainer.estimated_stepping_batches`: it starts the training loader before a checkpoint's position is
+        known.
         """
         trainer = self.trainer
         if trainer.max_steps > 0:

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -49,7 +50,8 @@ class VisionCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "fit":
             parser.add_argument(
-                "--resume", type=str | None, help="Go on exactly where a checkpoint, or the newest one of a run, stopped."
+                "--resume", type=str | None, help="Go on exactly where a checkpoint, or the newest one of a run,
+                stopped."
             )
         return parser
 
@@ -105,12 +107,13 @@ class VisionCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say in one line what came out and where it is."""
+        log_dir = self.trainer.log_dir  # a broadcast: all ranks ask
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:
             return
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         top1 = self.trainer.callback_metrics.get("val/top1")
         result = "" if top1 is None else f"val/top1 {100 * float(top1):.2f} % | "
-        print(f"{result}checkpoint {_relative(best)} | tensorboard --logdir {_relative(self.trainer.log_dir)}")
+        print(f"{result}checkpoint {_relative(best)} | tensorboard --logdir {_relative(log_dir)}")
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Predict and write one line per image to `predictions.csv` (one file per rank on several)."""
@@ -159,7 +162,10 @@ def _run(args: list[str]) -> None:
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
         trainer_defaults={"use_distributed_sampler": False},
+        parser_kwargs={"allow_abbrev": False},
     )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def main(args: list[str] | None = None) -> None:

@@ -107,7 +107,9 @@ _SIZES = {
     "small_patch4_32": _cfg(32, num_classes=10),
     "digits_patch2_8": _cfg(8, num_classes=10),
 }
-default_cfgs = generate_default_cfgs({f"{kind}_{size}": cfg for kind in ("dcvit", "mhavit") for size, cfg in _SIZES.items()})
+default_cfgs = generate_default_cfgs(
+    {f"{kind}_{size}": cfg for kind in ("dcvit", "mhavit") for size, cfg in _SIZES.items()}
+)
 
 
 def _create(variant: str, pretrained: bool, options: dict, **kwargs) -> SinCosVisionTransformer:

@@ -164,9 +164,8 @@ class ImageDataModule(L.LightningDataModule):
         return self._loader(ImageSamples(self.train_source, self.train_transform, self.seed), batches)
 
     def _make_progress(self, global_batch: int) -> Progress:
-        """Go on where the checkpoint stopped; where the global batch changed, tell the trainer's counter of the epoch."""
-        num_samples = len(self.train_source)
-        if self._resume is None:
+        """Go on where the checkpoint stopped; where the global batch changed, tell the trainer's counter of the
+        epoch.""" num_samples = len(self.train_source) if self._resume is None:
             return Progress(num_samples, global_batch)
         for name, now in (("num_samples", num_samples), ("seed", self.seed)):
             if self._resume[name] != now:
@@ -181,10 +180,15 @@ class ImageDataModule(L.LightningDataModule):
                 f"The global batch changed from {self._resume['global_batch']} to {global_batch} images: every image "
                 "left in this epoch is still seen once; the learning-rate schedule goes on by steps."
             )
-            done = progress.steps_per_epoch - progress.remaining
-            counter = self.trainer.fit_loop.epoch_loop.batch_progress.current
-            counter.ready = counter.started = counter.processed = counter.completed = done
+            self._count_as_done(progress.steps_per_epoch - progress.remaining)
         return progress
+
+    def _count_as_done(self, done: int) -> None:
+        """Tell the trainer how many of this epoch's batches, in the new size, lie behind it."""
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress
+        unfinished = batches.total.processed - batches.total.completed  # 1 where the checkpoint was saved after a step
+        batches.current.ready = batches.current.started = batches.current.processed = done
+        batches.current.completed = done - unfinished
 
     def val_dataloader(self) -> DataLoader:
         """Make the evaluation loader."""

@@ -1,7 +1,7 @@
 """Encoded image -> augmented uint8 tensor. Normalisation is left to the device.
 
-Training: random resized crop and flip on tensors, then RandAugment on a PIL image where asked for. Evaluation: resize the
-small side, central crop. Random choices are those of (seed, epoch, sample), whichever worker makes the sample.
+Training: random resized crop and flip on tensors, then RandAugment on a PIL image where asked for. Evaluation: resize
+the small side, central crop. Random choices are those of (seed, epoch, sample), whichever worker makes the sample.
 """
 
 import io

@@ -1,7 +1,7 @@
 """Which sample comes when: the order of an epoch is a function of (seed, epoch) alone, a rank takes its slice of it.
 
-Training: every rank takes as many batches as every other; the last samples of an epoch, fewer than one global batch, are
-left out (others each epoch). Evaluation: every sample once, over all ranks.
+Training: every rank takes as many batches as every other; the last samples of an epoch, fewer than one global batch,
+are left out (others each epoch). Evaluation: every sample once, over all ranks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """WebDataset tar shards on local disks as a map-style source: members are indexed once, then read by offset.
 
-A sample is the members that share a key: one image (`.jpg`, `.png`, ...) and one class number in text (`.cls`). The index
-of a shard is cached by its path, size and modification time.
+A sample is the members that share a key: one image (`.jpg`, `.png`, ...) and one class number in text (`.cls`). The
+index of a shard is cached by its path, size and modification time.
 """
 
 import hashlib

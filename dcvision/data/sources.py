@@ -110,7 +110,8 @@ def _open_torchvision(name: str, root: str, is_train: bool):
     cls = getattr(torchvision.datasets, name, None)
     parameters = inspect.signature(cls).parameters if inspect.isclass(cls) else {}
     if "train" not in parameters and "split" not in parameters:
-        raise UserError(f"torchvision has no data set {name!r} with train and test splits (such as CIFAR10, Flowers102).")
+        raise UserError(f"torchvision has no data set {name!r} with train and test splits (such as CIFAR10,
+        Flowers102).")
     download = {"download": True} if "download" in parameters else {}
     splits = [{"train": is_train}]
     if "train" not in parameters:

@@ -92,5 +92,3 @@ def stream_loader(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*with_length")  # it tells that the length cuts nothing; with_epoch does
         return loader.with_epoch(num_steps).with_length(num_steps)
-
-

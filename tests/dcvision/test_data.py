@@ -188,7 +188,9 @@ def test_unreadable_images_are_skipped_counted_and_limited(tmp_path, capsys):
     assert data.num_bad_images == 2
     printed = capsys.readouterr().out
     assert printed.count("skipped an unreadable image") == 2 and "a.tar/0011" in printed
-    with pytest.raises(UserError, match=r"3 images could not be read \(data.max_bad_images=2\); the last: .*a.tar/0003"):
+    with pytest.raises(
+        UserError, match=r"3 images could not be read \(data.max_bad_images=2\); the last: .*a.tar/0003"
+    ):
         [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
 
 

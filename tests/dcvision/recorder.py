@@ -1,0 +1,40 @@
+"""A callback that records what every step saw and computed, and can end the process at a given step."""
+
+import json
+import os
+import signal
+
+from lightning.pytorch.callbacks import Callback
+
+
+class Recorder(Callback):
+    """Append one line per training step to `FILE-rankN`: global batch number, loss bits, sample names.
+
+    Args:
+        file: Where to record.
+        signum: Signal this process sends itself.
+        at: Before which batch (counted over the whole training); None for never.
+        rank: Which rank sends it.
+    """
+
+    def __init__(self, file: str, signum: int = int(signal.SIGTERM), at: int | None = None, rank: int = 0) -> None:
+        self.file, self.signum, self.at, self.rank = file, signum, at, rank
+
+    def _number(self, trainer) -> int:
+        return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if self._number(trainer) == self.at and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        line = {"batch": self._number(trainer) - 1, "loss": outputs["loss"].item().hex(), "names": batch.names}
+        line["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        with open(f"{self.file}-rank{trainer.global_rank}", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read(file, rank: int = 0) -> dict[int, dict]:
+    """Return the records by batch number; a batch trained twice (after a kill) keeps the later record."""
+    with open(f"{file}-rank{rank}") as lines:
+        return {record["batch"]: record for record in map(json.loads, lines)}

@@ -1,0 +1,248 @@
+"""The command line: runs, evaluation, export, strategies, configs, and one message for each mistake."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dcvision.checkpoint import find_checkpoint, load_checkpoint
+
+from .commands import ROOT, run, small, spawn
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run on the digits that keeps an average of the weights; its folder."""
+    root = tmp_path_factory.mktemp("trained")
+    run(*trained_arguments("fit", root))
+    return root / "t" / "version_0"
+
+
+def trained_arguments(command: str, root: Path) -> list[str]:
+    return [
+        *(command, "--config", str(ROOT / "configs/vision/digits.yaml"), "--name=t", "--model.ema_decay=0.95"),
+        *("--trainer.max_epochs=4", "--trainer.accelerator=cpu", f"--trainer.default_root_dir={root}"),
+        *("--trainer.enable_progress_bar=false", "--model.warmup_steps=10", "--trainer.log_every_n_steps=5"),
+    ]
+
+
+def scalars(folder: Path) -> dict[str, list]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+
+
+def test_fit_learns_logs_and_leaves_checkpoints(trained):
+    logged = scalars(trained)
+    expected = {"train/loss", "train/lr", "train/grad_norm", "train/images_per_second", "train/mfu"}
+    assert expected | {"val/loss", "val/top1", "val/top5"} <= logged.keys()
+    assert logged["train/loss"][-1].value < 0.7 * logged["train/loss"][0].value
+    assert 0.2 < logged["val/top1"][-1].value <= logged["val/top5"][-1].value <= 1
+    assert all(0 < event.value < 1.5 for event in logged["train/mfu"])
+    assert len(logged["val/top1"]) == 4
+    names = sorted(path.name.split("-")[0] for path in (trained / "checkpoints").iterdir())
+    assert names == ["best", "last"]
+    keys = load_checkpoint(find_checkpoint(str(trained)))["state_dict"].keys()
+    assert not any("_orig_mod" in key for key in keys)
+    assert (trained / "config.yaml").exists()
+
+
+def test_validate_and_predict_give_what_training_reported(trained, tmp_path, capsys):
+    best = str(next((trained / "checkpoints").glob("best-*")))
+    reported = float(best.rsplit("top1=", 1)[1].removesuffix(".ckpt"))
+    config = ["--config", str(trained / "config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
+    run("validate", *config, f"--ckpt_path={best}")
+    top1 = scalars(tmp_path / "t/version_0")["val/top1"][0].value
+    assert abs(top1 - reported) < 1e-4
+    capsys.readouterr()
+    run("predict", *config, f"--ckpt_path={best}")
+    path = Path(capsys.readouterr().out.split("predictions ")[-1].strip())
+    rows = list(csv.DictReader(path.open()))
+    assert len(rows) == 360 and len({row["name"] for row in rows}) == 360
+    from dcvision.data.sources import open_source
+
+    source = open_source("digits", is_train=False)
+    truth = {source.name(i): int(label) for i, label in enumerate(source.labels())}
+    correct = sum(truth[row["name"]] == int(row["class"]) for row in rows) / 360
+    assert abs(correct - reported) < 1e-4
+
+
+def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
+    checkpoint = find_checkpoint(str(trained))
+    for folder, prefix, options in (("average", "ema.module.", []), ("raw", "model.", ["--raw"])):
+        run("export", str(checkpoint), str(tmp_path / folder), *options)
+        model = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True)
+        state = load_checkpoint(checkpoint)["state_dict"]
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, state[prefix + key]), key
+        assert model(torch.randn(1, 3, 8, 8)).shape == (1, 10)
+    with pytest.raises(SystemExit):
+        run("export", str(checkpoint), str(tmp_path / "raw"))
+    assert "holds an exported model already; nothing was overwritten" in capsys.readouterr().err
+
+
+def test_compiled_training_keeps_clean_keys(shards, tmp_path):
+    extra = [
+        "--model.compile=true",
+        "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=2",
+        "--model.warmup_steps=1",
+    ]
+    run("fit", *small(shards, tmp_path), *extra)
+    keys = load_checkpoint(find_checkpoint(str(tmp_path)))["state_dict"].keys()
+    assert "model.blocks.0.attn.compose.hidden" in keys
+    assert not any("_orig_mod" in key for key in keys)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--trainer.precision=bf16-mixed"],
+        ["--trainer.accumulate_grad_batches=3"],
+        ["--model.decay_all=true", "--model.label_smoothing=0.1", "--data.randaugment_ops=2"],
+        ["--model.model=mhavit_digits_patch2_8"],
+        ["--trainer.fast_dev_run=true"],
+    ],
+    ids=lambda extra: extra[0],
+)
+def test_variants_run(shards, tmp_path, extra):
+    run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1", *extra)
+
+
+FSDP = [
+    "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
+    "--trainer.strategy.data_parallel_size=2",
+    "--trainer.strategy.tensor_parallel_size=1",
+    "--trainer.strategy.save_distributed_checkpoint=false",
+]
+
+
+@pytest.mark.parametrize("strategy", [["--trainer.strategy=ddp"], FSDP], ids=["ddp", "fsdp2"])
+def test_two_processes_give_one_process_results(shards, tmp_path, strategy):
+    """Exact validation over uneven shards, and the same training: two ranks of two images are one of four."""
+    common = ["--trainer.max_epochs=2", "--model.mixup_alpha=0", "--model.model_kwargs={depth: 2}"]
+    common += ["--data.val=shards:" + shards.replace("{0..4}", "{0..1}") + "::" + shards.replace("{0..4}", "3")]
+    one = spawn("fit", *small(shards, tmp_path / "one"), *common, "--data.batch_size=4")
+    assert one.returncode == 0, one.stderr
+    two = spawn(
+        "fit", *small(shards, tmp_path / "two"), *common, *strategy, "--trainer.devices=2", "--data.batch_size=2"
+    )
+    assert two.returncode == 0, two.stderr
+    logs = [scalars(tmp_path / name / "t/version_0") for name in ("one", "two")]
+    for tag in ("val/loss", "val/top1", "val/top5", "train/grad_norm"):
+        values = [[event.value for event in log[tag]] for log in logs]
+        assert values[0] == pytest.approx(values[1], rel=1e-4), tag
+    states = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("one", "two")]
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_fabric_launches_several_processes(shards, tmp_path):
+    program = str(Path(sys.executable).with_name("fabric"))
+    fabric = (program, "run", "--accelerator=cpu", "--devices=2", "dcvision/__main__.py")
+    arguments = [*small(shards, tmp_path), "--trainer.max_epochs=1", "--trainer.strategy=ddp", "--trainer.devices=2"]
+    result = spawn("fit", *arguments, "--data.batch_size=2", prefix=fabric)
+    assert result.returncode == 0, result.stderr
+    state = load_checkpoint(find_checkpoint(str(tmp_path)))["ImageDataModule"]
+    assert state["global_batch"] == 4
+
+
+def test_weight_decay_groups():
+    from dcvision import ImageClassifier
+
+    for decay_all, undecayed in (
+        (True, set()),
+        (False, {"compose.gate", "bias", "norm1.weight", "norm2.weight", "norm.weight"}),
+    ):
+        module = ImageClassifier(decay_all=decay_all)
+        names = {id(p): name for name, p in module.model.named_parameters()}
+        groups = {group["weight_decay"]: group["params"] for group in module._parameter_groups()}
+        free = {names[id(p)] for p in groups.get(0.0, [])}
+        assert all(any(name.endswith(end) for end in undecayed) for name in free)
+        assert sum(len(group) for group in groups.values()) == len(names)
+        assert any(name.endswith("compose.gate") for name in free) != decay_all
+
+
+def test_schedule():
+    from dcvision.classifier import warmup_cosine
+
+    factors = [warmup_cosine(step, 10, 110, 0.1) for step in range(111)]
+    assert factors[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert factors[10] == 1 and factors[60] == pytest.approx(0.55) and factors[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+
+
+def mistake(capsys, *args: str) -> str:
+    """Run and return what was said, which must be short and without a stack trace."""
+    with pytest.raises(SystemExit) as exit_info:
+        run(*args)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
+    arguments = small(shards, tmp_path)
+    assert "--trainer.max_epoch=3" in mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
+    typo = tmp_path / "typo.yaml"
+    typo.write_text("trainer: {max_epoch: 3}")
+    error = mistake(capsys, "fit", *arguments, f"--config={typo}")
+    assert "'fit' does not accept option 'trainer.max_epoch'" in error
+    error = mistake(capsys, "fit", *arguments, "--model.model=dcvit_digit_patch2_8")
+    assert "error: model 'dcvit_digit_patch2_8' is unknown to timm; close names: dcvit_digits_patch2_8" in error
+    error = mistake(capsys, "fit", *arguments, "--model.model_kwargs={num_heads: 5}")
+    assert "dim=64 must be divisible by num_heads=5" in error
+    error = mistake(capsys, "fit", *arguments, "--model.model_kwargs={num_groups: 3}")
+    assert "num_groups=3 must be a positive divisor of num_heads=4" in error
+    error = mistake(capsys, "fit", *arguments, "--model.model_kwargs={rnak: 1}")
+    assert "cannot be built with" in error and "rnak" in error
+    error = mistake(capsys, "fit", *arguments, f"--data.train=shards:{tmp_path}/none-{{0..3}}.tar")
+    assert "error: 4 of 4 shards are missing" in error
+    error = mistake(capsys, "fit", *arguments, "--data.num_classes=4")
+    assert "is out of range; accepted: 0 to 3" in error
+    error = mistake(capsys, "fit", *arguments, f"--resume={tmp_path}/nothing")
+    assert "error: cannot resume" in error
+    error = mistake(capsys, "fit", *arguments, "--model.warmup_steps=1000")
+    assert "model.warmup_steps=1000 must be less than the run's 30 steps" in error
+    error = mistake(capsys, "export", str(tmp_path / "no.ckpt"), str(tmp_path / "out"))
+    assert "does not exist" in error
+
+
+def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
+    checkpoint = find_checkpoint(str(trained))
+    before = checkpoint.read_bytes()
+    arguments = [*trained_arguments("fit", tmp_path), "--model.model=mhavit_digits_patch2_8", f"--resume={checkpoint}"]
+    error = mistake(capsys, *arguments)
+    assert "it holds model 'dcvit_digits_patch2_8', this run builds 'mhavit_digits_patch2_8'" in error
+    arguments = [
+        *trained_arguments("validate", tmp_path),
+        "--model.model_kwargs={depth: 3}",
+        f"--ckpt_path={checkpoint}",
+    ]
+    assert "the checkpoint is of another architecture" in mistake(capsys, *arguments)
+    assert checkpoint.read_bytes() == before
+
+
+def test_bad_images_stop_the_run_above_the_limit(tmp_path, capsys):
+    from tests.conftest import numbered_samples, write_shard
+
+    samples = numbered_samples(40)
+    for sample in samples[::4]:
+        sample["png"] = sample["png"][:30]
+    path = write_shard(tmp_path / "a.tar", samples)
+    error = mistake(capsys, "fit", *small(str(path), tmp_path), "--trainer.num_sanity_val_steps=0")
+    assert "images could not be read (data.max_bad_images=5); the last: " in error
+
+
+def test_a_new_run_never_touches_an_old_one(shards, tmp_path):
+    short = [*small(shards, tmp_path), "--trainer.max_epochs=1"]
+    run("fit", *short)
+    first = {path: path.read_bytes() for path in (tmp_path / "t/version_0").rglob("*") if path.is_file()}
+    run("fit", *short)
+    assert (tmp_path / "t/version_1/config.yaml").exists()
+    assert all(path.read_bytes() == content for path, content in first.items())

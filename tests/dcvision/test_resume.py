@@ -1,0 +1,126 @@
+"""A run that was stopped or killed goes on as if nothing had happened: same samples, same bits."""
+
+import signal
+
+import pytest
+import torch
+
+from dcvision.checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from dcvision.errors import UserError
+
+from .commands import record, run, small, spawn
+from .recorder import read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [0, 4, 9, 10, 17])
+def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, workers, at):
+    common = [f"--data.num_workers={workers}"]
+    run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
+    stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=at)
+    run("fit", *small(shards, tmp_path / "parts"), *common, *stopping)
+    assert set(read(tmp_path / "parts")) == set(range(at + 1))
+    folder = tmp_path / "parts" / "t" / "version_0"
+    run("fit", *small(shards, tmp_path / "parts"), *common, *record(tmp_path / "parts"), f"--resume={folder}")
+    expected, got = read(tmp_path / "whole"), read(tmp_path / "parts")
+    assert set(expected) == set(range(30))
+    assert got == expected
+    assert not (tmp_path / "parts" / "t" / "version_1").exists()
+    final = [load_checkpoint(tmp_path / d / "t/version_0/checkpoints/last-step=30.ckpt") for d in ("whole", "parts")]
+    for key, value in final[0]["state_dict"].items():
+        assert torch.equal(value, final[1]["state_dict"][key]), key
+
+
+def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_path):
+    arguments = [*small(shards, tmp_path / "parts"), "--checkpoint_every_n_steps=4"]
+    killed = spawn("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=14))
+    assert killed.returncode == -signal.SIGKILL
+    checkpoint = find_checkpoint(str(tmp_path / "parts"))
+    assert checkpoint.name == "last-step=12.ckpt"
+    resumed = spawn("fit", *arguments, *record(tmp_path / "parts"), f"--resume={checkpoint}")
+    assert resumed.returncode == 0, resumed.stderr
+    whole = spawn("fit", *small(shards, tmp_path / "whole"), *record(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert read(tmp_path / "parts") == read(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signalled_rank):
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2", "--data.num_workers=1"]
+    stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=12, rank=signalled_rank)
+    stopped = spawn("fit", *small(shards, tmp_path / "parts"), *two, *stopping)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped by SIGTERM; go on with --resume" in stopped.stdout
+    folder = tmp_path / "parts" / "t" / "version_0"
+    assert find_checkpoint(str(folder)).name == "last-step=20.ckpt"  # ranks agree every ten steps
+    resumed = spawn("fit", *small(shards, tmp_path / "parts"), *two, *record(tmp_path / "parts"), f"--resume={folder}")
+    assert resumed.returncode == 0, resumed.stderr
+    whole = spawn("fit", *small(shards, tmp_path / "whole"), *two, *record(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    for rank in (0, 1):
+        assert read(tmp_path / "parts", rank) == read(tmp_path / "whole", rank)
+
+
+def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
+    stopped = spawn("fit", *small(shards, tmp_path), *two, *record(tmp_path / "a", signum=int(signal.SIGTERM), at=25))
+    assert stopped.returncode == 0, stopped.stderr
+    seen = [n for rank in (0, 1) for b, r in read(tmp_path / "a", rank).items() if b >= 20 for n in r["names"]]
+    assert len(set(seen)) == 20  # ranks agreed to stop after step 30, half-way through the second epoch
+    with pytest.warns(UserWarning, match="global batch changed from 2 to 4"):
+        run("fit", *small(shards, tmp_path), *record(tmp_path / "b"), f"--resume={tmp_path}/t/version_0")
+    batches = [record["names"] for _, record in sorted(read(tmp_path / "b").items())]
+    rest = [name for names in batches[:5] for name in names]
+    assert len(set(seen + rest)) == 40
+    assert len(batches) == 5 + 10
+
+
+@pytest.mark.parametrize("batch_size", [5, 2, 8])
+def test_resumed_with_another_global_batch_sees_the_rest_of_the_epoch_once(shards, tmp_path, batch_size):
+    run("fit", *small(shards, tmp_path), *record(tmp_path / "a", signum=int(signal.SIGTERM), at=13))
+    first_epoch_two = [name for batch in range(10, 14) for name in read(tmp_path / "a")[batch]["names"]]
+    resume = [f"--data.batch_size={batch_size}", f"--resume={tmp_path}/t/version_0"]
+    with pytest.warns(UserWarning, match=f"global batch changed from 4 to {batch_size}"):
+        run("fit", *small(shards, tmp_path), *resume, *record(tmp_path / "b"))
+    batches = [record["names"] for _, record in sorted(read(tmp_path / "b").items())]
+    rest = (40 - 16) // batch_size
+    later = [name for names in batches[:rest] for name in names]
+    assert len(set(first_epoch_two + later)) == 16 + rest * batch_size
+    third = [name for names in batches[rest:] for name in names]
+    assert len(batches) - rest == 40 // batch_size and len(set(third)) == len(third)
+
+
+def test_checkpoints_are_replaced_in_one_step(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    writer = AtomicCheckpointIO()
+    writer.save_checkpoint({"x": torch.ones(3)}, path)
+    real_save = torch.save
+
+    def fail_half_way(content, file):
+        real_save(content, file)
+        file.truncate(10)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail_half_way)
+    with pytest.raises(OSError, match="disk full"):
+        writer.save_checkpoint({"x": torch.zeros(3)}, path)
+    assert torch.equal(load_checkpoint(path)["x"], torch.ones(3))
+
+
+def test_finding_checkpoints(tmp_path):
+    folder = tmp_path / "version_0" / "checkpoints"
+    folder.mkdir(parents=True)
+    for name in ("last-step=90.ckpt", "last-step=100.ckpt", "best-epoch=3-top1=0.9.ckpt"):
+        (folder / name).touch()
+    assert find_checkpoint(str(tmp_path)).name == "last-step=100.ckpt"
+    assert run_folder(folder / "last-step=90.ckpt") == tmp_path / "version_0"
+    assert run_folder(tmp_path / "elsewhere.ckpt") is None
+    with pytest.raises(
+        UserError, match="cannot resume: .*nothing does not exist; accepted: a .ckpt file or the folder"
+    ):
+        find_checkpoint(str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="cannot resume: no .ckpt file below"):
+        find_checkpoint(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="last-step=90.ckpt is no readable checkpoint"):
+        load_checkpoint(folder / "last-step=90.ckpt")
