@@ -30,8 +30,8 @@ class LastCheckpoint(Callback):
         self._newest: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save before the first step; not under FSDP, where saving an unused optimiser would count as one of its
-        steps.""" if not isinstance(trainer.strategy, ModelParallelStrategy):
+        """Save before the first step; not under FSDP, where saving an unused optimiser counts as one of its steps."""
+        if not isinstance(trainer.strategy, ModelParallelStrategy):
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:

@@ -11,8 +11,7 @@ from .errors import UserError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, flushes to the disk, then renames: the target is whole or absent, on any file
-    system."""
+    """Writes beside the target, flushes to the disk, then renames: the target is whole or absent, anywhere."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         """Save `checkpoint` to the local file `path`."""
@@ -50,8 +49,8 @@ def _step(path: Path) -> int:
 
 
 def run_folder(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote a checkpoint (`RUN/checkpoints/NAME.ckpt`), or None if it lies
-    elsewhere.""" return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    """Return the folder of the run that wrote `RUN/checkpoints/NAME.ckpt`, or None if the file lies elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -63,5 +62,5 @@ def load_checkpoint(path: Path) -> dict:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(f"{path} is no readable checkpoint: {(str(error) or type(error).__name__).splitlines()[0]}")
-        from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path} is no readable checkpoint: {reason}") from error

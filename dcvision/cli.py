@@ -50,8 +50,7 @@ class VisionCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "fit":
             parser.add_argument(
-                "--resume", type=str | None, help="Go on exactly where a checkpoint, or the newest one of a run,
-                stopped."
+                "--resume", type=str | None, help="Go on exactly where a checkpoint, or a run's newest one, stopped."
             )
         return parser
 

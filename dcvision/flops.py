@@ -26,8 +26,8 @@ def forward_flops(model: nn.Module, image_size: int) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s a device can reach in a dtype: the data sheet's for known GPUs, else that of a large
-    product.""" if device.type == "cuda":
+    """Return the FLOP/s a device can reach in a dtype: a known GPU's data sheet, else measured on a product."""
+    if device.type == "cuda":
         known = get_available_flops(device, dtype)
         if known:
             return float(known)

@@ -164,8 +164,9 @@ class ImageDataModule(L.LightningDataModule):
         return self._loader(ImageSamples(self.train_source, self.train_transform, self.seed), batches)
 
     def _make_progress(self, global_batch: int) -> Progress:
-        """Go on where the checkpoint stopped; where the global batch changed, tell the trainer's counter of the
-        epoch.""" num_samples = len(self.train_source) if self._resume is None:
+        """Go on where the checkpoint stopped; where the global batch changed, correct the trainer's batch count."""
+        num_samples = len(self.train_source)
+        if self._resume is None:
             return Progress(num_samples, global_batch)
         for name, now in (("num_samples", num_samples), ("seed", self.seed)):
             if self._resume[name] != now:

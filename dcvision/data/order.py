@@ -28,6 +28,9 @@ class Position(NamedTuple):
     consumed: int
 
 
+START = Position(0, 0)
+
+
 def shuffled_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int = SHARD_WINDOW) -> np.ndarray:
     """Shuffle the shards, then the samples within windows of shards.
 
@@ -60,9 +63,7 @@ class Progress:
         first_batch: Batches trained before `start`.
     """
 
-    def __init__(
-        self, num_samples: int, global_batch: int, start: Position = Position(0, 0), first_batch: int = 0
-    ) -> None:
+    def __init__(self, num_samples: int, global_batch: int, start: Position = START, first_batch: int = 0) -> None:
         self.num_samples, self.global_batch = num_samples, global_batch
         self.start, self.first_batch = start, first_batch
         self.steps_per_epoch = num_samples // global_batch

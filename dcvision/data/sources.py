@@ -1,9 +1,9 @@
 """Where images come from: the one-line notation of a data set, and the map-style sources behind it.
 
-    digits                       the built-in handwritten digits
-    shards:PATTERN               WebDataset tar shards, local or remote
-    folder:DIR                   one folder of images per class, classes numbered in sorted order
-    torchvision:NAME:DIR         a torchvision data set by its class name, downloaded to DIR if it can be
+digits                       the built-in handwritten digits
+shards:PATTERN               WebDataset tar shards, local or remote
+folder:DIR                   one folder of images per class, classes numbered in sorted order
+torchvision:NAME:DIR         a torchvision data set by its class name, downloaded to DIR if it can be
 """
 
 import inspect
@@ -110,8 +110,9 @@ def _open_torchvision(name: str, root: str, is_train: bool):
     cls = getattr(torchvision.datasets, name, None)
     parameters = inspect.signature(cls).parameters if inspect.isclass(cls) else {}
     if "train" not in parameters and "split" not in parameters:
-        raise UserError(f"torchvision has no data set {name!r} with train and test splits (such as CIFAR10,
-        Flowers102).")
+        raise UserError(
+            f"torchvision has no data set {name!r} with train and test splits (as CIFAR10, Flowers102 have)."
+        )
     download = {"download": True} if "download" in parameters else {}
     splits = [{"train": is_train}]
     if "train" not in parameters:

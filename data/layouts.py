@@ -1,0 +1,120 @@
+"""The layouts ImageNet comes in: class folders, and the official validation tar with its ground truth."""
+
+import csv
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+
+
+class LayoutError(Exception):
+    """The files given are not laid out as they must be; the message says how they should."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image: where its bytes are (a file, or a part of a tar), its key in a shard, and its class number."""
+
+    key: str
+    path: Path
+    label: int
+    extension: str
+    offset: int = 0
+    size: int = -1
+
+    def read(self) -> bytes:
+        """Return the encoded image."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+def class_folders(root: Path) -> tuple[list[Image], list[str]]:
+    """List FOLDER/CLASS/image files; classes are numbered in sorted order.
+
+    Raises:
+        LayoutError: If there is no folder, no class folder, or a class without images.
+    """
+    if not root.is_dir():
+        raise LayoutError(f"--folder: {root} is no folder.")
+    classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+    if not classes:
+        raise LayoutError(f"--folder: {root} holds no class folders; accepted: {root}/CLASS/image.jpg.")
+    images = []
+    for label, name in enumerate(classes):
+        files = sorted(path for path in (root / name).iterdir() if path.suffix.lower() in EXTENSIONS)
+        if not files:
+            raise LayoutError(f"--folder: the class folder {root / name} holds no image.")
+        images += [_image(path, f"{name}/{path.stem}", label) for path in files]
+    return images, classes
+
+
+def _image(path: Path, key: str, label: int, **place: int) -> Image:
+    """Make an image whose key has no dot, which would end it in a shard."""
+    return Image(key.replace(".", "_"), path, label, path.suffix.lower().lstrip("."), **place)
+
+
+def validation_tar(
+    path: Path, labels: Path | None, classes: Path | None, devkit_meta: Path | None
+) -> tuple[list[Image], list[str]]:
+    """List the images of the official validation tar with their labels.
+
+    Args:
+        path: The tar, images at its top.
+        labels: Ground truth in one of three forms: one class name (wnid) a line in the order of the file names; the
+            devkit's class numbers likewise (with `devkit_meta`); or a CSV with the columns ImageId, PredictionString.
+        classes: Class names in order, one a line.
+        devkit_meta: The devkit's `meta.mat`.
+
+    Raises:
+        LayoutError: If a file is missing or the counts and names do not fit.
+    """
+    for option, file in (("--validation-tar", path), ("--labels", labels), ("--classes", classes)):
+        if file is None or not file.is_file():
+            raise LayoutError(f"{option} must name a file; got {file}.")
+    names = classes.read_text().split()
+    number = {name: i for i, name in enumerate(names)}
+    with tarfile.open(path, "r:") as tar:
+        members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
+    truth = _ground_truth(labels, [Path(m.name).stem for m in members], devkit_meta)
+    unknown = sorted(set(truth) - set(names))
+    if unknown:
+        raise LayoutError(
+            f"{len(unknown)} classes of {labels} are not among the {len(names)} of {classes}: {unknown[0]}."
+        )
+    images = [
+        Image(
+            Path(m.name).stem.replace(".", "_"),
+            path,
+            number[name],
+            Path(m.name).suffix.lower().lstrip("."),
+            m.offset_data,
+            m.size,
+        )
+        for m, name in zip(members, truth, strict=True)
+    ]
+    return images, names
+
+
+def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> list[str]:
+    """Return the class name of each image."""
+    lines = labels.read_text().splitlines()
+    if lines and lines[0].startswith("ImageId"):
+        rows = {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
+        missing = [stem for stem in stems if stem not in rows]
+        if missing:
+            raise LayoutError(f"{labels} has no line for {len(missing)} images, the first is {missing[0]}.")
+        return [rows[stem] for stem in stems]
+    values = [line.strip() for line in lines if line.strip()]
+    if len(values) != len(stems):
+        raise LayoutError(f"{labels} has {len(values)} lines, the tar {len(stems)} images; they must be as many.")
+    if not all(value.isdigit() for value in values):
+        return values
+    if devkit_meta is None:
+        raise LayoutError(f"{labels} holds the devkit's class numbers; --devkit-meta must name its meta.mat.")
+    from scipy.io import loadmat
+
+    synsets = loadmat(devkit_meta, squeeze_me=True)["synsets"]
+    wnid = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    return [wnid[int(value)] for value in values]

@@ -1,0 +1,126 @@
+"""Image folders and the validation tar become shards: contents, repeatability, interruption, mistakes."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.io import savemat
+
+from dcvision.data.decode import decode
+from dcvision.data.shards import ShardSource, expand_urls
+from tests.conftest import encode
+
+SCRIPT = Path(__file__).parents[2] / "data" / "make_shards.py"
+CLASSES = ["n01", "n02", "n03"]
+
+
+def make(*args, fails: str | None = None) -> str:
+    result = subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True, timeout=120)
+    if fails is None:
+        assert result.returncode == 0, result.stderr
+    else:
+        assert result.returncode == 2 and fails in result.stderr and "Traceback" not in result.stderr, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    root = tmp_path / "images"
+    for label, name in enumerate(CLASSES):
+        (root / name).mkdir(parents=True)
+        for i in range(5):
+            pixels = np.full((8, 8, 3), 10 * label + i, dtype=np.uint8)
+            (root / name / f"{name}.v1_{i}.PNG").write_bytes(encode(pixels))
+    return root
+
+
+def contents(out: Path, prefix: str) -> list[tuple[int, int]]:
+    """(pixel value, label) of every sample."""
+    paths = [url for url in expand_urls(str(out)) if Path(url).name.startswith(prefix)]
+    source = ShardSource(paths)
+    return [(int(decode(image)[0, 0, 0]), label) for image, label in map(source.read, range(len(source)))]
+
+
+def test_folders(folder, tmp_path):
+    out = tmp_path / "out"
+    options = ("--folder", folder, "--out", out, "--num-shards", 4, "--num-workers", 2)
+    assert "15 images of 3 classes in 4 shards" in make(*options)
+    got = contents(out, "train")
+    assert sorted(got) == [(10 * label + i, label) for label in range(3) for i in range(5)]
+    assert got != sorted(got)
+    manifest = json.loads((out / "train-manifest.json").read_text())
+    assert manifest["samples"] == 15 and [s["samples"] for s in manifest["shards"]] == [4, 4, 4, 3]
+    assert (out / "train-classes.txt").read_text().split() == CLASSES
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("*.tar")}
+    make(*options)
+    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("*.tar")}
+    (out / "train-0002.tar").unlink()
+    (out / "train-0002.partial").write_bytes(b"half")
+    make(*options)
+    assert {path: content for path, (content, _) in before.items()} == {p: p.read_bytes() for p in out.glob("*.tar")}
+    assert json.loads((out / "train-manifest.json").read_text()) == manifest
+    make(*options[:-4], "--num-shards", 3, fails="holds train shards of other images, --num-shards or --seed")
+    assert len(list(out.glob("*.tar"))) == 4
+
+
+def ground_truths(tmp_path: Path, truth: list[str]) -> dict[str, list]:
+    wnids = tmp_path / "wnids.txt"
+    wnids.write_text("\n".join(truth))
+    table = tmp_path / "LOC_val_solution.csv"
+    rows = [f"ILSVRC2012_val_{i:08d},{name} 1 2 3 4" for i, name in reversed(list(enumerate(truth)))]
+    table.write_text("\n".join(["ImageId,PredictionString", *rows]))
+    ids = {"n01": 3, "n02": 1, "n03": 2}
+    numbers = tmp_path / "ground_truth.txt"
+    numbers.write_text("\n".join(str(ids[name]) for name in truth))
+    dtype = [("ILSVRC2012_ID", object), ("WNID", object)]
+    savemat(tmp_path / "meta.mat", {"synsets": np.array([(i, name) for name, i in ids.items()], dtype=dtype)})
+    return {
+        "wnids": ["--labels", wnids],
+        "csv": ["--labels", table],
+        "devkit": ["--labels", numbers, "--devkit-meta", tmp_path / "meta.mat"],
+    }
+
+
+@pytest.mark.parametrize("form", ["wnids", "csv", "devkit"])
+def test_validation_tar(tmp_path, form):
+    truth = ["n02", "n01", "n03", "n02"]
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        for i in (2, 0, 3, 1):
+            content = encode(np.full((8, 8, 3), i, dtype=np.uint8), "PNG")
+            info = tarfile.TarInfo(f"ILSVRC2012_val_{i:08d}.png")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
+    options = ["--validation-tar", tmp_path / "val.tar", "--classes", tmp_path / "classes.txt", "--prefix", "val"]
+    options += ["--out", tmp_path / "out", "--num-shards", 2, "--num-workers", 1]
+    truths = ground_truths(tmp_path, truth)
+    make(*options, *truths[form])
+    assert sorted(contents(tmp_path / "out", "val")) == [(i, CLASSES.index(name)) for i, name in enumerate(truth)]
+    if form == "devkit":
+        make(*options, *truths[form][:2], fails="--devkit-meta must name its meta.mat")
+        truths["wnids"][1].write_text("n01\nn02\n")
+        make(*options, *truths["wnids"], fails="has 2 lines, the tar 4 images; they must be as many")
+        truths["wnids"][1].write_text("n01\nn02\nn09\nn01\n")
+        make(*options, *truths["wnids"], fails="1 classes of")
+
+
+def test_mistakes(folder, tmp_path):
+    common = ("--out", tmp_path / "out", "--num-shards", 2)
+    make("--folder", tmp_path / "nowhere", *common, fails="is no folder")
+    (tmp_path / "flat").mkdir()
+    make("--folder", tmp_path / "flat", *common, fails="holds no class folders; accepted:")
+    (folder / "n04").mkdir()
+    make("--folder", folder, *common, fails="n04 holds no image")
+    (folder / "n04").rmdir()
+    make(
+        "--folder", folder, "--out", tmp_path / "out", "--num-shards", 99, fails="--num-shards=99 must be between 1 and"
+    )
+    make("--validation-tar", tmp_path / "no.tar", *common, fails="--validation-tar must name a file")
+    (folder / "n01" / "n01.v1_0.jpg").write_bytes(b"x")
+    make("--folder", folder, *common, fails="1 images share their name")
+    assert not list((tmp_path / "out").glob("*.tar"))
