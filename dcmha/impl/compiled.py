@@ -1,11 +1,8 @@
-"""Composed attention in query chunks: memory grows with chunk x S, in the backward pass too (each chunk is recomputed).
+"""Composed attention whose memory grows with chunk x S, in the backward pass too: each chunk is computed again.
 
-The composition of a chunk is arranged in one of two ways, by device:
-- elsewhere than on CUDA the low-rank factors, gates and base are merged into one H x H matrix per query and one per
-  key, applied
-  as batched matrix products in eager mode (few passes over memory without a compiler);
-- on CUDA they are broadcasts with sums over the heads, which `torch.compile` fuses into few kernels, with dynamic
-  shapes. Sums over heads and the softmax are done in max(input dtype, float32).
+On CUDA, under a compiler, and with dropout: query chunks whose composition is broadcasts with sums over the heads, which
+`torch.compile` fuses into few kernels, with dynamic shapes. In eager mode elsewhere: `merged`, which needs no compiler.
+Sums over heads and the softmax are done in max(input dtype, float32).
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
@@ -17,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..weights import ComposeWeights
-from .masking import both_visible, masked_softmax, visible_keys
+from . import merged
+from .masking import both_visible, key_range, masked_softmax, visible_keys
 
 WHOLE_LENGTH = 256  # up to this many queries: one chunk and no recompute
 CHUNK = 128
@@ -41,10 +39,13 @@ def attention(
     """Compute composed attention chunk by chunk. Arguments are those of `composed_attention`, already checked."""
     T, S = q.shape[-2], k.shape[-2]
     may_be_empty = visible is not None or T > S
+    if not q.is_cuda and not torch.compiler.is_compiling() and dropout_p == 0.0:
+        geometry = merged.Geometry(is_causal, window, scale, num_groups, may_be_empty)
+        return merged.attention(q, k, v, pre, post, visible, bias, geometry)
     block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block
 
     def run_chunk(start: int, stop: int, recompute: bool) -> Tensor:
-        first, last = _key_range(start, stop, T, S, is_causal, window)
+        first, last = key_range(start, stop, T, S, is_causal, window)
         keys = slice(first, last)
         hidden_by_position = visible_keys(
             stop - start,
@@ -78,17 +79,6 @@ def attention(
     return torch.cat([run_chunk(i, min(i + CHUNK, T), recompute) for i in range(0, T, CHUNK)], dim=2)
 
 
-def _key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
-    """Bound the keys that queries [start, stop) may see; at least one key, so that no matrix is empty."""
-    last = min(S, stop + S - T) if is_causal else S
-    first = 0
-    if window is not None:
-        first = max(0, start + S - T - window + 1)
-        last = min(last, stop + S - T - 1 + window)
-    last = max(last, min(S, 1))
-    return min(first, max(last - 1, 0)), last
-
-
 def _slice_weights(weights: ComposeWeights | None, queries: slice, keys: slice) -> ComposeWeights | None:
     if weights is None:
         return None
@@ -119,16 +109,15 @@ def _block(
     may_be_empty: bool,
 ) -> Tensor:
     """Attend from one chunk of queries to the keys it can see."""
-    compose = _compose_broadcast if q.is_cuda else _compose_merged
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.mT).to(compute_dtype) * scale
     if pre is not None:
-        scores = compose(scores, pre, num_groups)
+        scores = _compose(scores, pre, num_groups)
     if bias is not None:
         scores = scores + bias
     weights = masked_softmax(scores, visible, may_be_empty=may_be_empty)
     if post is not None:
-        weights = compose(weights, post, num_groups)
+        weights = _compose(weights, post, num_groups)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, train=True)
     return weights.to(v.dtype) @ v
@@ -140,36 +129,7 @@ def _compiled_block():
     return torch.compile(_block, dynamic=True)
 
 
-def _compose_merged(a: Tensor, weights: ComposeWeights, num_groups: int) -> Tensor:
-    """Compose with one H/G x H/G matrix per query (the identity included) and one per key, as batched products."""
-    B, H, T, S = a.shape
-    query_matrix = _merge(weights[:3], num_groups, a.dtype)
-    static = torch.eye(H // num_groups, dtype=a.dtype, device=a.device)
-    if weights.base is not None:
-        static = static + weights.base.to(a.dtype)
-    query_matrix = static.expand(B, T, num_groups, -1, -1) if query_matrix is None else query_matrix + static
-    a_by_query = a.permute(0, 2, 1, 3).unflatten(2, (num_groups, -1))  # [B, T, G, H/G, S]
-    out = (query_matrix.mT @ a_by_query).flatten(2, 3).permute(0, 2, 1, 3)
-    key_matrix = _merge(weights[3:6], num_groups, a.dtype)
-    if key_matrix is None:
-        return out
-    a_by_key = a.permute(0, 3, 1, 2).unflatten(2, (num_groups, -1))  # [B, S, G, H/G, T]
-    return out + (key_matrix.mT @ a_by_key).flatten(2, 3).permute(0, 2, 3, 1)
-
-
-def _merge(side: tuple[Tensor | None, ...], num_groups: int, dtype: torch.dtype) -> Tensor | None:
-    """Fold down, up [B, T, R, H] and gate [B, T, H] into matrices [B, T, G, H/G (from), H/G (to)]."""
-    down, up, gate = (w if w is None else w.to(dtype).unflatten(-1, (num_groups, -1)) for w in side)
-    matrix = None
-    if down is not None:
-        matrix = torch.einsum("btrgh,btrgk->btghk", down, up)
-    if gate is not None:
-        diagonal = torch.diag_embed(gate)
-        matrix = diagonal if matrix is None else matrix + diagonal
-    return matrix
-
-
-def _compose_broadcast(a: Tensor, weights: ComposeWeights, num_groups: int) -> Tensor:
+def _compose(a: Tensor, weights: ComposeWeights, num_groups: int) -> Tensor:
     """Compose with explicit broadcasts and sums over the heads, a form the compiler fuses (an einsum would not be)."""
     a_BGHTS = a.unflatten(1, (num_groups, -1))
     out = a_BGHTS

@@ -47,6 +47,17 @@ def visible_keys(
     return visible
 
 
+def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
+    """Bound the keys that queries [start, stop) may see; at least one key, so that no matrix is empty."""
+    last = min(S, stop + S - T) if is_causal else S
+    first = 0
+    if window is not None:
+        first = max(0, start + S - T - window + 1)
+        last = min(last, stop + S - T - 1 + window)
+    last = max(last, min(S, 1))
+    return min(first, max(last - 1, 0)), last
+
+
 def both_visible(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Combine two boolean masks by AND; None hides nothing."""
     if a is None or b is None:

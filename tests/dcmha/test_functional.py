@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcmha import ComposeWeights, composed_attention
-from dcmha.impl import compiled
+from dcmha.impl import compiled, merged
 
 from .inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run
 
@@ -107,19 +107,31 @@ def test_compiled_equals_reference(case):
         assert relative_error(got[name], value) < 1e-12, name
 
 
-@pytest.mark.parametrize("case", [Case(B=1, T=40, S=40, H=4, G=2), Case(T=33, S=50, is_causal=True, window=9)], ids=str)
-def test_broadcast_form_equals_merged_form(case, monkeypatch):
-    """The arrangement that CUDA compiles, run eagerly."""
-    expected = output_and_gradients(case, "compiled")
-    monkeypatch.setattr(compiled, "_compose_merged", compiled._compose_broadcast)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_chunked_form_equals_reference(case, monkeypatch):
+    """The arrangement that CUDA and compilers use, run eagerly."""
+    monkeypatch.setattr(merged, "attention", None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    expected = output_and_gradients(case, "reference")
     got = output_and_gradients(case, "compiled")
     for name, value in expected.items():
         assert relative_error(got[name], value) < 1e-12, name
 
 
-@pytest.mark.parametrize("form", ["_compose_merged", "_compose_broadcast"])
-def test_traces_into_one_graph(form, monkeypatch):
-    monkeypatch.setattr(compiled, "_compose_merged", getattr(compiled, form))
+@pytest.mark.parametrize("elements", [1, 500, 3000, 10**9])
+@pytest.mark.parametrize(
+    "case", [Case(B=3, T=40, S=40, H=4, G=2, mask="float"), Case(T=33, S=50, is_causal=True, window=9)], ids=str
+)
+def test_merged_form_at_any_block_size(case, elements, monkeypatch):
+    expected = output_and_gradients(case, "reference")
+    monkeypatch.setattr(merged, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(merged, "MIN_QUERIES", 3)
+    got = output_and_gradients(case, "compiled")
+    for name, value in expected.items():
+        assert relative_error(got[name], value) < 1e-12, name
+
+
+def test_traces_into_one_graph():
     compiled_run = torch.compile(run, fullgraph=True, backend="aot_eager")
     for case in (Case(T=20, S=20, mask="bool"), Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window=30)):
         operands, mask = make_operands(case), make_mask(case)
@@ -179,9 +191,9 @@ def test_gradcheck(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_gradcheck_across_chunks(impl, monkeypatch):
-    monkeypatch.setattr(compiled, "WHOLE_LENGTH", 2)
-    monkeypatch.setattr(compiled, "CHUNK", 2)
+def test_gradcheck_across_blocks(impl, monkeypatch):
+    monkeypatch.setattr(merged, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(merged, "MIN_QUERIES", 2)
     case = Case(B=1, T=5, S=5, H=2, D=2, R=1, is_causal=True, window=3, mask="float")
     operands, mask = make_operands(case), make_mask(case)
     names = list(operands)

@@ -1,0 +1,267 @@
+"""Composed attention for eager mode without a compiler: the form `impl="compiled"` takes outside CUDA.
+
+The low-rank factors, gate and base of a composition are merged into one matrix per query and one per key (equation 8), and
+mixing the heads becomes a batched product. Blocks of images or queries small enough to stay in cache go through all steps
+one after the other; the backward pass computes a block's scores and weights again, so that nothing of size T x S is kept.
+
+Forward, for a block (X scores, P weights, M matrices whose rows are old heads and columns new ones):
+
+    Y = M1q^T X + M1k^T X      P = softmax(Y)      A = M2q^T P + M2k^T P      out = A v
+
+Backward (kernel derivation in dcmha/README.md):
+
+    dA = dout v^T     dP = M2q dA + M2k dA     dY = P (dP - sum_j P dP)     dX = M1q dY + M1k dY
+    dM2q = P dA^T and dM1q = X dY^T, summed over the keys; dM2k and dM1k likewise over the queries
+"""
+
+# B batch, n images of a block, T query tokens, t queries of a block, S key tokens, H heads, D head dim, G head groups
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..weights import ComposeWeights
+from .masking import both_visible, key_range, masked_softmax, visible_keys
+
+BLOCK_ELEMENTS = 2**18  # of one [n, t, H, S] tensor: 1 MiB in float32, so that a few of them stay in a core's cache
+MIN_QUERIES = 16
+
+
+class Geometry(NamedTuple):
+    """What a call is, apart from its tensors."""
+
+    is_causal: bool
+    window: int | None
+    scale: float
+    num_groups: int
+    may_be_empty: bool
+
+
+class Block(NamedTuple):
+    """A range of images, of queries, and of the keys those may see."""
+
+    images: slice
+    queries: slice
+    keys: slice
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    geometry: Geometry,
+) -> Tensor:
+    """Compute composed attention block by block, forward and backward."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    matrices = [m for weights in (pre, post) for m in _merge(weights, geometry.num_groups, dtype)]
+    return MergedAttention.apply(q, k, v, *matrices, _four_axes(bias), _four_axes(visible), geometry)
+
+
+def _four_axes(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
+
+
+def _merge(weights: ComposeWeights | None, num_groups: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Merge a composition into matrices per query, with the identity and the base, and per key [B, N, G, H/G, H/G]."""
+    if weights is None:
+        return None, None
+    query = _merge_side(weights[:3], num_groups, dtype)
+    key = _merge_side(weights[3:6], num_groups, dtype)
+    if query is None and weights.base is not None:
+        query = weights.base.new_zeros(1, 1, *weights.base.shape, dtype=dtype)
+    if query is not None:
+        query = query + torch.eye(query.shape[-1], dtype=dtype, device=query.device)
+        query = query if weights.base is None else query + weights.base.to(dtype)
+    return query, key
+
+
+def _merge_side(side: tuple[Tensor | None, ...], num_groups: int, dtype: torch.dtype) -> Tensor | None:
+    """Fold down, up [B, N, R, H] and gate [B, N, H] into matrices [B, N, G, H/G (from), H/G (to)]."""
+    down, up, gate = (w if w is None else w.to(dtype).unflatten(-1, (num_groups, -1)) for w in side)
+    matrix = None if gate is None else torch.diag_embed(gate)
+    if down is None:
+        return matrix
+    low_rank = torch.einsum("bnrgh,bnrgk->bnghk", down, up)
+    return low_rank if matrix is None else low_rank + matrix
+
+
+class MergedAttention(torch.autograd.Function):
+    """Blocked composed attention with merged matrices; keeps its inputs alone for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, geometry):
+        tensors = (q, k, v, pre_query, pre_key, post_query, post_key, bias, visible)
+        ctx.save_for_backward(*tensors)
+        ctx.geometry = geometry
+        out = torch.empty_like(q)
+        for block in _blocks(q, k, geometry):
+            part = _BlockPass(block, *tensors, geometry)
+            part.weights()
+            composed = _compose(part.p, part.p_by_key, part.post_query, part.post_key)
+            out[block.images, :, block.queries] = _by_head(composed).to(v.dtype) @ part.v
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        saved = ctx.saved_tensors
+        gradients = [
+            torch.zeros_like(x) if x is not None and needed else None
+            for x, needed in zip(saved, ctx.needs_input_grad, strict=False)
+        ]
+        with torch.autocast(grad_out.device.type, enabled=False):
+            for block in _blocks(*saved[:2], ctx.geometry):
+                part = _BlockPass(block, *saved, ctx.geometry)
+                part.weights()
+                part.backward(grad_out, gradients)
+        return *gradients[:8], None, None
+
+
+def _blocks(q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Block]:
+    """Cut the work: several whole images where they are small, ranges of queries of one image where they are large."""
+    (B, H, T, _), S = q.shape, k.shape[2]
+    images = max(1, min(B, BLOCK_ELEMENTS // max(1, H * T * S)))
+    queries = T if images > 1 else min(T, max(MIN_QUERIES, BLOCK_ELEMENTS // max(1, H * S)))
+    for start in range(0, T, queries):
+        stop = min(start + queries, T)
+        keys = slice(*key_range(start, stop, T, S, geometry.is_causal, geometry.window))
+        for first in range(0, B, images):
+            yield Block(slice(first, min(first + images, B)), slice(start, stop), keys)
+
+
+class _BlockPass:
+    """One block's tensors on their way forward and backward. Scores and weights lie as [n, t, H, S]."""
+
+    def __init__(self, block, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, geometry) -> None:
+        images, queries, keys = block
+        self.block, self.geometry = block, geometry
+        self.q, self.k, self.v = q[images, :, queries], k[images, :, keys], v[images, :, keys]
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.pre_query, self.post_query = (_pick(m, images, queries) for m in (pre_query, post_query))
+        self.pre_key, self.post_key = (_pick(m, images, keys) for m in (pre_key, post_key))
+        cut = (images, slice(None), queries, keys)
+        self.bias, mask = (m if m is None else m[_broadcast_cut(m, cut)].transpose(1, 2) for m in (bias, visible))
+        T, S = q.shape[2], k.shape[2]
+        position = visible_keys(
+            self.q.shape[2],
+            self.k.shape[2],
+            is_causal=geometry.is_causal,
+            window=geometry.window,
+            device=q.device,
+            query_offset=queries.start + S - T,
+            key_offset=keys.start,
+        )
+        self.visible = both_visible(None if position is None else position[:, None], mask)
+
+    def weights(self) -> None:
+        """Compute scores x and weights p, and each as the keys see it where a key side will need it."""
+        scores = self.q @ self.k.mT  # [n, H, t, S]
+        self.x = _by_query(scores).to(self.dtype).mul_(self.geometry.scale)
+        self.x_by_key = None if self.pre_key is None else _by_key(self.x)
+        y = _compose(self.x, self.x_by_key, self.pre_query, self.pre_key)
+        if self.bias is not None:
+            y = y + self.bias
+        self.p = masked_softmax(y, self.visible, may_be_empty=self.geometry.may_be_empty)
+        self.p_by_key = None if self.post_key is None else _by_key(self.p)
+
+    def backward(self, grad_out: Tensor, gradients: list[Tensor | None]) -> None:
+        """Add this block's part to the gradients of q, k, v, the four matrices and the bias."""
+        images, queries, keys = self.block
+        dq, dk, dv, d_pre_query, d_pre_key, d_post_query, d_post_key, d_bias = gradients[:8]
+        grad_out = grad_out[images, :, queries]
+        if dv is not None:
+            composed = _by_head(_compose(self.p, self.p_by_key, self.post_query, self.post_key))
+            dv[images, :, keys] += composed.to(grad_out.dtype).mT @ grad_out
+        da = _by_query(grad_out @ self.v.mT).to(self.dtype)
+        dp, d_query, d_key = _compose_backward(da, self.p, self.p_by_key, self.post_query, self.post_key)
+        _accumulate(d_post_query, d_query, images, queries)
+        _accumulate(d_post_key, d_key, images, keys)
+        dy = torch._softmax_backward_data(dp, self.p, -1, self.dtype)
+        if d_bias is not None:
+            cut = _broadcast_cut(d_bias, (images, slice(None), queries, keys))
+            d_bias[cut] += dy.transpose(1, 2).sum_to_size(d_bias[cut].shape)
+        dx, d_query, d_key = _compose_backward(dy, self.x, self.x_by_key, self.pre_query, self.pre_key)
+        _accumulate(d_pre_query, d_query, images, queries)
+        _accumulate(d_pre_key, d_key, images, keys)
+        dx = _by_head(dx.mul_(self.geometry.scale)).to(self.q.dtype)
+        if dq is not None:
+            dq[images, :, queries] += dx @ self.k
+        if dk is not None:
+            dk[images, :, keys] += dx.mT @ self.q
+
+
+def _pick(matrix: Tensor | None, images: slice, tokens: slice) -> Tensor | None:
+    """Cut matrices [B or 1, N or 1, G, H/G, H/G]; those of a static base alone are shared by all tokens."""
+    if matrix is None or matrix.shape[1] == 1:
+        return matrix if matrix is None or matrix.shape[0] == 1 else matrix[images]
+    return matrix[images, tokens]
+
+
+def _accumulate(total: Tensor | None, part: Tensor | None, images: slice, tokens: slice) -> None:
+    if total is not None:
+        target = _pick(total, images, tokens)
+        target += part.sum_to_size(target.shape)
+
+
+def _broadcast_cut(mask: Tensor, cut: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Cut only the axes a mask does not broadcast along."""
+    return tuple(slice(None) if size == 1 else part for size, part in zip(mask.shape, cut, strict=True))
+
+
+def _by_query(x: Tensor) -> Tensor:
+    """[n, H, t, S] -> [n, t, H, S]."""
+    return x.transpose(1, 2).contiguous()
+
+
+_by_head = _by_query  # [n, t, H, S] -> [n, H, t, S] swaps the same two axes
+
+
+def _by_key(x: Tensor) -> Tensor:
+    """[n, t, H, S] -> [n, S, H, t]."""
+    return x.transpose(1, 3).contiguous()
+
+
+def _mix(matrix: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
+    """Multiply the heads of x [n, N, H, M] by its tokens' matrices [n, N, G, H/G, H/G], or by their transposes."""
+    n, N, H, M = x.shape
+    G = matrix.shape[2]
+    matrix = matrix.expand(n, N, -1, -1, -1).reshape(n * N * G, H // G, H // G)
+    return torch.bmm(matrix.mT if is_transposed else matrix, x.view(n * N * G, H // G, M)).view(n, N, H, M)
+
+
+def _outer(a: Tensor, b: Tensor, num_groups: int) -> Tensor:
+    """Sum a b^T over the last axis: [n, N, H, M] twice -> [n, N, G, H/G, H/G]."""
+    n, N, H, M = a.shape
+    a, b = (x.view(n * N * num_groups, H // num_groups, M) for x in (a, b))
+    return torch.bmm(a, b.mT).view(n, N, num_groups, H // num_groups, H // num_groups)
+
+
+def _compose(x: Tensor, x_by_key: Tensor | None, query: Tensor | None, key: Tensor | None) -> Tensor:
+    """Apply a composition; `query` holds the identity, None is the identity alone."""
+    out = x if query is None else _mix(query, x, is_transposed=True)
+    if key is None:
+        return out
+    by_key = _mix(key, x_by_key, is_transposed=True).transpose(1, 3)
+    return x + by_key if query is None else out.add_(by_key)
+
+
+def _compose_backward(
+    grad: Tensor, x: Tensor, x_by_key: Tensor | None, query: Tensor | None, key: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of `_compose` for x, the query matrices and the key matrices."""
+    dx, d_query, d_key = grad, None, None
+    if query is not None:
+        dx, d_query = _mix(query, grad, is_transposed=False), _outer(x, grad, query.shape[2])
+    if key is not None:
+        grad_by_key = _by_key(grad)
+        d_key = _outer(x_by_key, grad_by_key, key.shape[2])
+        by_key = _mix(key, grad_by_key, is_transposed=False).transpose(1, 3)
+        dx = dx + by_key if query is None else dx.add_(by_key)
+    return dx, d_query, d_key
