@@ -56,9 +56,8 @@ def main() -> None:
         median = statistics.median(times[name])
         print(f"{name:28} {1e3 * median:9.1f} ms {options.batch_size / median:9.1f} images/s {memory[name]:8.0f} MiB")
     ratio = median_ratio(times, *names)
-    print(
-        f"step time ratio {ratio:.3f} (throughput {100 / ratio:.1f} % of the twin's), median of {options.repeats} rounds"
-    )
+    summary = f"step time ratio {ratio:.3f}, throughput {100 / ratio:.1f} % of the twin's"
+    print(f"{summary}, median of {options.repeats} rounds")
     result = {"environment": environment(device), "options": vars(options), "ratio": ratio}
     save(options.json, result | {"seconds": times, "peak_mib": memory})
 

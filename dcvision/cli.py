@@ -109,10 +109,12 @@ class VisionCLI(LightningCLI):
         log_dir = self.trainer.log_dir  # a broadcast: all ranks ask
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:
             return
-        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
-        top1 = self.trainer.callback_metrics.get("val/top1")
-        result = "" if top1 is None else f"val/top1 {100 * float(top1):.2f} % | "
-        print(f"{result}checkpoint {_relative(best)} | tensorboard --logdir {_relative(log_dir)}")
+        best = self.trainer.checkpoint_callback
+        result = ""
+        if isinstance(best, ModelCheckpoint) and best.best_model_score is not None:
+            result = f"best val/top1 {100 * float(best.best_model_score):.2f} % | "
+            result += f"checkpoint {_relative(best.best_model_path)} | "
+        print(f"{result}tensorboard --logdir {_relative(log_dir)}")
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Predict and write one line per image to `predictions.csv` (one file per rank on several)."""

@@ -1,7 +1,8 @@
 """Composed attention whose memory grows with chunk x S, in the backward pass too: each chunk is computed again.
 
-On CUDA, under a compiler, and with dropout: query chunks whose composition is broadcasts with sums over the heads, which
-`torch.compile` fuses into few kernels, with dynamic shapes. In eager mode elsewhere: `merged`, which needs no compiler.
+On CUDA, under a compiler, and with dropout: query chunks whose composition is broadcasts with sums over the heads,
+which `torch.compile` fuses into few kernels, with dynamic shapes. In eager mode elsewhere: `merged`, which needs no
+compiler.
 Sums over heads and the softmax are done in max(input dtype, float32).
 """
 

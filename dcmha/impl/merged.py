@@ -1,14 +1,15 @@
 """Composed attention for eager mode without a compiler: the form `impl="compiled"` takes outside CUDA.
 
-The low-rank factors, gate and base of a composition are merged into one matrix per query and one per key (equation 8), and
-mixing the heads becomes a batched product. Blocks of images or queries small enough to stay in cache go through all steps
-one after the other; the backward pass computes a block's scores and weights again, so that nothing of size T x S is kept.
+The low-rank factors, gate and base of a composition are merged into one matrix per query and one per key (equation
+8), and mixing the heads becomes a batched product. Blocks of images or queries small enough to stay in cache go through
+all steps one after the other; the backward pass computes a block's scores and weights again, so that nothing of size
+T x S is kept.
 
 Forward, for a block (X scores, P weights, M matrices whose rows are old heads and columns new ones):
 
     Y = M1q^T X + M1k^T X      P = softmax(Y)      A = M2q^T P + M2k^T P      out = A v
 
-Backward (kernel derivation in dcmha/README.md):
+Backward (derivation in dcmha/README.md):
 
     dA = dout v^T     dP = M2q dA + M2k dA     dY = P (dP - sum_j P dP)     dX = M1q dY + M1k dY
     dM2q = P dA^T and dM1q = X dY^T, summed over the keys; dM2k and dM1k likewise over the queries
