@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import gc
 import sys
 import warnings
 from pathlib import Path
@@ -156,7 +157,7 @@ def _run(args: list[str]) -> None:
         return _export_command(args[1:])
     for noise in (".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"):
         warnings.filterwarnings("ignore", noise)
-    VisionCLI(
+    cli = VisionCLI(
         ImageClassifier,
         ImageDataModule,
         args=args,
@@ -166,6 +167,8 @@ def _run(args: list[str]) -> None:
         parser_kwargs={"allow_abbrev": False},
     )
     if torch.distributed.is_initialized():
+        del cli  # sharded parameters hold their process groups, whose threads must end before the interpreter does
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 

@@ -40,7 +40,7 @@ def test_fit_learns_logs_and_leaves_checkpoints(trained):
     logged = scalars(trained)
     expected = {"train/loss", "train/lr", "train/grad_norm", "train/images_per_second", "train/mfu"}
     assert expected | {"val/loss", "val/top1", "val/top5"} <= logged.keys()
-    assert logged["train/loss"][-1].value < 0.7 * logged["train/loss"][0].value
+    assert logged["train/loss"][-1].value < 0.8 * logged["train/loss"][0].value
     assert 0.2 < logged["val/top1"][-1].value <= logged["val/top5"][-1].value <= 1
     assert all(0 < event.value < 1.5 for event in logged["train/mfu"])
     assert len(logged["val/top1"]) == 4
