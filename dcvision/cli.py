@@ -86,8 +86,8 @@ class VisionCLI(LightningCLI):
         """Log to a new folder, or to that of the run being resumed."""
         folder = None if self.resume_from is None else run_folder(self.resume_from)
         if folder is None:
-            return TensorBoardLogger(root, name=self._get(self.config, "name"))
-        return TensorBoardLogger(folder.parent, name="", version=folder.name)
+            return TensorBoardLogger(root, name=self._get(self.config, "name"), default_hp_metric=False)
+        return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
 
     def _callbacks(self, config: dict) -> list[Callback]:
         if self.subcommand != "fit" or config.get("fast_dev_run"):

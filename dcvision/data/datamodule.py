@@ -5,6 +5,7 @@ import signal
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -90,9 +91,10 @@ class ImageDataModule(L.LightningDataModule):
         self._resume: dict | None = None
 
     def prepare_data(self) -> None:
-        """Download, write and index what is local, once per machine."""
+        """Download, write and index what is local and needed, once per machine."""
+        is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
         for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
-            if stream_urls(spec) is None:
+            if stream_urls(spec) is None and (is_fit or not is_train):
                 open_source(spec, is_train)
 
     def setup(self, stage: str) -> None:

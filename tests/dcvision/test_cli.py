@@ -55,7 +55,7 @@ def test_validate_and_predict_give_what_training_reported(trained, tmp_path, cap
     best = str(next((trained / "checkpoints").glob("best-*")))
     reported = float(best.rsplit("top1=", 1)[1].removesuffix(".ckpt"))
     config = ["--config", str(trained / "config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
-    run("validate", *config, f"--ckpt_path={best}")
+    run("validate", *config, f"--ckpt_path={best}", "--data.train=folder:not_needed_here")
     top1 = scalars(tmp_path / "t/version_0")["val/top1"][0].value
     assert abs(top1 - reported) < 1e-4
     capsys.readouterr()
