@@ -1,9 +1,9 @@
 """Where images come from: the one-line notation of a data set, and the map-style sources behind it.
 
-digits                       the built-in handwritten digits
-shards:PATTERN               WebDataset tar shards, local or remote
-folder:DIR                   one folder of images per class, classes numbered in sorted order
-torchvision:NAME:DIR         a torchvision data set by its class name, downloaded to DIR if it can be
+- `digits`: the built-in handwritten digits
+- `shards:PATTERN`: WebDataset tar shards, local or remote
+- `folder:DIR`: one folder of images per class, classes numbered in sorted order
+- `torchvision:NAME:DIR`: a torchvision data set by its class name, downloaded to DIR if it can be
 """
 
 import inspect
