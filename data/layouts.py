@@ -20,8 +20,8 @@ class Image:
     path: Path
     label: int
     extension: str
+    size: int
     offset: int = 0
-    size: int = -1
 
     def read(self) -> bytes:
         """Return the encoded image."""
@@ -43,16 +43,16 @@ def class_folders(root: Path) -> tuple[list[Image], list[str]]:
         raise LayoutError(f"--folder: {root} holds no class folders; accepted: {root}/CLASS/image.jpg.")
     images = []
     for label, name in enumerate(classes):
-        files = sorted(path for path in (root / name).iterdir() if path.suffix.lower() in EXTENSIONS)
+        files = sorted(path for path in (root / name).iterdir() if path.is_file() and path.suffix.lower() in EXTENSIONS)
         if not files:
             raise LayoutError(f"--folder: the class folder {root / name} holds no image.")
-        images += [_image(path, f"{name}/{path.stem}", label) for path in files]
+        images += [_image(path, f"{name}/{path.stem}", label, size=path.stat().st_size) for path in files]
     return images, classes
 
 
-def _image(path: Path, key: str, label: int, **place: int) -> Image:
+def _image(path: Path, key: str, label: int, size: int) -> Image:
     """Make an image whose key has no dot, which would end it in a shard."""
-    return Image(key.replace(".", "_"), path, label, path.suffix.lower().lstrip("."), **place)
+    return Image(key.replace(".", "_"), path, label, path.suffix.lower().lstrip("."), size)
 
 
 def validation_tar(
@@ -75,8 +75,11 @@ def validation_tar(
             raise LayoutError(f"{option} must name a file; got {file}.")
     names = classes.read_text().split()
     number = {name: i for i, name in enumerate(names)}
-    with tarfile.open(path, "r:") as tar:
-        members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
+    try:
+        with tarfile.open(path, "r:") as tar:
+            members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
+    except tarfile.TarError as error:
+        raise LayoutError(f"--validation-tar: {path} is no uncompressed tar file: {error}.") from error
     truth = _ground_truth(labels, [Path(m.name).stem for m in members], devkit_meta)
     unknown = sorted(set(truth) - set(names))
     if unknown:
@@ -89,8 +92,8 @@ def validation_tar(
             path,
             number[name],
             Path(m.name).suffix.lower().lstrip("."),
-            m.offset_data,
             m.size,
+            m.offset_data,
         )
         for m, name in zip(members, truth, strict=True)
     ]

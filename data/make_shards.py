@@ -32,9 +32,13 @@ def plan(images: list[Image], out: Path, prefix: str, num_shards: int, seed: int
     """Shuffle the images once, by `seed`, and deal them into shards of nearly equal size."""
     if not 0 < num_shards <= len(images):
         raise LayoutError(f"--num-shards={num_shards} must be between 1 and the number of images, {len(images)}.")
-    keys = {image.key for image in images}
-    if len(keys) < len(images):
-        raise LayoutError(f"{len(images) - len(keys)} images share their name, but for the extension, with another.")
+    keys: set[str] = set()
+    for image in images:
+        if image.key in keys:
+            raise LayoutError(
+                f"two images would be sample {image.key}: names must differ in more than dots and extension."
+            )
+        keys.add(image.key)
     order = np.random.default_rng(seed).permutation(len(images))
     width = max(4, len(str(num_shards - 1)))
     return [
@@ -95,10 +99,14 @@ def run(options: argparse.Namespace) -> None:
         images, classes = class_folders(options.folder)
     else:
         images, classes = validation_tar(options.validation_tar, options.labels, options.classes, options.devkit_meta)
+    if options.num_workers < 1 or (options.out.exists() and not options.out.is_dir()):
+        raise LayoutError(f"--num-workers={options.num_workers} must be at least 1, and --out={options.out} a folder.")
+    shards = plan(images, options.out, options.prefix, options.num_shards, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     manifest = options.out / f"{options.prefix}-manifest.json"
+    listing = "\n".join(f"{image.key} {image.label} {image.size}" for image in images)
     identity = {
-        "images": hashlib.sha256("\n".join(f"{i.key} {i.label}" for i in images).encode()).hexdigest(),
+        "images": hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest(),
         "num_shards": options.num_shards,
         "seed": options.seed,
     }
@@ -108,7 +116,6 @@ def run(options: argparse.Namespace) -> None:
             f"{options.out} holds {options.prefix} shards of other images, --num-shards or --seed; "
             "nothing was overwritten."
         )
-    shards = plan(images, options.out, options.prefix, options.num_shards, options.seed)
     identity_file.write_text(json.dumps(identity))
     entries = write_shards(shards, options.num_workers)
     manifest.write_text(json.dumps({"samples": len(images), "classes": len(classes), "shards": entries}, indent=1))

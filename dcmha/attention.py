@@ -32,7 +32,8 @@ class DCAttention(nn.Module):
     and everything this layer adds lies under `compose.`. With `pre_compose=False, post_compose=False` it is plain
     attention.
 
-    The keyword options can also be set as class attributes, for places that take a class and construct it themselves:
+    The keyword options can also be set as class attributes, for places that take a class and construct it themselves
+    (None takes the class's):
 
         timm.create_model("vit_small_patch16_224", attn_layer=DCAttention.with_options(rank=1))
 
@@ -116,8 +117,10 @@ class DCAttention(nn.Module):
         for name in self.OPTIONS:
             if given[name] is not None:
                 setattr(self, name, given[name])
-        if num_heads < 1 or (attn_head_dim is None and dim % num_heads):
+        if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
+        if attn_head_dim is not None and attn_head_dim < 1:
+            raise ValueError(f"attn_head_dim={attn_head_dim} must be at least 1, or None.")
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
         if self.window is not None and self.window < 1:
@@ -157,7 +160,15 @@ class DCAttention(nn.Module):
         unknown = sorted(set(options) - set(cls.OPTIONS))
         if unknown:
             raise ValueError(f"unknown options {unknown}; accepted: {', '.join(cls.OPTIONS)}.")
-        return type(cls.__name__, (cls,), {"__module__": cls.__module__, **options})
+        base, given = cls.__dict__.get("_made_from", (cls, {}))
+        options = given | options
+        return type(base.__name__, (base,), {"__module__": base.__module__, "_made_from": (base, options), **options})
+
+    def __reduce_ex__(self, protocol):
+        """Pickle a layer of a class made by `with_options`, which no module holds, by its base and options."""
+        if "_made_from" in type(self).__dict__:
+            return _new_with_options, type(self)._made_from, self.__dict__
+        return super().__reduce_ex__(protocol)
 
     def forward(
         self,
@@ -230,6 +241,12 @@ class DCAttention(nn.Module):
             return
         self.resolved_impl = resolve_impl(self.impl, is_composed=self.compose is not None)
         logger.info("DCAttention(impl=%r) runs as %r.", self.impl, self.resolved_impl)
+
+
+def _new_with_options(base: type[DCAttention], options: dict) -> DCAttention:
+    """Make an empty instance, for unpickling."""
+    cls = base.with_options(**options)
+    return cls.__new__(cls)
 
 
 def _combine_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -60,6 +60,7 @@ def composed_attention(
         dropout_p: Probability of dropping a composed weight.
         num_groups: G; heads mix within G equal groups (section 3.2).
         impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), or "auto".
+            Second derivatives and torch.func transforms need "reference".
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.
@@ -168,8 +169,9 @@ def _split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor 
         return attn_mask, None
     if not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; accepted: torch.bool (True = may attend) or floating.")
+    attn_mask = attn_mask.to(q.dtype)  # first: a value beyond the dtype's range becomes -inf
     visible = attn_mask != -torch.inf
-    return visible, attn_mask.masked_fill(~visible, 0.0).to(q.dtype)
+    return visible, attn_mask.masked_fill(~visible, 0.0)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

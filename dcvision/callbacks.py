@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from .errors import UserError
 from .flops import peak_flops
 
 STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
@@ -26,6 +27,8 @@ class LastCheckpoint(Callback):
     """
 
     def __init__(self, every_n_steps: int = 500) -> None:
+        if every_n_steps < 1:
+            raise UserError(f"checkpoint_every_n_steps={every_n_steps} must be at least 1.")
         self.every_n_steps = every_n_steps
         self._newest: Path | None = None
 
@@ -93,8 +96,10 @@ class GracefulStop(Callback):
         for signum in (signal.SIGTERM, signal.SIGINT):
             self._previous[signum] = signal.signal(signum, self._note)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
-        """Stop the run if any rank was told to."""
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
+        """Stop the run if any rank was told to, once no gradient is waiting for its step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
         stop = self._signum is not None
         if trainer.world_size > 1:
             if trainer.global_step % STOP_CHECK_STEPS:

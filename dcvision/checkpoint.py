@@ -26,7 +26,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def find_checkpoint(path: str) -> Path:
-    """Resolve what `--resume` names: a checkpoint, or a run's folder, of which the newest checkpoint is taken.
+    """Resolve what a user names: a checkpoint, or a run's folder, of which the newest checkpoint is taken.
 
     Raises:
         UserError: If there is none.
@@ -35,10 +35,10 @@ def find_checkpoint(path: str) -> Path:
     if start.is_file():
         return start
     if not start.is_dir():
-        raise UserError(f"cannot resume: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
-    found = sorted(start.rglob("*.ckpt"), key=lambda p: (_step(p), p.stat().st_mtime))
+        raise UserError(f"no checkpoint: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
+    found = sorted(start.rglob("*.ckpt"), key=lambda p: (p.stat().st_mtime_ns, _step(p)))
     if not found:
-        raise UserError(f"cannot resume: no .ckpt file below {path}.")
+        raise UserError(f"no checkpoint: no .ckpt file below {path}.")
     return found[-1]
 
 
@@ -62,5 +62,4 @@ def load_checkpoint(path: Path) -> dict:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path} is no readable checkpoint: {reason}") from error
+        raise UserError(f"{path} is no readable checkpoint ({type(error).__name__}).") from error

@@ -4,6 +4,7 @@
 
 import difflib
 import math
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -79,7 +80,7 @@ class ImageClassifier(L.LightningModule):
         model: str = "dcvit_digits_patch2_8",
         num_classes: int = 10,
         image_size: int = 8,
-        model_kwargs: dict | None = None,
+        model_kwargs: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -96,6 +97,13 @@ class ImageClassifier(L.LightningModule):
         for name, value in (("label_smoothing", label_smoothing), ("final_lr_fraction", final_lr_fraction)):
             if not 0 <= value <= 1:
                 raise UserError(f"{name}={value} must be in [0, 1].")
+        if num_classes < 2:
+            raise UserError(f"{num_classes=} must be at least 2.")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("mixup_alpha", mixup_alpha)):
+            if value < 0:
+                raise UserError(f"{name}={value} must not be negative.")
+        if not all(0 <= beta < 1 for beta in betas) or not 0 < (0.5 if ema_decay is None else ema_decay) < 1:
+            raise UserError(f"{betas=} must be in [0, 1) and {ema_decay=} in (0, 1).")
         self.save_hyperparameters()
         self.model = build_model(model, num_classes, image_size, model_kwargs or {})
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
@@ -139,8 +147,10 @@ class ImageClassifier(L.LightningModule):
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the loss of one batch."""
+        """Compute the loss of one batch; zero where no image of it could be read."""
         images, labels = self.normalise(batch.images), batch.labels
+        if not batch.names:
+            return self.model(images).sum() * 0.0
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
         logits = self.model(images)
@@ -186,6 +196,8 @@ class ImageClassifier(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict]:
         """Return, for each image that counts, its name, the likeliest class and that class's probability."""
+        if not batch.names:
+            return []
         probabilities = self(batch.images).float().softmax(-1)
         best, classes = probabilities.max(-1)
         rows = zip(batch.names, classes.tolist(), best.tolist(), batch.labels.tolist(), strict=True)
@@ -214,10 +226,7 @@ class ImageClassifier(L.LightningModule):
             return trainer.max_steps
         if trainer.max_epochs is None or trainer.max_epochs < 1:
             raise UserError("the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
-        batches = trainer.datamodule.steps_per_epoch
-        limit = trainer.limit_train_batches
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        return trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches)
+        return trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
 
     def _parameter_groups(self) -> list[dict]:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

@@ -20,6 +20,8 @@ from .data import ImageDataModule
 from .errors import UserError
 from .export import export
 
+EXPORT_HELP = "One more subcommand, export CHECKPOINT FOLDER, writes a checkpoint as a timm model folder."
+
 
 class SaveRunConfig(SaveConfigCallback):
     """Saves what was configured, without the one-off `resume`, so that the file serves every subcommand."""
@@ -117,8 +119,28 @@ class VisionCLI(LightningCLI):
             result += f"checkpoint {_relative(best.best_model_path)} | "
         print(f"{result}tensorboard --logdir {_relative(log_dir)}")
 
+    def validate(self, model: ImageClassifier, **kwargs) -> None:
+        """Evaluate a checkpoint."""
+        self._check_weights(kwargs)
+        self.trainer.validate(model, **kwargs)
+
+    def test(self, model: ImageClassifier, **kwargs) -> None:
+        """Evaluate a checkpoint, logged as `test/...`."""
+        self._check_weights(kwargs)
+        self.trainer.test(model, **kwargs)
+
+    def _check_weights(self, kwargs: dict) -> None:
+        """Refuse to evaluate random weights, or a file that is no checkpoint."""
+        path, pretrained = kwargs["ckpt_path"], (self.model.hparams.model_kwargs or {}).get("pretrained")
+        if path is None and not pretrained:
+            raise UserError("--ckpt_path must name a checkpoint (or model.model_kwargs say pretrained: true).")
+        if path is not None:
+            kwargs["ckpt_path"] = find_checkpoint(path)
+            load_checkpoint(kwargs["ckpt_path"])
+
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Predict and write one line per image to `predictions.csv` (one file per rank on several)."""
+        self._check_weights(kwargs)
         batches = self.trainer.predict(model, **{**kwargs, "return_predictions": True})
         suffix = f"-rank{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         path = Path(self.trainer.log_dir) / f"predictions{suffix}.csv"
@@ -164,7 +186,7 @@ def _run(args: list[str]) -> None:
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
         trainer_defaults={"use_distributed_sampler": False},
-        parser_kwargs={"allow_abbrev": False},
+        parser_kwargs={"allow_abbrev": False, "description": "Image classification with DCMHA. " + EXPORT_HELP},
     )
     if torch.distributed.is_initialized():
         del cli  # sharded parameters hold their process groups, whose threads must end before the interpreter does

@@ -130,7 +130,7 @@ def _blocks(q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Block]:
     (B, H, T, _), S = q.shape, k.shape[2]
     images = max(1, min(B, BLOCK_ELEMENTS // max(1, H * T * S)))
     queries = T if images > 1 else min(T, max(MIN_QUERIES, BLOCK_ELEMENTS // max(1, H * S)))
-    for start in range(0, T, queries):
+    for start in range(0, T, max(1, queries)):
         stop = min(start + queries, T)
         keys = slice(*key_range(start, stop, T, S, geometry.is_causal, geometry.window))
         for first in range(0, B, images):

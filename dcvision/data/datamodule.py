@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ..errors import UserError
 from .decode import eval_transform, train_transform
 from .order import EvalBatches, Position, Progress, TrainBatches
-from .samples import Batch, ImageSamples, collate
+from .samples import Batch, Collate, ImageSamples
 from .sources import Source, open_source, stream_urls
 from .stream import StreamedSample, stream_loader
 
@@ -47,7 +47,7 @@ class ImageDataModule(L.LightningDataModule):
         randaugment_magnitude: Their strength, of 31.
         crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
-        max_bad_images: Unreadable images are skipped and reported; more than this many stop the run.
+        max_bad_images: Unreadable images are skipped and reported; more than this many (of a rank) stop the run.
 
     Raises:
         UserError: If a data set cannot be opened or does not fit the other arguments.
@@ -75,6 +75,12 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(f"batch_size={batch_size} must be at least 1 and num_workers={num_workers} at least 0.")
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
+        if randaugment_ops < 0 or not 0 <= randaugment_magnitude <= 30:
+            raise UserError(f"{randaugment_ops=} must be at least 0 and {randaugment_magnitude=} in [0, 30].")
+        if num_classes < 2 or image_size < 1 or max_bad_images < 0:
+            raise UserError(
+                f"{num_classes=} must be at least 2, {image_size=} at least 1, {max_bad_images=} at least 0."
+            )
         self.train_spec, self.val_spec = train, val
         self.num_classes, self.image_size = num_classes, image_size
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
@@ -86,8 +92,7 @@ class ImageDataModule(L.LightningDataModule):
         self.train_source: Source | None = None
         self.val_source: Source | None = None
         self.progress: Progress | None = None
-        self.num_bad_images = 0
-        self._reported: set[str] = set()
+        self.bad_images: set[str] = set()
         self._resume: dict | None = None
 
     def prepare_data(self) -> None:
@@ -138,12 +143,13 @@ class ImageDataModule(L.LightningDataModule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Training batches of each rank in an epoch."""
-        if self.train_source is not None:
-            return len(self.train_source) // (self.batch_size * self.world_size)
-        if self.stream_samples is None:
+        """Training batches of each rank in an epoch, `trainer.limit_train_batches` applied."""
+        num_samples = self.stream_samples if self.train_source is None else len(self.train_source)
+        if num_samples is None:
             raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
-        return self.stream_samples // (self.batch_size * self.world_size)
+        steps = num_samples // (self.batch_size * self.world_size)
+        limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
+        return min(steps, limit) if isinstance(limit, int) else int(steps * limit)
 
     def num_trained(self) -> int:
         """Count the batches of each rank trained so far, over all epochs."""
@@ -169,7 +175,7 @@ class ImageDataModule(L.LightningDataModule):
         """Go on where the checkpoint stopped; where the global batch changed, correct the trainer's batch count."""
         num_samples = len(self.train_source)
         if self._resume is None:
-            return Progress(num_samples, global_batch)
+            return Progress(num_samples, global_batch, limit=self.steps_per_epoch)
         for name, now in (("num_samples", num_samples), ("seed", self.seed)):
             if self._resume[name] != now:
                 raise UserError(
@@ -177,7 +183,7 @@ class ImageDataModule(L.LightningDataModule):
                     f"{self._resume[name]}, this run has {now}."
                 )
         start = Position(self._resume["epoch"], self._resume["consumed"])
-        progress = Progress(num_samples, global_batch, start, self._resume["num_trained"])
+        progress = Progress(num_samples, global_batch, start, self._resume["num_trained"], self.steps_per_epoch)
         if self._resume["global_batch"] != global_batch:
             rank_zero_warn(
                 f"The global batch changed from {self._resume['global_batch']} to {global_batch} images: every image "
@@ -208,6 +214,7 @@ class ImageDataModule(L.LightningDataModule):
         return stream_loader(
             stream_urls(spec),
             StreamedSample(transform, self.seed + self.rank, self.num_classes),
+            collate=Collate(self.image_size),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             world_size=self.world_size,
@@ -220,7 +227,7 @@ class ImageDataModule(L.LightningDataModule):
             samples,
             batch_sampler=batches,
             num_workers=self.num_workers,
-            collate_fn=collate,
+            collate_fn=Collate(self.image_size),
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
             worker_init_fn=_leave_signals_to_the_main_process,
@@ -229,15 +236,14 @@ class ImageDataModule(L.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Count and report unreadable images; stop the run above the limit."""
-        for reason in batch.skipped:
-            self.num_bad_images += 1
-            if reason not in self._reported:
-                self._reported.add(reason)
-                print(f"skipped an unreadable image ({self.num_bad_images} so far): {reason}", flush=True)
-        if self.num_bad_images > self.max_bad_images or not len(batch.labels):
+        for name, reason in batch.skipped:
+            if name not in self.bad_images:
+                self.bad_images.add(name)
+                print(f"skipped an unreadable image ({len(self.bad_images)} so far): {name}: {reason}", flush=True)
+        if len(self.bad_images) > self.max_bad_images:
             raise UserError(
-                f"{self.num_bad_images} images could not be read (data.max_bad_images={self.max_bad_images}); "
-                f"the last: {batch.skipped[-1]}"
+                f"{len(self.bad_images)} images could not be read (data.max_bad_images={self.max_bad_images}); "
+                f"one of them: {': '.join(batch.skipped[-1])}"
             )
         return batch
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import InterpolationMode, v2
@@ -39,6 +39,8 @@ def decode(encoded: bytes) -> Tensor:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except UnidentifiedImageError as error:
+        raise BadImage("no known image format, or cut short") from error
     except Exception as error:  # Pillow raises many types on damaged files
         raise BadImage(f"{type(error).__name__}: {error}") from error
 

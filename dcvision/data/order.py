@@ -61,13 +61,24 @@ class Progress:
         global_batch: Samples that all ranks take together in one step.
         start: Where batch number `first_batch` began; later ones follow from it.
         first_batch: Batches trained before `start`.
+        limit: Most batches of a pass (the trainer's `limit_train_batches`); later ones of its order are left out.
     """
 
-    def __init__(self, num_samples: int, global_batch: int, start: Position = START, first_batch: int = 0) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch: int,
+        start: Position = START,
+        first_batch: int = 0,
+        limit: int | None = None,
+    ) -> None:
         self.num_samples, self.global_batch = num_samples, global_batch
         self.start, self.first_batch = start, first_batch
         self.steps_per_epoch = num_samples // global_batch
-        self.remaining = (num_samples - start.consumed) // global_batch
+        self.usable = num_samples
+        if limit is not None and limit < self.steps_per_epoch:
+            self.steps_per_epoch, self.usable = limit, limit * global_batch
+        self.remaining = max(0, self.usable - start.consumed) // global_batch
 
     def position(self, num_batches: int) -> Position:
         """Tell where batch number `num_batches` (from 0, of the whole training) begins."""
@@ -98,11 +109,11 @@ class TrainBatches(Sampler[list[SampleRef]]):
         self.seed, self.progress, self.num_trained = seed, progress, num_trained
 
     def __len__(self) -> int:
-        return self.progress.steps_per_epoch
+        return self.progress.num_samples // self.progress.global_batch  # the trainer applies its limit to this
 
     def __iter__(self) -> Iterator[list[SampleRef]]:
         epoch, consumed = self.progress.position(self.num_trained())
-        order = shuffled_order(self.shard_sizes, self.seed, epoch)
+        order = shuffled_order(self.shard_sizes, self.seed, epoch)[: self.progress.usable]
         global_batch = self.batch_size * self.world_size
         for start in range(consumed, len(order) - global_batch + 1, global_batch):
             mine = order[start + self.rank * self.batch_size :][: self.batch_size]

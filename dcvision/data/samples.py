@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from .decode import BadImage, Transform, decode, sample_rng
 from .order import SampleRef
@@ -16,17 +16,21 @@ IGNORED = -100  # label of a sample that pads a rank's share and counts nowhere;
 
 
 class Batch(NamedTuple):
-    """What a step gets: images uint8 [B, 3, size, size], labels int64 [B], names, and one line per unreadable image."""
+    """What a step gets: images uint8 [B, 3, size, size], labels int64 [B], names; unreadable ones as (name, reason).
+
+    Where no image could be read, one black image labelled -100 stands in, and `names` is empty.
+    """
 
     images: Tensor
     labels: Tensor
     names: list[str]
-    skipped: list[str]
+    skipped: list[tuple[str, str]]
 
 
 class Skipped(NamedTuple):
     """Stands for an unreadable image on its way to the main process."""
 
+    name: str
     reason: str
 
 
@@ -56,16 +60,26 @@ def make_image(image: bytes | Tensor, name: str, transform: Transform, *key: int
     try:
         decoded = image if isinstance(image, Tensor) else decode(image)
     except BadImage as error:
-        return Skipped(f"{name}: {error}")
+        return Skipped(name, str(error))
     with sample_rng(*key):
         return transform(decoded)
 
 
-def collate(samples: list[tuple[Tensor, int, str] | Skipped]) -> Batch:
-    """Stack the samples that could be read; a batch may come out smaller than asked for, or empty."""
-    good = [sample for sample in samples if not isinstance(sample, Skipped)]
-    skipped = [sample.reason for sample in samples if isinstance(sample, Skipped)]
-    if not good:
-        return Batch(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), [], skipped)
-    images, labels, names = zip(*good, strict=True)
-    return Batch(torch.stack(images), default_collate(list(labels)), list(names), skipped)
+class Collate:
+    """Stacks the samples that could be read; a batch may come out smaller than asked for.
+
+    Args:
+        image_size: Side of the images.
+    """
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size = image_size
+
+    def __call__(self, samples: list[tuple[Tensor, int, str] | Skipped]) -> Batch:
+        good = [sample for sample in samples if not isinstance(sample, Skipped)]
+        skipped = [tuple(sample) for sample in samples if isinstance(sample, Skipped)]
+        if not good:
+            black = torch.zeros(1, 3, self.image_size, self.image_size, dtype=torch.uint8)
+            return Batch(black, torch.tensor([IGNORED]), [], skipped)
+        images, labels, names = zip(*good, strict=True)
+        return Batch(torch.stack(images), torch.tensor(labels), list(names), skipped)

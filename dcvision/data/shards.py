@@ -161,6 +161,8 @@ def index_shard(url: str) -> ShardIndex:
                     images[key] = (member.offset_data, member.size)
                 elif extension == LABEL_EXTENSION:
                     labels[key] = _parse_label(tar.extractfile(member).read(), f"{url}/{member.name}")
+            if size < tar.offset + tarfile.BLOCKSIZE:
+                raise UserError(f"shard {url} is truncated: its end-of-archive mark is missing.")
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"shard {url} is truncated or no uncompressed tar file: {error}.") from error
     unpaired = images.keys() ^ labels.keys()
@@ -174,7 +176,6 @@ def index_shard(url: str) -> ShardIndex:
 
 
 def _parse_label(text: bytes, name: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{name} holds {text[:20]!r}; accepted: a class number in text.") from None
+    if not text.strip().isdigit() or len(text) > 12:
+        raise UserError(f"{name} holds {text[:20]!r}; accepted: a class number in text.")
+    return int(text)

@@ -129,7 +129,7 @@ def _open_torchvision(name: str, root: str, is_train: bool):
 def stream_urls(spec: str) -> list[str] | None:
     """Return the shards of a remote data set, or None if the data set is local."""
     kind, _, rest = spec.partition(":")
-    if kind != "shards":
+    if kind != "shards" or not rest:
         return None
     urls = expand_urls(rest)
     return urls if any(is_remote(url) for url in urls) else None

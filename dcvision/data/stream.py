@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader
 
 from ..errors import UserError
 from .decode import Transform
-from .samples import Skipped, collate, make_image
+from .samples import Collate, Skipped, make_image
 from .shards import IMAGE_EXTENSIONS, LABEL_EXTENSION
 
 SHUFFLE_BUFFER = 5000
 
 
 class StreamedSample:
-    """Turns webdataset's raw sample into what `collate` takes. A class, so that workers can be spawned.
+    """Turns webdataset's raw sample into what `Collate` takes. A class, so that workers can be spawned.
 
     Args:
         transform: As in `ImageSamples`.
@@ -48,6 +48,7 @@ def stream_loader(
     urls: list[str],
     sample: StreamedSample,
     *,
+    collate: Collate,
     batch_size: int,
     num_workers: int,
     world_size: int,
@@ -59,6 +60,7 @@ def stream_loader(
     Args:
         urls: Shards.
         sample: Makes one sample.
+        collate: Makes a batch.
         batch_size: Samples of this rank in a step.
         num_workers: Loader processes of this rank.
         world_size: Number of ranks.

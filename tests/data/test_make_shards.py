@@ -122,5 +122,5 @@ def test_mistakes(folder, tmp_path):
     )
     make("--validation-tar", tmp_path / "no.tar", *common, fails="--validation-tar must name a file")
     (folder / "n01" / "n01.v1_0.jpg").write_bytes(b"x")
-    make("--folder", folder, *common, fails="1 images share their name")
+    make("--folder", folder, *common, fails="two images would be sample n01/n01_v1_0")
     assert not list((tmp_path / "out").glob("*.tar"))

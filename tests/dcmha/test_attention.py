@@ -1,6 +1,7 @@
 """DCAttention: timm's contract, golden intermediates of the authors' code, options, rope, cache, autocast."""
 
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,14 @@ def test_options_are_class_attributes():
     assert DCAttention(32, 4).window is None
     with pytest.raises(ValueError, match=r"unknown options \['ranks'\]; accepted: rank, "):
         DCAttention.with_options(ranks=1)
+
+
+def test_layers_made_with_options_can_be_pickled():
+    layer = DCAttention.with_options(rank=1).with_options(window=3)(32, 4)
+    again = pickle.loads(pickle.dumps(layer))
+    x = torch.randn(1, 6, 32)
+    assert torch.equal(again(x), layer(x))
+    assert again.window == 3 and type(again)(32, 4).compose.rank == 1
 
 
 def test_impl_is_recorded():

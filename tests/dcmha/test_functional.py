@@ -309,6 +309,24 @@ def test_empty_rows_give_zeros_and_finite_gradients(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_mask_values_beyond_the_dtype_hide(impl):
+    case = Case(T=4, S=4)
+    operands = {k: x.detach() for k, x in make_operands(case, torch.float16).items()}
+    mask = torch.zeros(4, 4)
+    mask[1] = torch.finfo(torch.float32).min
+    out = run(case, operands, impl, mask)
+    assert out.isfinite().all() and out[:, :, 1].abs().sum() == 0 and out[:, :, 2].abs().sum() > 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", [Case(B=0), Case(T=0), Case(S=0), Case(T=0, S=0)], ids=str)
+def test_nothing_in_nothing_out(case, impl):
+    got = output_and_gradients(case, impl)
+    assert got["out"].shape == (case.B, case.H, case.T, case.D)
+    assert all(x.abs().sum() == 0 for x in got.values())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_dropout_acts_on_composed_weights(impl):
     case = Case(T=8, S=8, D=2, compositions="post", branches="b")
     operands = make_operands(case)

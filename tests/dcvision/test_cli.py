@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dcvision.checkpoint import find_checkpoint, load_checkpoint
 
-from .commands import ROOT, run, small, spawn
+from .commands import ROOT, record, run, small, spawn
+from .recorder import read
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,17 @@ def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("export", str(checkpoint), str(tmp_path / "raw"))
     assert "holds an exported model already; nothing was overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["6", "0.6"])
+def test_limited_epochs_are_all_trained(shards, tmp_path, limit):
+    run("fit", *small(shards, tmp_path), f"--trainer.limit_train_batches={limit}", *record(tmp_path / "a"))
+    batches = read(tmp_path / "a")
+    assert set(batches) == set(range(18))
+    assert batches[17]["lr"] < 0.05 * batches[2]["lr"]
+    for epoch in range(3):
+        names = [name for batch in range(6 * epoch, 6 * epoch + 6) for name in batches[batch]["names"]]
+        assert len(set(names)) == 24
 
 
 def test_compiled_training_keeps_clean_keys(shards, tmp_path):
@@ -206,7 +218,21 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, "--data.num_classes=4")
     assert "is out of range; accepted: 0 to 3" in error
     error = mistake(capsys, "fit", *arguments, f"--resume={tmp_path}/nothing")
-    assert "error: cannot resume" in error
+    assert "error: no checkpoint" in error
+    error = mistake(capsys, "validate", *arguments)
+    assert "--ckpt_path must name a checkpoint" in error
+    error = mistake(capsys, "validate", *arguments, "--ckpt_path=nofile.ckpt")
+    assert "no checkpoint: nofile.ckpt does not exist" in error
+    for option, message in (
+        ("--model.lr=-1", "lr=-1.0 must not be negative"),
+        ("--model.betas=[0.9,1.5]", "betas=(0.9, 1.5) must be in [0, 1)"),
+        ("--model.ema_decay=2", "ema_decay=2.0 in (0, 1)"),
+        ("--data.randaugment_magnitude=50", "randaugment_magnitude=50 in [0, 30]"),
+        ("--data.num_classes=1", "num_classes=1 must be at least 2"),
+        ("--checkpoint_every_n_steps=0", "checkpoint_every_n_steps=0 must be at least 1"),
+        ("--data.train=shards:", "data set 'shards:' is unknown; accepted:"),
+    ):
+        assert message in mistake(capsys, "fit", *arguments, option), option
     error = mistake(capsys, "fit", *arguments, "--model.warmup_steps=1000")
     assert "model.warmup_steps=1000 must be less than the run's 30 steps" in error
     error = mistake(capsys, "export", str(tmp_path / "no.ckpt"), str(tmp_path / "out"))
@@ -236,7 +262,7 @@ def test_bad_images_stop_the_run_above_the_limit(tmp_path, capsys):
         sample["png"] = sample["png"][:30]
     path = write_shard(tmp_path / "a.tar", samples)
     error = mistake(capsys, "fit", *small(str(path), tmp_path), "--trainer.num_sanity_val_steps=0")
-    assert "images could not be read (data.max_bad_images=5); the last: " in error
+    assert "images could not be read (data.max_bad_images=5); one of them: " in error
 
 
 def test_a_new_run_never_touches_an_old_one(shards, tmp_path):

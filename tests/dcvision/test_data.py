@@ -185,12 +185,13 @@ def test_unreadable_images_are_skipped_counted_and_limited(tmp_path, capsys):
     data = module(f"shards:{tmp_path}/a.tar", batch_size=5, max_bad_images=2)
     got = [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
     assert numbers(got) == [i for i in range(20) if i not in (3, 11)]
-    assert data.num_bad_images == 2
+    assert len(data.bad_images) == 2
+    [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
+    assert len(data.bad_images) == 2  # the same two
     printed = capsys.readouterr().out
     assert printed.count("skipped an unreadable image") == 2 and "a.tar/0011" in printed
-    with pytest.raises(
-        UserError, match=r"3 images could not be read \(data.max_bad_images=2\); the last: .*a.tar/0003"
-    ):
+    data.max_bad_images = 1
+    with pytest.raises(UserError, match=r"2 images could not be read \(data.max_bad_images=1\); one of .*a.tar/0003"):
         [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
 
 
@@ -221,6 +222,21 @@ def test_mistakes_in_shards(tmp_path):
     samples[2]["cls"] = "cat"
     with pytest.raises(UserError, match=r"0002.cls holds b'cat'; accepted: a class number"):
         index_shard(str(write_shard(tmp_path / "named.tar", samples)))
+
+
+def test_a_batch_without_readable_images_is_marked(tmp_path):
+    write_shard(tmp_path / "a.tar", corrupt(numbered_samples(9), 8))
+    batch = list(module(f"shards:{tmp_path}/a.tar", batch_size=4).val_dataloader())[-1]
+    assert batch.names == [] and batch.labels.tolist() == [IGNORED] and batch.images.shape == (1, 3, 8, 8)
+
+
+def test_a_shard_cut_between_samples_is_noticed(tmp_path):
+    path = write_shard(tmp_path / "a.tar", numbered_samples(12))
+    with tarfile.open(path) as tar:
+        boundary = tar.getmembers()[6].offset
+    path.write_bytes(path.read_bytes()[:boundary])
+    with pytest.raises(UserError, match="a.tar is truncated: its end-of-archive mark is missing"):
+        index_shard(str(path))
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.7, 0.81])

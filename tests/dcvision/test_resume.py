@@ -1,5 +1,6 @@
 """A run that was stopped or killed goes on as if nothing had happened: same samples, same bits."""
 
+import os
 import signal
 
 import pytest
@@ -29,6 +30,30 @@ def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, workers, at)
     final = [load_checkpoint(tmp_path / d / "t/version_0/checkpoints/last-step=30.ckpt") for d in ("whole", "parts")]
     for key, value in final[0]["state_dict"].items():
         assert torch.equal(value, final[1]["state_dict"][key]), key
+
+
+def test_stopped_while_accumulating_gradients(shards, tmp_path):
+    common = ["--trainer.accumulate_grad_batches=4"]
+    run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
+    stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=5)
+    run("fit", *small(shards, tmp_path / "parts"), *common, *stopping)
+    assert set(read(tmp_path / "parts")) == set(range(8))
+    resume = f"--resume={tmp_path}/parts/t/version_0"
+    run("fit", *small(shards, tmp_path / "parts"), *common, *record(tmp_path / "parts"), resume)
+    assert read(tmp_path / "parts") == read(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("pattern", ["best-epoch=0*", "last*"])
+def test_resumed_from_the_checkpoint_of_an_epochs_end(shards, tmp_path, pattern):
+    """Saved after validation by the best checkpoint, and at the end of the last epoch of a shorter run."""
+    once = ["--trainer.max_steps=30", "--trainer.max_epochs=-1"]
+    run("fit", *small(shards, tmp_path / "whole"), *once, *record(tmp_path / "whole"))
+    first = [*small(shards, tmp_path / "parts"), "--trainer.max_steps=30", "--trainer.max_epochs=1"]
+    run("fit", *first, *record(tmp_path / "parts"))
+    checkpoint = next((tmp_path / "parts/t/version_0/checkpoints").glob(pattern))
+    resume = f"--resume={checkpoint}"
+    run("fit", *small(shards, tmp_path / "parts"), *once, *record(tmp_path / "parts"), resume)
+    assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
 def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_path):
@@ -112,15 +137,18 @@ def test_finding_checkpoints(tmp_path):
     folder.mkdir(parents=True)
     for name in ("last-step=90.ckpt", "last-step=100.ckpt", "best-epoch=3-top1=0.9.ckpt"):
         (folder / name).touch()
+        os.utime(folder / name, (1000, 1000))
     assert find_checkpoint(str(tmp_path)).name == "last-step=100.ckpt"
+    os.utime(folder / "best-epoch=3-top1=0.9.ckpt", (2000, 2000))
+    assert find_checkpoint(str(tmp_path)).name == "best-epoch=3-top1=0.9.ckpt"
     assert run_folder(folder / "last-step=90.ckpt") == tmp_path / "version_0"
     assert run_folder(tmp_path / "elsewhere.ckpt") is None
     with pytest.raises(
-        UserError, match="cannot resume: .*nothing does not exist; accepted: a .ckpt file or the folder"
+        UserError, match="no checkpoint: .*nothing does not exist; accepted: a .ckpt file or the folder"
     ):
         find_checkpoint(str(tmp_path / "nothing"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="cannot resume: no .ckpt file below"):
+    with pytest.raises(UserError, match="no checkpoint: no .ckpt file below"):
         find_checkpoint(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="last-step=90.ckpt is no readable checkpoint"):
         load_checkpoint(folder / "last-step=90.ckpt")
