@@ -18,12 +18,18 @@ def environment(device: torch.device) -> dict:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     is_cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
         "threads": None if is_cuda else torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit,
     }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
 def interleaved(steps: dict[str, Callable[[], None]], repeats: int, device: torch.device) -> dict[str, list[float]]:

@@ -16,8 +16,7 @@ STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing c
 
 
 class LastCheckpoint(Callback):
-    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and where a run is
-    stopped.
+    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and at a stop.
 
     It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes the one before, so that a whole
     checkpoint exists at any moment.
@@ -33,28 +32,41 @@ class LastCheckpoint(Callback):
         self._newest: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save before the first step; not under FSDP, where saving an unused optimiser counts as one of its steps."""
-        if not isinstance(trainer.strategy, ModelParallelStrategy):
+        """Save before the first step; a resumed run takes over the checkpoint it came from.
+
+        Not under FSDP, where saving an unused optimiser counts as one of its steps.
+        """
+        if trainer.ckpt_path is not None:
+            self._newest = self._path(trainer) if Path(trainer.ckpt_path) == self._path(trainer) else None
+        elif not isinstance(trainer.strategy, ModelParallelStrategy):
             self.save(trainer)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Save every so many optimiser steps."""
-        if trainer.global_step % self.every_n_steps == 0:
+        if trainer.global_step % self.every_n_steps == 0 and not _is_accumulating(trainer, batch_idx):
             self.save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the end."""
         self.save(trainer)
 
+    def _path(self, trainer: L.Trainer) -> Path:
+        return Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
+
     def save(self, trainer: L.Trainer) -> Path:
         """Save now, on all ranks together, unless this step is saved already; return the file."""
-        path = Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
+        path = self._path(trainer)
         if path != self._newest:
             trainer.save_checkpoint(path, weights_only=False)
             if self._newest is not None and trainer.is_global_zero:
                 self._newest.unlink(missing_ok=True)
             self._newest = path
         return path
+
+
+def _is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Tell whether gradients are waiting for their step; a checkpoint would lose them."""
+    return bool((batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
 
 
 class RunStopped(BaseException):
@@ -98,7 +110,7 @@ class GracefulStop(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Stop the run if any rank was told to, once no gradient is waiting for its step."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+        if _is_accumulating(trainer, batch_idx):
             return
         stop = self._signum is not None
         if trainer.world_size > 1:

@@ -32,6 +32,20 @@ def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, workers, at)
         assert torch.equal(value, final[1]["state_dict"][key]), key
 
 
+def test_killed_soon_after_a_resume(shards, tmp_path):
+    """A resumed run keeps the checkpoint it came from until it has a newer one."""
+    arguments = small(shards, tmp_path / "parts")
+    folder = tmp_path / "parts/t/version_0"
+    run("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGTERM), at=4))
+    killing = record(tmp_path / "parts", signum=int(signal.SIGKILL), at=7)
+    killed = spawn("fit", *arguments, *killing, f"--resume={folder}")
+    assert killed.returncode == -signal.SIGKILL
+    run("fit", *arguments, *record(tmp_path / "parts"), f"--resume={folder}")
+    run("fit", *small(shards, tmp_path / "whole"), *record(tmp_path / "whole"))
+    assert read(tmp_path / "parts") == read(tmp_path / "whole")
+    assert [path.name for path in (folder / "checkpoints").glob("last*")] == ["last-step=30.ckpt"]
+
+
 def test_stopped_while_accumulating_gradients(shards, tmp_path):
     common = ["--trainer.accumulate_grad_batches=4"]
     run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
