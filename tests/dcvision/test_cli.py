@@ -123,6 +123,12 @@ def test_compiled_training_keeps_clean_keys(shards, tmp_path):
 )
 def test_variants_run(shards, tmp_path, extra):
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1", *extra)
+    if "fast_dev_run" in extra[0]:
+        assert not list(tmp_path.rglob("*.ckpt"))
+    else:
+        last = load_checkpoint(next(tmp_path.rglob("last-*.ckpt")))
+        assert last["global_step"] == (4 if "accumulate" in extra[0] else 10)
+        assert all(value.isfinite().all() for value in last["state_dict"].values())
 
 
 FSDP = [

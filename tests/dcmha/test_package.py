@@ -1,0 +1,17 @@
+"""The package stands alone: it needs torch and nothing of the trainer."""
+
+import subprocess
+import sys
+
+import dcmha
+
+
+def test_imports_torch_alone():
+    forbidden = ("timm", "lightning", "torchvision", "webdataset", "safetensors", "dcvision")
+    code = f"import sys, dcmha; print([name for name in {forbidden} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_everything_exported_exists():
+    assert all(hasattr(dcmha, name) for name in dcmha.__all__)
