@@ -86,4 +86,5 @@ def _resident_mib() -> float:
 def save(path: str | None, result: dict) -> None:
     """Write a result with everything measured to a JSON file, if one is asked for."""
     if path is not None:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+        options = {key: value for key, value in result["options"].items() if key != "json"}
+        Path(path).write_text(json.dumps(result | {"options": options}, indent=1) + "\n")
