@@ -46,6 +46,18 @@ def test_killed_soon_after_a_resume(shards, tmp_path):
     assert [path.name for path in (folder / "checkpoints").glob("last*")] == ["last-step=30.ckpt"]
 
 
+def test_resuming_on_other_data_is_refused(shards, tmp_path, capsys):
+    run("fit", *small(shards, tmp_path), *record(tmp_path / "a", signum=int(signal.SIGTERM), at=4))
+    resume = f"--resume={tmp_path}/t/version_0"
+    for change, message in (
+        ("--data.seed=1", "seed=0"),
+        ("--data.train=shards:" + shards.replace("{0..4}", "{0..2}"), "num_samples=40"),
+    ):
+        with pytest.raises(SystemExit):
+            run("fit", *small(shards, tmp_path), resume, change)
+        assert f"the checkpoint was trained with {message}" in capsys.readouterr().err
+
+
 def test_stopped_while_accumulating_gradients(shards, tmp_path):
     common = ["--trainer.accumulate_grad_batches=4"]
     run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
