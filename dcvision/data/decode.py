@@ -7,7 +7,7 @@ the small side, central crop. Random choices are those of (seed, epoch, sample),
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -32,10 +32,8 @@ def decode(encoded: bytes) -> Tensor:
     Raises:
         BadImage: If neither can.
     """
-    try:
+    with suppress(RuntimeError, ValueError):  # an unknown format or a damaged file: Pillow tells which
         return decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
-    except (RuntimeError, ValueError):
-        pass
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return v2.functional.pil_to_tensor(image.convert("RGB"))
