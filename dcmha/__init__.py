@@ -1,8 +1,10 @@
 """Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024): the operator and its layer. Needs torch alone."""
 
 from .attention import DCAttention
+from .cache import DecodingCache
 from .complexity import ComposeCost, approximate_overhead, compose_cost
 from .functional import composed_attention, resolve_impl
+from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights
 
 __all__ = [
@@ -10,8 +12,10 @@ __all__ = [
     "ComposeProjection",
     "ComposeWeights",
     "DCAttention",
+    "DecodingCache",
     "approximate_overhead",
     "compose_cost",
     "composed_attention",
     "resolve_impl",
+    "rotary_embedding",
 ]

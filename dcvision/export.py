@@ -4,9 +4,10 @@ from pathlib import Path
 
 from timm.models import save_for_hf
 
-from .checkpoint import load_checkpoint
+from dctrain.checkpoint import load_checkpoint
+from dctrain.errors import UserError
+
 from .classifier import build_model
-from .errors import UserError
 
 
 def export(checkpoint: str, folder: str, raw: bool = False) -> Path:

@@ -2,7 +2,7 @@
 
 On CUDA, under a compiler, and with dropout: query chunks whose composition is broadcasts with sums over the heads,
 which `torch.compile` fuses into few kernels, with dynamic shapes. In eager mode elsewhere: `merged`, which needs no
-compiler.
+compiler; but not for a single query (decoding), which does not repay merging a matrix for every key.
 Sums over heads and the softmax are done in max(input dtype, float32).
 """
 
@@ -40,7 +40,7 @@ def attention(
     """Compute composed attention chunk by chunk. Arguments are those of `composed_attention`, already checked."""
     T, S = q.shape[-2], k.shape[-2]
     may_be_empty = visible is not None or T > S
-    if not q.is_cuda and not torch.compiler.is_compiling() and dropout_p == 0.0:
+    if T > 1 and not q.is_cuda and not torch.compiler.is_compiling() and dropout_p == 0.0:
         geometry = merged.Geometry(is_causal, window, scale, num_groups, may_be_empty)
         return merged.attention(q, k, v, pre, post, visible, bias, geometry)
     block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block

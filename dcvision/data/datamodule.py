@@ -1,23 +1,19 @@
 """ImageDataModule: batches of uint8 images for training and evaluation, exact over ranks, workers and restarts."""
 
-import signal
-
-import lightning as L
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from ..errors import UserError
+from dctrain.datamodule import ResumableDataModule
+from dctrain.errors import UserError
+
 from .decode import eval_transform, train_transform
-from .order import EvalBatches, Position, Progress, TrainBatches
 from .samples import Batch, Collate, ImageSamples
 from .sources import Source, open_source, stream_urls
 from .stream import StreamedSample, stream_loader
 
 
-class ImageDataModule(L.LightningDataModule):
+class ImageDataModule(ResumableDataModule):
     """Images for classification.
 
     Splitting: this module gives every rank its slice of one global order, so the trainer must not add a distributed
@@ -70,9 +66,7 @@ class ImageDataModule(L.LightningDataModule):
         stream_samples: int | None = None,
         max_bad_images: int = 100,
     ) -> None:
-        super().__init__()
-        if batch_size < 1 or num_workers < 0:
-            raise UserError(f"batch_size={batch_size} must be at least 1 and num_workers={num_workers} at least 0.")
+        super().__init__(batch_size, num_workers, seed, sample_noun="images")
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
         if randaugment_ops < 0 or not 0 <= randaugment_magnitude <= 30:
@@ -83,7 +77,6 @@ class ImageDataModule(L.LightningDataModule):
             )
         self.train_spec, self.val_spec = train, val
         self.num_classes, self.image_size = num_classes, image_size
-        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.stream_samples, self.max_bad_images = stream_samples, max_bad_images
         self.train_transform = train_transform(
             image_size, min_crop_area, horizontal_flip, randaugment_ops, randaugment_magnitude
@@ -91,9 +84,7 @@ class ImageDataModule(L.LightningDataModule):
         self.eval_transform = eval_transform(image_size, crop_fraction)
         self.train_source: Source | None = None
         self.val_source: Source | None = None
-        self.progress: Progress | None = None
         self.bad_images: set[str] = set()
-        self._resume: dict | None = None
 
     def prepare_data(self) -> None:
         """Download, write and index what is local and needed, once per machine."""
@@ -104,20 +95,13 @@ class ImageDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the data sets of a stage and check their labels."""
-        if self.trainer is not None and self.trainer.world_size > 1:
-            self._check_sampler()
+        self.check_trainer()
         if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
             self.train_source = self._open(self.train_spec, is_train=True)
-        if stage == "fit" and self.steps_per_epoch < 1:
-            raise UserError(
-                f"the training set is smaller than one global batch of {self.batch_size} x {self.world_size} ranks."
-            )
+        if stage == "fit":
+            self.check_steps()
         if self.val_source is None and stream_urls(self.val_spec) is None:
             self.val_source = self._open(self.val_spec, is_train=False)
-
-    def _check_sampler(self) -> None:
-        if self.trainer._accelerator_connector.use_distributed_sampler:
-            raise UserError("trainer.use_distributed_sampler must be false: the data module splits over ranks itself.")
 
     def _open(self, spec: str, is_train: bool) -> Source:
         source = open_source(spec, is_train)
@@ -132,72 +116,21 @@ class ImageDataModule(L.LightningDataModule):
         return source
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks that split the data."""
-        return 1 if self.trainer is None else self.trainer.world_size
-
-    @property
-    def rank(self) -> int:
-        """This process among them."""
-        return 0 if self.trainer is None else self.trainer.global_rank
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Training batches of each rank in an epoch, `trainer.limit_train_batches` applied."""
-        num_samples = self.stream_samples if self.train_source is None else len(self.train_source)
-        if num_samples is None:
+    def num_samples(self) -> int:
+        """Samples of the training set, or those that count as an epoch of a stream."""
+        if self.train_source is not None:
+            return len(self.train_source)
+        if self.stream_samples is None:
             raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
-        steps = num_samples // (self.batch_size * self.world_size)
-        limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
-        return min(steps, limit) if isinstance(limit, int) else int(steps * limit)
-
-    def num_trained(self) -> int:
-        """Count the batches of each rank trained so far, over all epochs."""
-        return 0 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        return self.stream_samples
 
     def train_dataloader(self) -> DataLoader:
         """Make the training loader, from the position that training has reached."""
         if self.train_source is None:
             return self._stream(self.train_spec, self.train_transform, self.steps_per_epoch)
-        self.progress = self._make_progress(self.batch_size * self.world_size)
-        batches = TrainBatches(
-            self.train_source.shard_sizes,
-            self.batch_size,
-            self.rank,
-            self.world_size,
-            self.seed,
-            self.progress,
-            self.num_trained,
-        )
-        return self._loader(ImageSamples(self.train_source, self.train_transform, self.seed), batches)
-
-    def _make_progress(self, global_batch: int) -> Progress:
-        """Go on where the checkpoint stopped; where the global batch changed, correct the trainer's batch count."""
-        num_samples = len(self.train_source)
-        if self._resume is None:
-            return Progress(num_samples, global_batch, limit=self.steps_per_epoch)
-        for name, now in (("num_samples", num_samples), ("seed", self.seed)):
-            if self._resume[name] != now:
-                raise UserError(
-                    f"cannot resume in the middle of the data: the checkpoint was trained with {name}="
-                    f"{self._resume[name]}, this run has {now}."
-                )
-        start = Position(self._resume["epoch"], self._resume["consumed"])
-        progress = Progress(num_samples, global_batch, start, self._resume["num_trained"], self.steps_per_epoch)
-        if self._resume["global_batch"] != global_batch:
-            rank_zero_warn(
-                f"The global batch changed from {self._resume['global_batch']} to {global_batch} images: every image "
-                "left in this epoch is still seen once; the learning-rate schedule goes on by steps."
-            )
-            self._count_as_done(progress.steps_per_epoch - progress.remaining)
-        return progress
-
-    def _count_as_done(self, done: int) -> None:
-        """Tell the trainer how many of this epoch's batches, in the new size, lie behind it."""
-        batches = self.trainer.fit_loop.epoch_loop.batch_progress
-        unfinished = batches.total.processed - batches.total.completed  # 1 where the checkpoint was saved after a step
-        batches.current.ready = batches.current.started = batches.current.processed = done
-        batches.current.completed = done - unfinished
+        batches = self.train_batches(self.train_source.shard_sizes)
+        samples = ImageSamples(self.train_source, self.train_transform, self.seed)
+        return self.make_loader(samples, batches, Collate(self.image_size))
 
     def val_dataloader(self) -> DataLoader:
         """Make the evaluation loader."""
@@ -205,8 +138,8 @@ class ImageDataModule(L.LightningDataModule):
             if isinstance(self.trainer.strategy, ModelParallelStrategy):
                 raise UserError("data.val cannot be a stream under FSDP, whose ranks must take equally many batches.")
             return self._stream(self.val_spec, self.eval_transform, None)
-        batches = EvalBatches(len(self.val_source), self.batch_size, self.rank, self.world_size)
-        return self._loader(ImageSamples(self.val_source, self.eval_transform, self.seed), batches)
+        samples = ImageSamples(self.val_source, self.eval_transform, self.seed)
+        return self.make_loader(samples, self.eval_batches(len(self.val_source)), Collate(self.image_size))
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -222,18 +155,6 @@ class ImageDataModule(L.LightningDataModule):
             seed=self.seed,
         )
 
-    def _loader(self, samples: ImageSamples, batches) -> DataLoader:
-        return DataLoader(
-            samples,
-            batch_sampler=batches,
-            num_workers=self.num_workers,
-            collate_fn=Collate(self.image_size),
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-            worker_init_fn=_leave_signals_to_the_main_process,
-            generator=torch.Generator(),  # the loader must not draw from the generator that training uses
-        )
-
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Count and report unreadable images; stop the run above the limit."""
         for name, reason in batch.skipped:
@@ -246,34 +167,3 @@ class ImageDataModule(L.LightningDataModule):
                 f"one of them: {': '.join(batch.skipped[-1])}"
             )
         return batch
-
-    def state_dict(self) -> dict:
-        """Save the position in the training data."""
-        if self.progress is None:
-            return {}
-        num_trained = self.num_trained()
-        position = self.progress.position(num_trained)
-        return {
-            "epoch": position.epoch,
-            "consumed": position.consumed,
-            "num_trained": num_trained,
-            "global_batch": self.progress.global_batch,
-            "num_samples": self.progress.num_samples,
-            "seed": self.seed,
-        }
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Take over the position of a checkpoint."""
-        self._resume = state_dict or None
-
-
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """A signal to the whole process group must not end the workers before the main process has saved."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_later)
-
-
-def _end_later(signum: int, frame: object) -> None:
-    """End a minute after the first SIGTERM, at once at the second: no worker may outlive a parent that waits for it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.alarm(60)

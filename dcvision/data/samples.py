@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dctrain.order import SampleRef
+
 from .decode import BadImage, Transform, decode, sample_rng
-from .order import SampleRef
 from .sources import Source
 
 IGNORED = -100  # label of a sample that pads a rank's share and counts nowhere; cross-entropy's own default

@@ -16,7 +16,7 @@ import braceexpand
 import numpy as np
 from tqdm import tqdm
 
-from ..errors import UserError
+from dctrain.errors import UserError
 
 IMAGE_EXTENSIONS = {"jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff"}
 LABEL_EXTENSION = "cls"

@@ -15,7 +15,8 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ..errors import UserError
+from dctrain.errors import UserError
+
 from .digits import digit_shards
 from .shards import ShardSource, expand_urls, is_remote
 

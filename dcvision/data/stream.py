@@ -10,7 +10,8 @@ import warnings
 import webdataset as wds
 from torch.utils.data import DataLoader
 
-from ..errors import UserError
+from dctrain.errors import UserError
+
 from .decode import Transform
 from .samples import Collate, Skipped, make_image
 from .shards import IMAGE_EXTENSIONS, LABEL_EXTENSION

@@ -31,7 +31,7 @@ def small(shards: str, root: Path) -> list[str]:
 def record(file: Path, **kwargs) -> list[str]:
     """Arguments that add the recorder."""
     options = [f"--trainer.callbacks.{name}={value}" for name, value in {"file": file, **kwargs}.items()]
-    return ["--trainer.callbacks+=tests.dcvision.recorder.Recorder", *options]
+    return ["--trainer.callbacks+=tests.dctrain.recorder.Recorder", *options]
 
 
 def run(*args: str) -> None:

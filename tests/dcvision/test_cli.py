@@ -9,10 +9,10 @@ import timm
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dcvision.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.dctrain.recorder import read
 
 from .commands import ROOT, record, run, small, spawn
-from .recorder import read
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_weight_decay_groups():
 
 
 def test_schedule():
-    from dcvision.classifier import warmup_cosine
+    from dctrain.module import warmup_cosine
 
     factors = [warmup_cosine(step, 10, 110, 0.1) for step in range(111)]
     assert factors[:10] == pytest.approx([i / 10 for i in range(1, 11)])
@@ -232,7 +232,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     for option, message in (
         ("--model.lr=-1", "lr=-1.0 must not be negative"),
         ("--model.betas=[0.9,1.5]", "betas=(0.9, 1.5) must be in [0, 1)"),
-        ("--model.ema_decay=2", "ema_decay=2.0 in (0, 1)"),
+        ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),
         ("--data.randaugment_magnitude=50", "randaugment_magnitude=50 in [0, 30]"),
         ("--data.num_classes=1", "num_classes=1 must be at least 2"),
         ("--checkpoint_every_n_steps=0", "checkpoint_every_n_steps=0 must be at least 1"),

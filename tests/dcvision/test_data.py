@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from dctrain.errors import UserError
 from dcvision import ImageDataModule
 from dcvision.data.decode import decode, eval_transform, sample_rng, train_transform
 from dcvision.data.samples import IGNORED
 from dcvision.data.shards import ShardSource, expand_urls, index_shard
 from dcvision.data.sources import open_source
-from dcvision.errors import UserError
 from tests.conftest import encode, numbered_samples, write_shard
 
 PLAIN = {"image_size": 8, "min_crop_area": 1.0, "horizontal_flip": False, "crop_fraction": 1.0}
@@ -133,7 +133,7 @@ def test_loading_leaves_the_training_generator_alone(shards):
 
 
 def test_padding_is_marked_and_masked():
-    from dcvision.data.order import SampleRef
+    from dctrain.order import SampleRef
     from dcvision.data.samples import ImageSamples
 
     data = ImageDataModule()

@@ -6,11 +6,11 @@ import signal
 import pytest
 import torch
 
-from dcvision.checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
-from dcvision.errors import UserError
+from dctrain.checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from dctrain.errors import UserError
+from tests.dctrain.recorder import read
 
 from .commands import record, run, small, spawn
-from .recorder import read
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -128,10 +128,13 @@ class GracefulStop(Callback):
 
 
 class SpeedMonitor(Callback):
-    """Logs images/s over all ranks and model FLOPs utilisation (forward and backward = three forwards) between logs."""
+    """Logs units/s (images, tokens) over all ranks and model FLOPs utilisation between logs.
+
+    A step counts as three forward passes; recomputing for memory is not counted.
+    """
 
     def __init__(self) -> None:
-        self._images = 0
+        self._units = 0
         self._start = 0.0
         self._peak = 0.0
 
@@ -147,17 +150,17 @@ class SpeedMonitor(Callback):
         self._restart()
 
     def _restart(self) -> None:
-        self._images, self._start = 0, time.perf_counter()
+        self._units, self._start = 0, time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Count images; log where the trainer logs."""
-        self._images += len(batch.labels)
+        """Count; log where the trainer logs."""
+        self._units += pl_module.count_units(batch)
         if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
-        rate = self._images / (time.perf_counter() - self._start)
+        rate = self._units / (time.perf_counter() - self._start)
         utilisation = 3 * pl_module.forward_flops * rate / self._peak
-        pl_module.log("train/images_per_second", rate * trainer.world_size)
+        pl_module.log(f"train/{pl_module.speed_unit}_per_second", rate * trainer.world_size)
         pl_module.log("train/mfu", utilisation)
         self._restart()

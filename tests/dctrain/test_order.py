@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dcvision.data.order import EvalBatches, Position, Progress, TrainBatches, shuffled_order
+from dctrain.order import EvalBatches, Position, Progress, TrainBatches, shuffled_order
 
 SHARDS = [7, 9, 8, 10, 6]
 N = sum(SHARDS)

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dcmha import DCAttention
 
 
-def forward_flops(model: nn.Module, image_size: int) -> int:
-    """Count the matrix FLOPs (two per multiply-add) of one image's forward pass, on the meta device.
+def forward_flops(model: nn.Module, example: torch.Tensor) -> int:
+    """Count the matrix FLOPs (two per multiply-add) of a forward pass on an example of the meta device.
 
     Composed attention is counted as the dense reference does it, whichever implementation runs.
     """
@@ -21,7 +21,7 @@ def forward_flops(model: nn.Module, image_size: int) -> int:
         if isinstance(module, DCAttention):
             module.impl = "reference"
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, image_size, image_size, device="meta"))
+        model(example)
     return counter.get_total_flops()
 
 

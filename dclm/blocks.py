@@ -1,0 +1,81 @@
+"""Blocks of a decoder: attention and MLP with pre-norms, one after the other or in parallel."""
+
+# B batch, T tokens, C model width, F hidden width of the MLP
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcmha import DCAttention
+from dcmha.attention import AttentionCache, Rope
+
+from .config import COMPOSE_OPTIONS, DecoderConfig
+
+QK_NORM_EPS = 1e-6
+
+
+def make_norm(config: DecoderConfig, **dd) -> nn.Module:
+    """Make a norm over the width."""
+    norm = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    return norm(config.dim, eps=config.norm_eps, **dd)
+
+
+class MLP(nn.Module):
+    """down(gelu(up x)), or SwiGLU's down(silu(gate x) * up x); `mlp_groups` scales groups of hidden channels.
+
+    Args:
+        config: The decoder's.
+        **dd: Device and dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, **dd) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.mlp_dim, config.bias, **dd) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(config.dim, config.mlp_dim, config.bias, **dd)
+        self.down = nn.Linear(config.mlp_dim, config.dim, config.bias, **dd)
+        groups = config.mlp_groups
+        self.group_gate = nn.Linear(config.dim, groups, bias=False, **dd) if groups else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, C] to [B, T, C]."""
+        hidden = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        if self.group_gate is not None:
+            logits = self.group_gate(x)
+            weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(hidden.dtype)
+            hidden = (hidden.unflatten(-1, (weights.shape[-1], -1)) * weights[..., None]).flatten(-2)
+        return self.down(hidden)
+
+
+class Block(nn.Module):
+    """One layer of a decoder.
+
+    Args:
+        config: The decoder's.
+        window: Attention window of this layer, or None.
+        **dd: Device and dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, window: int | None, **dd) -> None:
+        super().__init__()
+        self.parallel = config.parallel_residual
+        self.attn_norm = make_norm(config, **dd)
+        self.attn = DCAttention(
+            config.dim,
+            config.num_heads,
+            qkv_bias=config.bias,
+            proj_bias=config.bias,
+            qk_norm=config.qk_norm,
+            norm_layer=partial(nn.RMSNorm, eps=QK_NORM_EPS),
+            window=window,
+            **{name: getattr(config, name) for name in COMPOSE_OPTIONS},
+            **dd,
+        )
+        self.mlp_norm = make_norm(config, **dd)
+        self.mlp = MLP(config, **dd)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None, rope: Rope | None, cache: AttentionCache | None) -> Tensor:
+        """Map [B, T, C] to [B, T, C]; the other arguments are those of `DCAttention`."""
+        attended = x + self.attn(self.attn_norm(x), attn_mask=attn_mask, is_causal=True, rope=rope, cache=cache)
+        return attended + self.mlp(self.mlp_norm(x if self.parallel else attended))

@@ -1,0 +1,174 @@
+"""DecoderConfig: what a decoder is, and the named sizes of the paper (tables 3 and 6, section 4)."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from dcmha import DCAttention
+
+COMPOSE_OPTIONS = tuple(name for name in DCAttention.OPTIONS if name != "window")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Architecture of a decoder language model. Composition is on if `pre_compose` or `post_compose` is.
+
+    Attributes:
+        dim: Width C.
+        num_layers: Blocks.
+        num_heads: Heads H; the head dim is C / H.
+        mlp_dim: Hidden width of the MLP.
+        vocab_size: Rows V of the embedding and of the output.
+        context_length: Longest text of training; with learned positions, of all.
+        norm: LayerNorm or RMSNorm.
+        norm_eps: Of the norms of blocks and output (q and k are normalised with 1e-6).
+        mlp: GELU, or SwiGLU: down(silu(gate x) * up x).
+        mlp_groups: Groups of hidden channels, each scaled by a softmax gate of the input (the mgate of the authors' 8B
+            code); 0 for none.
+        bias: Biases on all linear layers but the output.
+        position: Learned absolute positions, or rotary embedding.
+        rotary_fraction: Part of each head's channels that turns.
+        rotary_base: Base of the rotary frequencies.
+        parallel_residual: Attention and MLP read the same input, as in GPT-NeoX.
+        qk_norm: RMS-normalise q and k per head.
+        windows: Pattern of attention windows, repeated over the layers: [256, null] is local and global in turn.
+        init_std: Standard deviation of all weights; null initialises as GPT-NeoX does for Pythia.
+        rank: Like those below, an option of `DCAttention`.
+        pre_compose: Compose scores.
+        post_compose: Compose weights.
+        query_wise: Compose by the query's token.
+        key_wise: Compose by the key's token.
+        dynamic_gate: Gates.
+        static_base: Learned static base.
+        num_groups: Head groups that compose among themselves.
+        impl: Implementation of composed attention.
+
+    Raises:
+        ValueError: If a value is out of range, or sizes do not divide.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    vocab_size: int = 50257
+    context_length: int = 2048
+    norm: Literal["layer", "rms"] = "rms"
+    norm_eps: float = 1e-5
+    mlp: Literal["gelu", "swiglu"] = "swiglu"
+    mlp_groups: int = 0
+    bias: bool = False
+    position: Literal["learned", "rotary"] = "rotary"
+    rotary_fraction: float = 1.0
+    rotary_base: float = 10000.0
+    parallel_residual: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    init_std: float | None = 0.006
+    rank: int = 2
+    pre_compose: bool = False
+    post_compose: bool = False
+    query_wise: bool = True
+    key_wise: bool = True
+    dynamic_gate: bool = True
+    static_base: bool = False
+    num_groups: int = 1
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check what the layers would not, or would only late."""
+        object.__setattr__(self, "windows", tuple(self.windows))
+        for name in ("dim", "num_layers", "num_heads", "mlp_dim", "vocab_size", "context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name, accepted in (("norm", ("layer", "rms")), ("mlp", ("gelu", "swiglu")), ("position", POSITIONS)):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim={self.dim} must be divisible by num_heads={self.num_heads}.")
+        if self.mlp_groups < 0 or (self.mlp_groups and self.mlp_dim % self.mlp_groups):
+            raise ValueError(f"mlp_groups={self.mlp_groups} must be 0 or divide mlp_dim={self.mlp_dim}.")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows={list(self.windows)} must name at least one window of at least 1, or null.")
+        if self.position == "rotary" and not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction={self.rotary_fraction} must be in (0, 1].")
+        if self.position == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(
+                f"rotary_fraction={self.rotary_fraction} of head dim {self.dim // self.num_heads} is "
+                f"{self.rotary_dim} channels; it must be a positive even number."
+            )
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether heads are composed at all."""
+        return self.pre_compose or self.post_compose
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn."""
+        return int(self.dim // self.num_heads * self.rotary_fraction)
+
+    @property
+    def layer_windows(self) -> list[int | None]:
+        """The window of every layer."""
+        return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
+
+
+POSITIONS = ("learned", "rotary")
+TRANSFORMER = {"norm": "layer", "mlp": "gelu", "bias": True, "position": "learned"}
+TRANSFORMER_PP = {"norm": "rms", "mlp": "swiglu", "bias": False, "position": "rotary"}
+PYTHIA = TRANSFORMER | {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "init_std": None}
+COMPOSED = {"pre_compose": True, "post_compose": True, "qk_norm": True, "windows": (256, None)}
+DEBUG = {"context_length": 256, "init_std": 0.02}
+
+SIZES = {  # layers, width, heads, hidden width of GELU and of SwiGLU
+    "debug": (4, 128, 4, 512, 384),
+    "405m": (24, 1024, 16, 4096, 2816),
+    "834m": (24, 1536, 24, 6144, 4096),
+    "1b4": (24, 2048, 32, 8192, 5632),
+    "2b8": (32, 2560, 32, 10240, 6912),
+    "6b9": (32, 4096, 32, 16384, 11008),
+    "12b": (36, 5120, 40, 20480, None),
+    "13b": (40, 5120, 40, None, 13824),
+    "33b": (60, 6656, 52, None, 17920),
+}
+FAMILIES = {  # name of the plain model, of the composed one, what it is, and in which sizes the paper has it
+    ("transformer", "dcformer"): (TRANSFORMER, ("debug", "405m", "834m", "1b4")),
+    ("transformer_pp", "dcformer_pp"): (TRANSFORMER_PP, ("debug", "405m", "834m", "1b4", "2b8", "6b9", "13b", "33b")),
+    ("pythia", "dcpythia"): (PYTHIA, ("debug", "2b8", "6b9", "12b")),
+}
+
+
+def _named_configs() -> dict[str, DecoderConfig]:
+    configs = {}
+    for (plain, composed), (family, sizes) in FAMILIES.items():
+        for size in sizes:
+            layers, dim, heads, gelu, swiglu = SIZES[size]
+            shape = {"num_layers": layers, "dim": dim, "num_heads": heads}
+            options = DEBUG if size == "debug" else {}
+            options = options | shape | family | {"mlp_dim": swiglu if family["mlp"] == "swiglu" else gelu}
+            configs[f"{plain}_{size}"] = DecoderConfig(**options)
+            configs[f"{composed}_{size}"] = DecoderConfig(**options | COMPOSED)
+    return configs
+
+
+CONFIGS = _named_configs()
+
+
+def decoder_config(name: str, **overrides) -> DecoderConfig:
+    """Return a named configuration, with some fields replaced.
+
+    Args:
+        name: One of `CONFIGS`: `transformer_*`, `transformer_pp_*`, `pythia_*`, and composed `dcformer_*`,
+            `dcformer_pp_*`, `dcpythia_*`.
+        **overrides: Fields of `DecoderConfig`.
+
+    Raises:
+        ValueError: If the name or a field is unknown, or a value out of range.
+    """
+    if name not in CONFIGS:
+        raise ValueError(f"model {name!r} is unknown; accepted: {', '.join(CONFIGS)}.")
+    accepted = [field.name for field in fields(DecoderConfig)]
+    unknown = sorted(set(overrides) - set(accepted))
+    if unknown:
+        raise ValueError(f"unknown fields {unknown} for model {name!r}; accepted: {', '.join(accepted)}.")
+    return replace(CONFIGS[name], **overrides)

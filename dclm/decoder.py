@@ -1,0 +1,155 @@
+"""Decoder: token ids to next-token logits, for the paper's three architectures with and without composition."""
+
+# B batch, T tokens, C model width, V vocabulary
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dcmha import ComposeProjection, DecodingCache, rotary_embedding
+
+from .blocks import Block, make_norm
+from .config import DecoderConfig
+from .loss import next_token_loss
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    Args:
+        config: Its architecture.
+        recompute: Keep only the blocks' inputs for the backward pass and compute the rest again.
+        device: Where the parameters live.
+        dtype: Their dtype.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        recompute: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.config, self.recompute = config, recompute
+        self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
+        learned = config.position == "learned"
+        self.position_embed = nn.Embedding(config.context_length, config.dim, **dd) if learned else None
+        self.blocks = nn.ModuleList(Block(config, window, **dd) for window in config.layer_windows)
+        self.norm = make_norm(config, **dd)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False, **dd)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all weights anew: N(0, init_std), biases zero, compose weights as the paper says.
+
+        With `init_std=None`, as GPT-NeoX does for Pythia: variance 2 / 5C, and (2 / L)^2 / C for projections that end
+        a residual branch.
+        """
+        config = self.config
+        std = math.sqrt(0.4 / config.dim) if config.init_std is None else config.init_std
+        branch_std = 2 / (config.num_layers * math.sqrt(config.dim)) if config.init_std is None else std
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                ends_branch = name.endswith((".attn.proj", ".mlp.down"))
+                nn.init.normal_(module.weight, std=branch_std if ends_branch else std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, ComposeProjection | nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        targets: Tensor | None = None,
+        skip_ignored: bool = False,
+        documents: Tensor | None = None,
+        cache: DecodingCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Predict every next token.
+
+        Args:
+            input_ids: Token ids [B, T].
+            targets: Ids [B, T] that ought to follow; -100 does not count.
+            skip_ignored: As in `next_token_loss`.
+            documents: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
+                start again in each.
+            cache: What earlier calls have seen; these tokens follow it, and are added.
+            last_only: Predict after the last token alone.
+
+        Returns:
+            Logits [B, T, V], or [B, 1, V] if `last_only`; with `targets` the mean loss, a scalar.
+
+        Raises:
+            ValueError: If shapes do not fit or a position is beyond the position table.
+        """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T].")
+        T, device = input_ids.shape[1], input_ids.device
+        if cache is not None:
+            self._check_length(cache.num_tokens + T)
+            return self.run(input_ids, cache.advance(T, device), cache=cache, last_only=last_only)
+        self._check_length(T)
+        attn_mask, positions = None, torch.arange(T, device=device)
+        if documents is not None:
+            attn_mask, positions = _within_documents(documents, positions)
+        return self.run(
+            input_ids, positions, attn_mask, targets=targets, skip_ignored=skip_ignored, last_only=last_only
+        )
+
+    def _check_length(self, num_tokens: int) -> None:
+        if self.position_embed is not None and num_tokens > self.config.context_length:
+            raise ValueError(
+                f"{num_tokens} tokens exceed the position table of {self.config.context_length} (context_length)."
+            )
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        cache: DecodingCache | None = None,
+        targets: Tensor | None = None,
+        skip_ignored: bool = False,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Compute what `forward` returns, from positions [T] or [B, T]; the part of it to compile for decoding."""
+        x = self.embed(input_ids)
+        rope = None
+        if self.position_embed is not None:
+            x = x + self.position_embed(positions)
+        else:
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            rope = rotary_embedding(positions, self.config.rotary_dim, self.config.rotary_base, dtype)
+        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer_cache in zip(self.blocks, layers, strict=True):
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, attn_mask, rope, layer_cache, use_reentrant=False)
+            else:
+                x = block(x, attn_mask, rope, layer_cache)
+        x = self.norm(x[:, -1:] if last_only else x)
+        if targets is None:
+            return self.output(x)
+        return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
+
+    def make_cache(self, capacity: int, padding: Tensor | None = None) -> DecodingCache:
+        """Make an empty cache for decoding up to `capacity` tokens a row; `padding` as in `DecodingCache`."""
+        return DecodingCache(self.config.layer_windows, capacity, padding)
+
+
+def _within_documents(documents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the mask [B, 1, T, T] of equal documents and each token's position within its document [B, T]."""
+    same = documents[:, :, None] == documents[:, None, :]
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(starts, positions, 0).cummax(1).values
+    return same[:, None], positions - first

@@ -1,0 +1,144 @@
+"""Generation: one pass over the prompts fills the cache, then one pass per token."""
+
+# B batch, T tokens of the longest prompt
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .decoder import Decoder
+from .sampling import Sampling
+
+Prompts = Tensor | Sequence[Tensor | Sequence[int]]
+
+
+def generate(
+    decoder: Decoder,
+    input_ids: Prompts,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    seed: int | None = None,
+    compile: bool = False,
+) -> Tensor | list[Tensor]:
+    """Continue prompts.
+
+    Args:
+        decoder: The model.
+        input_ids: Prompts of one length [B, T], or a sequence of prompts of any lengths.
+        max_new_tokens: Most tokens to add to each.
+        temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
+        top_k: Sample among the k likeliest.
+        top_p: Sample among the likeliest whose probabilities first sum to p.
+        stop_tokens: A row ends with the first of these that it makes. None by default.
+        seed: Of the samples; None draws from torch's global generator.
+        compile: Compile the decode step (once; it is the same for every token).
+
+    Returns:
+        Prompts with their continuations: [B, T + new] for a tensor, where rows that ended early repeat their stop
+        token; else a list of tensors, each as long as its row.
+
+    Raises:
+        ValueError: If a prompt is empty, a token outside the vocabulary, the position table too short, or an option
+            out of range.
+    """
+    prompts = check_prompts(decoder, input_ids, max_new_tokens)
+    steps = stream(
+        decoder,
+        prompts,
+        max_new_tokens,
+        Sampling(temperature, top_k, top_p),
+        stop_tokens=stop_tokens,
+        seed=seed,
+        compile=compile,
+    )
+    new = torch.stack(list(steps), 1) if max_new_tokens else torch.empty(len(prompts), 0, dtype=torch.long)
+    if isinstance(input_ids, Tensor):
+        return torch.cat([input_ids, new.to(input_ids.device)], 1)
+    return [
+        torch.cat([prompt, _until_stop(row, stop_tokens).to(prompt.device)])
+        for prompt, row in zip(prompts, new, strict=True)
+    ]
+
+
+def _until_stop(row: Tensor, stop_tokens: Sequence[int]) -> Tensor:
+    """Cut a row after its first stop token."""
+    stops = torch.isin(row, torch.tensor(list(stop_tokens), dtype=row.dtype, device=row.device)).nonzero()
+    return row if len(stops) == 0 else row[: int(stops[0]) + 1]
+
+
+def check_prompts(decoder: Decoder, input_ids: Prompts, max_new_tokens: int) -> list[Tensor]:
+    """Turn prompts into a list of tensors of ids, or say what is wrong with them."""
+    if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T], or a list of prompts.")
+    if len(input_ids) == 0:
+        raise ValueError("input_ids holds no prompt.")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative.")
+    config = decoder.config
+    prompts = [torch.as_tensor(prompt, dtype=torch.long) for prompt in input_ids]
+    for number, prompt in enumerate(prompts):
+        if prompt.dim() != 1 or prompt.numel() == 0:
+            raise ValueError(f"prompt {number} has shape {list(prompt.shape)}; accepted: at least one token id.")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"prompt {number} holds token {wrong}; accepted: 0 to {config.vocab_size - 1}.")
+        if config.position == "learned" and len(prompt) + max_new_tokens > config.context_length:
+            raise ValueError(
+                f"prompt {number} of {len(prompt)} tokens and max_new_tokens={max_new_tokens} exceed the position "
+                f"table of {config.context_length} (context_length)."
+            )
+    return prompts
+
+
+@torch.no_grad()
+def stream(
+    decoder: Decoder,
+    prompts: list[Tensor],
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    stop_tokens: Sequence[int] = (),
+    seed: int | None = None,
+    compile: bool = False,
+) -> Iterator[Tensor]:
+    """Yield the new tokens [B], step by step; ends when all rows have, at the latest after `max_new_tokens`.
+
+    Arguments are those of `generate`, with `prompts` as `check_prompts` returns them. A row that has ended repeats its
+    stop token.
+    """
+    device = decoder.output.weight.device
+    ids, padding = _pad_left(prompts, device)
+    cache = decoder.make_cache(ids.shape[1] + max_new_tokens, padding)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    step = torch.compile(decoder.run, dynamic=False, fullgraph=True) if compile else decoder.run
+    tokens = None
+    for number in range(max_new_tokens):
+        if number == 0:
+            logits = decoder(ids, cache=cache, last_only=True)
+        else:
+            positions = cache.advance(1, device)
+            logits = step(tokens[:, None], positions, cache=cache)
+        chosen = sampling.choose(logits[:, -1], generator)
+        tokens = chosen if tokens is None else torch.where(ended, tokens, chosen)
+        yield tokens
+        if len(stops):
+            ended = ended | torch.isin(tokens, stops)
+            if ended.all():
+                return
+
+
+def _pad_left(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Stack prompts so that they end together [B, T]; count each row's padding [B], None if there is none."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    longest = int(lengths.max())
+    ids = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    padding = None if bool((lengths == longest).all()) else (longest - lengths).to(device)
+    return ids.to(device), padding

@@ -1,0 +1,55 @@
+"""Choosing the next token from logits."""
+
+# B batch, V vocabulary
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Choose among the k likeliest (and what ties with them); None for all.
+        top_p: Choose among the likeliest whose probabilities first sum to p; None for all.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None.")
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Choose a token [B] for each row of logits [B, V]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the distribution [B, V] that is sampled, for a temperature above 0."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            smallest = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p is None:
+            return probabilities
+        ordered, order = probabilities.sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = ordered.masked_fill(before >= self.top_p, 0.0)
+        return torch.zeros_like(probabilities).scatter(1, order, kept / kept.sum(-1, keepdim=True))

@@ -1,0 +1,1 @@
+"""What both trainers share: exact order and resume, checkpoints, stops, speed, the optimiser, the command line."""

@@ -1,0 +1,210 @@
+"""The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from .callbacks import GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
+from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from .errors import UserError
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Saves what was configured, without the one-off `resume`, so that the file serves every subcommand."""
+
+    def __init__(self, parser, config, **kwargs) -> None:
+        config = config.clone()
+        resumed = config.pop("resume", None) is not None
+        config.pop("ckpt_path", None)
+        filename = "config-resumed.yaml" if resumed else "config.yaml"
+        super().__init__(parser, config, config_filename=filename, overwrite=resumed, **kwargs)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Save for training runs only."""
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+class TrainerCLI(LightningCLI):
+    """LightningCLI with `--resume`, and this project's logger, checkpoints and callbacks.
+
+    Args:
+        args: Arguments of the command.
+        description: What the program is for.
+        module_class: The LightningModule.
+        datamodule_class: Its data.
+    """
+
+    program: str
+    linked: tuple[str, ...]
+    monitor: str
+    monitor_mode: str
+    best_name: str
+
+    def __init__(self, module_class, datamodule_class, args: list[str], description: str) -> None:
+        super().__init__(
+            module_class,
+            datamodule_class,
+            args=args,
+            save_config_callback=SaveRunConfig,
+            seed_everything_default=0,
+            trainer_defaults={"use_distributed_sampler": False},
+            parser_kwargs={"allow_abbrev": False, "description": description},
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands; `fit` takes `--resume` in place of `--ckpt_path`."""
+        commands = LightningCLI.subcommands()
+        commands["fit"] = commands["fit"] | {"ckpt_path", "weights_only"}
+        return commands
+
+    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.add_argument(
+                "--resume", type=str | None, help="Go on exactly where a checkpoint, or a run's newest one, stopped."
+            )
+        return parser
+
+    def add_arguments_to_parser(self, parser) -> None:
+        """Add the run's own arguments and link what model and data must agree on."""
+        parser.add_argument("--name", type=str, default=self.program, help="Folder of the experiment's runs.")
+        parser.add_argument(
+            "--checkpoint_every_n_steps", type=int, default=500, help="Optimiser steps between full checkpoints."
+        )
+        for name in self.linked:
+            parser.link_arguments(f"data.{name}", f"model.{name}")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration alone: Lightning would let the checkpoint's hyperparameters override it."""
+
+    def instantiate_trainer(self, **kwargs) -> L.Trainer:
+        """Build the trainer with our logger, checkpoint writer and callbacks."""
+        config = self._get(self.config_init, "trainer")
+        root = config.get("default_root_dir") or "runs"
+        resume = self._get(self.config, "resume", default=None)
+        self.resume_from = None if resume is None else find_checkpoint(resume)
+        if self.resume_from is not None:
+            load_checkpoint(self.resume_from)  # fail now, with one message, rather than on every rank
+        if config.get("logger") in (None, True):
+            kwargs["logger"] = self._logger(root)
+        kwargs["default_root_dir"] = root
+        kwargs["plugins"] = [*_as_list(config.get("plugins")), AtomicCheckpointIO()]
+        kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
+        return super().instantiate_trainer(**kwargs)
+
+    def _logger(self, root: str) -> TensorBoardLogger:
+        """Log to a new folder, or to that of the run being resumed."""
+        folder = None if self.resume_from is None else run_folder(self.resume_from)
+        if folder is None:
+            return TensorBoardLogger(root, name=self._get(self.config, "name"), default_hp_metric=False)
+        return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
+
+    def _callbacks(self, config: dict) -> list[Callback]:
+        if self.subcommand != "fit" or config.get("fast_dev_run"):
+            return []
+        last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
+        callbacks = [last, GracefulStop(last), SpeedMonitor()]
+        if config.get("enable_checkpointing") is not False:
+            callbacks.append(
+                ModelCheckpoint(
+                    monitor=self.monitor,
+                    mode=self.monitor_mode,
+                    filename=self.best_name,
+                    auto_insert_metric_name=False,
+                )
+            )
+        return callbacks
+
+    def describe_score(self, score: float) -> str:
+        """Write the best value of the monitored metric for the last line of a run."""
+        raise NotImplementedError
+
+    def fit(self, model: L.LightningModule, **kwargs) -> None:
+        """Train, from where `--resume` says."""
+        self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
+
+    def after_fit(self) -> None:
+        """Say in one line what came out and where it is."""
+        log_dir = self.trainer.log_dir  # a broadcast: all ranks ask
+        if not self.trainer.is_global_zero or self.trainer.fast_dev_run:
+            return
+        best = self.trainer.checkpoint_callback
+        result = ""
+        if isinstance(best, ModelCheckpoint) and best.best_model_score is not None:
+            result = f"best {self.monitor} {self.describe_score(float(best.best_model_score))} | "
+            result += f"checkpoint {relative(best.best_model_path)} | "
+        print(f"{result}tensorboard --logdir {relative(log_dir)}")
+
+    def validate(self, model: L.LightningModule, **kwargs) -> None:
+        """Evaluate a checkpoint."""
+        self.check_weights(kwargs)
+        self.trainer.validate(model, **kwargs)
+
+    def test(self, model: L.LightningModule, **kwargs) -> None:
+        """Evaluate a checkpoint, logged as `test/...`."""
+        self.check_weights(kwargs)
+        self.trainer.test(model, **kwargs)
+
+    def has_weights(self) -> bool:
+        """Tell whether the configured model brings trained weights of its own."""
+        return False
+
+    def check_weights(self, kwargs: dict) -> None:
+        """Refuse to evaluate random weights, or a file that is no checkpoint."""
+        path = kwargs["ckpt_path"]
+        if path is None and not self.has_weights():
+            raise UserError("--ckpt_path must name a checkpoint (or the configured model bring weights of its own).")
+        if path is not None:
+            kwargs["ckpt_path"] = find_checkpoint(path)
+            load_checkpoint(kwargs["ckpt_path"])
+
+
+def _as_list(value) -> list:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def relative(path: str | Path) -> Path:
+    """Shorten a path below the working directory."""
+    path = Path(path)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
+    """Run a Lightning subcommand and end its process groups."""
+    for noise in (".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"):
+        warnings.filterwarnings("ignore", noise)
+    make_cli()
+    if torch.distributed.is_initialized():
+        gc.collect()  # sharded parameters hold their process groups, whose threads must end before the interpreter does
+        torch.distributed.destroy_process_group()
+
+
+def run_command(command: Callable[[list[str]], None], args: list[str] | None) -> None:
+    """Run a command line; mistakes a user can mend end in one message and exit status 2.
+
+    Args:
+        command: Takes the arguments.
+        args: The arguments; those of the process if None.
+    """
+    try:
+        command(sys.argv[1:] if args is None else args)
+    except UserError as error:
+        message = str(error)
+        if message.startswith("Caught UserError"):  # raised in a loader process: keep the message, drop its stack
+            message = message.strip().splitlines()[-1].removeprefix("dctrain.errors.UserError: ")
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+    except RunStopped as stop:
+        print(f"{stop}; go on with --resume {relative(stop.checkpoint)}")

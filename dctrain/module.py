@@ -1,0 +1,122 @@
+"""TrainingModule: the optimiser, its schedule and the step's random numbers, for every network trained here."""
+
+import math
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+
+from .errors import UserError
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
+    """Return the learning rate's factor: linear from 0 over the warm-up, then a cosine to `final_fraction`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class TrainingModule(L.LightningModule):
+    """AdamW with warm-up and cosine by steps, for the network in `self.model`.
+
+    A subclass saves the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction` and
+    `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
+
+    Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same.
+    """
+
+    speed_unit: str
+    forward_flops: int | None
+
+    def count_units(self, batch) -> int:
+        """Count the units (images, tokens) that one rank trains on in a batch."""
+        raise NotImplementedError
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Tell how many optimiser steps the warm-up takes."""
+        raise NotImplementedError
+
+    def check_ranges(self) -> None:
+        """Check the hyperparameters that every module has.
+
+        Raises:
+            UserError: If one is out of range.
+        """
+        hp = self.hparams
+        for name in ("lr", "weight_decay"):
+            if hp[name] < 0:
+                raise UserError(f"{name}={hp[name]} must not be negative.")
+        if not 0 <= hp.final_lr_fraction <= 1:
+            raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
+        if not all(0 <= beta < 1 for beta in hp.betas):
+            raise UserError(f"betas={tuple(hp.betas)} must be in [0, 1).")
+
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
+        """Seed this step's random numbers."""
+        step = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        key = np.random.SeedSequence([self.hparams.seed, step, self.global_rank])
+        torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
+
+    def log_step(self, loss: torch.Tensor, batch_size: int) -> None:
+        """Log the loss and the learning rate of a training step."""
+        self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
+        self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=batch_size)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Clip the global norm (`trainer.gradient_clip_val`) and log what it was."""
+        if gradient_clip_algorithm not in (None, "norm"):
+            raise UserError(f"trainer.gradient_clip_algorithm={gradient_clip_algorithm!r}; accepted: 'norm'.")
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
+        self.log("train/grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def configure_optimizers(self) -> dict:
+        """AdamW; warm-up and cosine per step."""
+        hp = self.hparams
+        total_steps = self._total_steps()
+        warmup_steps = self.warmup_steps(total_steps)
+        if warmup_steps >= total_steps and not self.trainer.fast_dev_run:
+            raise UserError(f"model.warmup_steps={warmup_steps} must be less than the run's {total_steps} steps.")
+        optimizer = torch.optim.AdamW(self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_cosine(step, warmup_steps, total_steps, hp.final_lr_fraction)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _total_steps(self) -> int:
+        """Count the optimiser steps of the whole run.
+
+        Not by `trainer.estimated_stepping_batches`: it starts the training loader before a checkpoint's position is
+        known.
+        """
+        trainer = self.trainer
+        if trainer.max_steps > 0:
+            return trainer.max_steps
+        if trainer.max_epochs is None or trainer.max_epochs < 1:
+            raise UserError("the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
+        return trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
+
+    def _parameter_groups(self) -> list[dict]:
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+        def decays(name: str, p: nn.Parameter) -> bool:
+            return self.hparams.decay_all or (p.ndim > 1 and not name.endswith("compose.gate"))
+
+        groups = [
+            {"params": [p for n, p in named if decays(n, p)], "weight_decay": self.hparams.weight_decay},
+            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Refuse a checkpoint of another architecture with one message, before torch lists every key."""
+        ours, theirs = self.state_dict(), checkpoint["state_dict"]
+        different = sorted(ours.keys() ^ theirs.keys()) or sorted(k for k in ours if ours[k].shape != theirs[k].shape)
+        if different:
+            trained = checkpoint.get("hyper_parameters", {}).get("model", "unknown")
+            raise UserError(
+                f"the checkpoint is of another architecture: it holds model {trained!r}, this run builds "
+                f"{self.hparams.model!r}; {len(different)} tensors differ, the first is {different[0]}."
+            )

@@ -1,0 +1,286 @@
+"""Decoder: the paper's totals, initialisation, causality, documents, loss, recompute, groups."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dclm
+from dclm import loss as loss_module
+from dclm.loss import next_token_loss
+
+SMALL = {"vocab_size": 61, "dim": 32, "num_heads": 4, "num_layers": 3, "mlp_dim": 48, "context_length": 24}
+NAMES = [name for name in dclm.CONFIGS if name.endswith("debug")]
+
+
+def small(name: str, seed: int = 0, **overrides) -> dclm.Decoder:
+    """A tiny float64 decoder whose compose weights are large enough to matter."""
+    torch.manual_seed(seed)
+    overrides = SMALL | ({"windows": (4, None)} if name.startswith("dc") else {}) | overrides
+    decoder = dclm.Decoder(dclm.decoder_config(name, **overrides)).double()
+    with torch.no_grad():
+        for key, parameter in decoder.named_parameters():
+            if key.endswith("compose.project"):
+                parameter.mul_(100)
+            elif key.endswith("compose.gate"):
+                parameter.mul_(10)
+            elif parameter.dim() > 1 and "compose" not in key:
+                parameter.mul_(5)
+    return decoder
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The ++ totals and dynamic parameters are the paper's architecture counted by hand; 2.8B is the published DCFormer-2.8B
+# (2,849,567,232 with composition), DCPythia-6.9B the published 6,941,859,840. GPT-3 style and Pythia totals are
+# 2VC + L(12C^2 + 13C) + 2C, with 2048C for learned positions.
+TOTALS = {
+    "transformer_405m": 407_334_912,
+    "transformer_834m": 837_494_784,
+    "transformer_1b4": 1_418_649_600,
+    "transformer_pp_405m": 411_257_856,
+    "transformer_pp_834m": 833_942_016,
+    "transformer_pp_1b4": 1_439_078_400,
+    "transformer_pp_2b8": 2_795_036_160,
+    "transformer_pp_6b9": 6_887_976_960,
+    "transformer_pp_13b": 13_202_816_000,
+    "transformer_pp_33b": 32_771_980_800,
+    "pythia_2b8": 2_774_968_320,
+    "pythia_6b9": 6_855_868_416,
+    "pythia_12b": 11_841_658_880,
+}
+DYNAMIC = {
+    "405m": 8_260_608,
+    "834m": 18_582_528,
+    "1b4": 33_033_216,
+    "2b8": 54_531_072,
+    "6b9": 85_991_424,
+    "12b": 151_151_616,
+    "13b": 167_946_240,
+    "33b": 425_733_120,
+}
+
+
+def count(config: dclm.DecoderConfig) -> int:
+    return sum(p.numel() for p in dclm.Decoder(config, device="meta").parameters())
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_parameter_totals(name):
+    assert count(dclm.CONFIGS[name]) == TOTALS[name]
+    composed = name.replace("transformer", "dcformer").replace("pythia", "dcpythia")
+    assert count(dclm.CONFIGS[composed]) == TOTALS[name] + DYNAMIC[name.rsplit("_", 1)[1]]
+    twin = replace(dclm.CONFIGS[composed], pre_compose=False, post_compose=False, qk_norm=False, windows=(None,))
+    assert twin == dclm.CONFIGS[name]
+
+
+def test_totals_follow_from_the_architecture():
+    for name, total in TOTALS.items():
+        config = dclm.CONFIGS[name]
+        V, C, L = config.vocab_size, config.dim, config.num_layers
+        if config.mlp == "gelu":
+            expected = 2 * V * C + L * (12 * C**2 + 13 * C) + 2 * C + (2048 * C if config.position == "learned" else 0)
+        else:
+            expected = 2 * V * C + L * (4 * C**2 + 3 * C * config.mlp_dim + 2 * C) + C
+        assert expected == total, name
+
+
+def test_every_named_model_has_its_pair_and_predicts():
+    for name in NAMES:
+        decoder = small(name)
+        assert decoder.config.is_composed == name.startswith("dc")
+        logits = decoder(ids(2, 9))
+        assert logits.shape == (2, 9, 61) and logits.isfinite().all()
+        loss = decoder(ids(2, 9), targets=ids(2, 9, seed=2))
+        loss.backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in decoder.parameters()), name
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_405m", num_layers=1, vocab_size=2000))
+    C, H = 1024, 16
+    expected = {
+        "embed.weight": 0.006,
+        "output.weight": 0.006,
+        "blocks.0.attn.qkv.weight": 0.006,
+        "blocks.0.attn.proj.weight": 0.006,
+        "blocks.0.mlp.down.weight": 0.006,
+        "blocks.0.attn.compose.hidden": math.sqrt(2 / (C + 4 * H)),
+        "blocks.0.attn.compose.project": 0.02 / (math.sqrt(4 * H) * (H + 2)),
+        "blocks.0.attn.compose.gate": 0.05 * math.sqrt(2 / (C + H)),
+    }
+    parameters = dict(decoder.named_parameters())
+    for name, std in expected.items():
+        assert abs(parameters[name].std() / std - 1) < 0.03, name
+    pythia = dict(dclm.Decoder(dclm.decoder_config("dcpythia_debug")).named_parameters())
+    for name, std in {
+        "embed.weight": math.sqrt(2 / (5 * 128)),
+        "blocks.1.mlp.up.weight": math.sqrt(2 / (5 * 128)),
+        "blocks.1.mlp.down.weight": 2 / (4 * math.sqrt(128)),
+        "blocks.1.attn.proj.weight": 2 / (4 * math.sqrt(128)),
+    }.items():
+        assert abs(pythia[name].std() / std - 1) < 0.03, name
+    assert pythia["blocks.1.mlp.up.bias"].abs().sum() == 0
+
+
+@pytest.mark.parametrize("impl", ["reference", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_later_tokens_change_nothing_before_them(name, impl):
+    decoder = small(name, impl=impl)
+    a, b = ids(2, 17), ids(2, 17)
+    b[:, 9:] = (b[:, 9:] + 1) % 61
+    first, second = decoder(a), decoder(b)
+    assert torch.equal(first[:, :9], second[:, :9])
+    assert (first[:, 9:] != second[:, 9:]).any(-1).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_do_not_see_each_other(name, impl):
+    """Each document's logits are those it has alone, and its loss has no gradient for another's tokens."""
+    decoder = small(name, impl=impl)
+    lengths = [[7, 1, 9], [4, 12, 1]]
+    documents = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+    packed_ids = ids(2, 17)
+    packed = decoder(packed_ids, documents=documents)
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for length in row_lengths:
+            part = slice(start, start + length)
+            alone = decoder(packed_ids[row : row + 1, part])[0]
+            torch.testing.assert_close(packed[row, part], alone, rtol=1e-11, atol=1e-11)
+            start += length
+    embedded = []
+    decoder.embed.register_forward_hook(lambda module, args, out: embedded.append(out.retain_grad() or out))
+    decoder(packed_ids, documents=documents)[0, 8:].sum().backward()
+    reached = embedded[0].grad.abs().sum(-1)[0] > 0
+    assert reached.tolist() == [False] * 8 + [True] * 9
+
+
+@pytest.mark.parametrize("name", ["dcformer_pp_debug", "dcpythia_debug"])
+def test_recomputing_changes_no_gradient(name):
+    decoder = small(name)
+    decoder(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
+    expected = {key: p.grad for key, p in decoder.named_parameters()}
+    decoder.zero_grad()
+    decoder.recompute = True
+    decoder(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
+    for key, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-12, atol=1e-14, msg=key)
+
+
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("chunk_logits", [50 * 7, 50 * 1000])
+def test_loss_equals_the_plain_one_in_chunks(chunk_logits, skip_ignored, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 8, 16, dtype=torch.float64, requires_grad=True)
+    output = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(50, (3, 8))
+    targets[0, :5] = targets[2, 7] = -100
+    expected = F.cross_entropy((hidden @ output.T).flatten(0, 1), targets.flatten())
+    expected_grads = torch.autograd.grad(expected, (hidden, output))
+    got = next_token_loss(hidden, output, targets, skip_ignored=skip_ignored)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got, (hidden, output)), expected_grads, strict=True):
+        torch.testing.assert_close(a, b)
+    assert next_token_loss(hidden, output, torch.full_like(targets, -100), skip_ignored=skip_ignored) == 0
+
+
+def test_loss_never_holds_all_logits(monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 50 * 7)
+    sizes = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w: sizes.append(len(x)) or linear(x, w))
+    next_token_loss(torch.randn(3, 8, 16), torch.randn(50, 16), torch.randint(50, (3, 8)))
+    assert max(sizes) == 7 and sum(sizes) == 24
+
+
+def test_bfloat16_loss_is_summed_in_float32():
+    torch.manual_seed(0)
+    hidden, output = torch.randn(2, 64, 32, dtype=torch.bfloat16), torch.randn(300, 32, dtype=torch.bfloat16)
+    targets = torch.randint(300, (2, 64))
+    loss = next_token_loss(hidden, output, targets)
+    assert loss.dtype == torch.float32
+    exact = F.cross_entropy((hidden @ output.T).double().flatten(0, 1), targets.flatten())
+    assert abs(loss - exact) < 1e-5
+
+
+def test_windows_are_a_pattern_over_the_layers():
+    config = dclm.decoder_config("dcformer_pp_debug", num_layers=9, windows=[256, 256, 256, None])
+    assert config.layer_windows == [256, 256, 256, None, 256, 256, 256, None, 256]
+    assert [b.attn.window for b in dclm.Decoder(config, device="meta").blocks] == config.layer_windows
+    assert dclm.CONFIGS["dcformer_405m"].layer_windows == [256, None] * 12
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_groups": 2},
+        {"key_wise": False},
+        {"query_wise": False},
+        {"post_compose": False},
+        {"rank": 0, "dynamic_gate": False, "static_base": True},
+        {"mlp_groups": 4},
+        {"rotary_fraction": 0.5},
+    ],
+    ids=str,
+)
+def test_options_reach_the_layers(overrides):
+    """Each changes the logits, and gradients still reach every parameter."""
+    plain, changed = small("dcformer_pp_debug"), small("dcformer_pp_debug", **overrides)
+    assert not torch.allclose(plain(ids(1, 9)), changed(ids(1, 9)))
+    changed(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in changed.parameters())
+
+
+def test_compiles_whole_and_trains():
+    decoder = small("dcformer_pp_debug", num_layers=2).float()
+    expected = decoder(ids(2, 9), targets=ids(2, 9, seed=2))
+    expected.backward()
+    grads = {key: p.grad for key, p in decoder.named_parameters()}
+    decoder.zero_grad()
+    keys = list(decoder.state_dict())
+    decoder.compile(fullgraph=True)
+    loss = decoder(ids(2, 9), targets=ids(2, 9, seed=2))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for key, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[key], rtol=1e-3, atol=1e-5, msg=key)
+    assert list(decoder.state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("dcformer_pp_405", {}, "model 'dcformer_pp_405' is unknown; accepted: transformer_debug"),
+        ("dcformer_pp_405m", {"widnows": [1]}, r"unknown fields \['widnows'\]"),
+        ("dcformer_pp_405m", {"num_heads": 5}, "dim=1024 must be divisible by num_heads=5"),
+        ("dcformer_pp_405m", {"windows": []}, r"windows=\[\] must name at least one window"),
+        ("dcformer_pp_405m", {"windows": [0]}, r"windows=\[0\] must name"),
+        ("dcformer_pp_405m", {"mlp_groups": 5}, "mlp_groups=5 must be 0 or divide mlp_dim=2816"),
+        ("dcpythia_2b8", {"rotary_fraction": 0.01}, "rotary_fraction=0.01 of head dim 80 is 0 channels"),
+        ("dcpythia_2b8", {"norm": "batch"}, "norm='batch'; accepted: 'layer', 'rms'"),
+        ("dcpythia_2b8", {"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(name, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        dclm.decoder_config(name, **overrides)
+
+
+def test_input_that_does_not_fit_is_named():
+    decoder = small("transformer_debug")
+    with pytest.raises(ValueError, match="25 tokens exceed the position table of 24"):
+        decoder(ids(1, 25))
+    with pytest.raises(ValueError, match=r"input_ids has shape \[9\]; accepted: \[B, T\]"):
+        decoder(ids(9))
+    cache = decoder.make_cache(6)
+    decoder(ids(1, 5), cache=cache)
+    with pytest.raises(ValueError, match="the cache holds 6 tokens; 5 are in it and 2 more do not fit"):
+        decoder(ids(1, 2), cache=cache)

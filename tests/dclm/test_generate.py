@@ -1,0 +1,171 @@
+"""Generation: the cache against recomputing everything, batches of unequal prompts, sampling, stops, compiling."""
+
+import pytest
+import torch
+
+import dclm
+from dclm.generate import check_prompts, stream
+from dclm.sampling import Sampling
+
+from .test_decoder import NAMES, ids, small
+
+
+def recomputed_greedy(decoder: dclm.Decoder, prompt: torch.Tensor, count: int) -> torch.Tensor:
+    row = prompt[None]
+    for _ in range(count):
+        row = torch.cat([row, decoder(row)[:, -1:].argmax(-1)], 1)
+    return row[0]
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 7, 20])
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 8, 11])
+@torch.no_grad()
+def test_cached_logits_equal_full_ones(prompt, window):
+    """Any prompt length against any window, token by token and several at once."""
+    decoder = small("dcformer_pp_debug", windows=(window, None))
+    text = ids(2, 17)
+    full = decoder(text)
+    for parts in ([prompt] + [1] * (17 - prompt), [prompt, 2, 1, 17 - prompt - 3]):
+        cache = decoder.make_cache(17)
+        got = torch.cat([decoder(part, cache=cache) for part in text.split(parts, 1)], 1)
+        torch.testing.assert_close(got, full, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        *((name, {}) for name in NAMES),
+        ("dcformer_pp_debug", {"num_groups": 2}),
+        ("dcformer_pp_debug", {"key_wise": False}),
+        ("dcformer_pp_debug", {"query_wise": False, "post_compose": False}),
+        ("dcformer_pp_debug", {"rank": 0, "static_base": True}),
+        ("dcformer_pp_debug", {"dynamic_gate": False, "impl": "reference"}),
+        ("dcformer_pp_debug", {"windows": (3, 3, 5)}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_unequal_prompts_continue_as_each_would_alone(name, overrides):
+    decoder = small(name, **overrides)
+    prompts = [ids(length, seed=length) for length in (1, 6, 3, 11)]
+    rows = dclm.generate(decoder, prompts, 9)
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert torch.equal(row, recomputed_greedy(decoder, prompt, 9))
+    padding = torch.tensor([11 - len(prompt) for prompt in prompts])
+    cache = decoder.make_cache(20, padding)
+    logits = decoder(torch.stack([torch.nn.functional.pad(p, (11 - len(p), 0)) for p in prompts]), cache=cache)
+    next_logits = decoder(
+        torch.stack([row[len(p)] for p, row in zip(prompts, rows, strict=True)])[:, None], cache=cache
+    )
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        alone = decoder(row[None, : len(prompt) + 1])[0]
+        got = torch.cat([logits[number, 11 - len(prompt) :], next_logits[number]])
+        torch.testing.assert_close(got, alone, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_the_cache_keeps_low_rank_factors_and_only_the_window():
+    decoder = small("dcformer_pp_debug")
+    cache = decoder.make_cache(20)
+    decoder(ids(2, 5), cache=cache)
+    H, D, R = 4, 8, 2
+    for layer, slots in zip(cache.layers, (4, 20, 4), strict=True):
+        kept = sum(tensor[0].numel() for tensor in layer.kept)
+        assert kept == slots * (2 * H * D + 2 * (2 * R + 1) * H)
+    query_wise = small("dcformer_pp_debug", key_wise=False)
+    cache = query_wise.make_cache(20)
+    query_wise(ids(2, 5), cache=cache)
+    assert sum(tensor[0].numel() for tensor in cache.layers[0].kept) == 4 * 2 * H * D
+
+
+@torch.no_grad()
+def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
+    from torch._dynamo.testing import CompileCounter
+
+    decoder = small("dcformer_pp_debug", num_layers=2).float()
+    prompts = [ids(3), ids(6)]
+    expected = dclm.generate(decoder, prompts, 12)
+    torch._dynamo.reset()
+    compiled = dclm.generate(decoder, prompts, 12, compile=True)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
+    counter = CompileCounter()
+    step = torch.compile(decoder.run, backend=counter, dynamic=False, fullgraph=True)
+    cache = decoder.make_cache(20)
+    decoder(ids(2, 4), cache=cache)
+    for number in range(10):
+        step(ids(2, 1, seed=number), cache.advance(1, torch.device("cpu")), cache=cache)
+    assert counter.frame_count == 1
+
+
+def test_stop_tokens_end_rows_only_where_named():
+    decoder = small("dcformer_pp_debug")
+    prompts = ids(2, 4)
+    free = dclm.generate(decoder, prompts, 12)
+    assert free.shape == (2, 16)
+    stop = int(free[0, 7])
+    first = [4 + int((free[row, 4:] == stop).nonzero()[0]) if (free[row, 4:] == stop).any() else 15 for row in (0, 1)]
+    assert first[0] < 15
+    rows = dclm.generate(decoder, list(prompts), 12, stop_tokens=[stop])
+    for row in (0, 1):
+        assert torch.equal(rows[row], free[row, : first[row] + 1])
+    padded = dclm.generate(decoder, prompts, 12, stop_tokens=[stop])
+    assert padded.shape[1] == max(first) + 1
+    assert (padded[0, first[0] :] == stop).all()
+
+
+def test_tokens_arrive_one_by_one():
+    decoder = small("dcformer_pp_debug")
+    calls = []
+    decoder.embed.register_forward_hook(lambda *args: calls.append(1))
+    steps = stream(decoder, check_prompts(decoder, ids(1, 4), 5), 5, Sampling())
+    for expected in range(1, 6):
+        next(steps)
+        assert len(calls) == expected
+    with pytest.raises(StopIteration):
+        next(steps)
+    assert torch.equal(dclm.generate(decoder, ids(1, 4), 0), ids(1, 4))
+
+
+def test_sampling_follows_its_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0]])
+    p = Sampling(temperature=2.0).probabilities(logits)
+    torch.testing.assert_close(p, (logits / 2).softmax(-1))
+    top2 = Sampling(temperature=1.0, top_k=2).probabilities(logits)
+    torch.testing.assert_close(top2[0, [0, 4]], logits[0, [0, 4]].softmax(-1))
+    assert top2[0, 1:4].sum() == 0
+    full = logits.softmax(-1)[0]  # 0.636 (4), 0.234 (0), 0.086 (1), ...
+    nucleus = Sampling(temperature=1.0, top_p=0.7).probabilities(logits)[0]
+    assert nucleus.nonzero().flatten().tolist() == [0, 4]
+    torch.testing.assert_close(nucleus[4], full[4] / (full[4] + full[0]))
+    assert Sampling(temperature=1.0, top_p=0.1).probabilities(logits)[0].nonzero().flatten().tolist() == [4]
+    assert Sampling().choose(logits).tolist() == [4]
+    generator = torch.Generator().manual_seed(0)
+    draws = Sampling(temperature=1.0).choose(logits.expand(20000, -1), generator)
+    frequency = draws.bincount(minlength=5) / 20000
+    assert (frequency - full).abs().max() < 0.015
+
+
+def test_seeds_repeat():
+    decoder = small("dcformer_pp_debug")
+    a, b, c = (dclm.generate(decoder, ids(2, 4), 12, temperature=2.0, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1, 2], []], {}, r"prompt 1 has shape \[0\]; accepted: at least one token id"),
+        ([], {}, "input_ids holds no prompt"),
+        (torch.zeros(2, 0, dtype=torch.long), {}, r"prompt 0 has shape \[0\]"),
+        (torch.zeros(3, dtype=torch.long), {}, r"input_ids has shape \[3\]; accepted: \[B, T\]"),
+        ([[1, 61]], {}, "prompt 0 holds token 61; accepted: 0 to 60"),
+        ([[-1]], {}, "prompt 0 holds token -1"),
+        ([[1] * 20], {}, "prompt 0 of 20 tokens and max_new_tokens=5 exceed the position table of 24"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ([[1]], {"top_k": 0}, "top_k=0 must be at least 1"),
+        ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
+    ],
+)
+def test_mistakes_are_named(prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        dclm.generate(small("transformer_debug"), prompts, 5, **options)

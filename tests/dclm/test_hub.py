@@ -1,0 +1,275 @@
+"""Published checkpoints: golden fixtures, every variant against a plain implementation, formats, and mistakes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dclm
+from dclm.hub_weights import weights_from_hub
+from tests.dcmha.inputs import relative_error
+
+from . import published
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = ("dcformer_lg", "dcformer_mha", "dcpythia_parallel")
+
+COMMON = {"vocab_size": 23, "dim": 24, "n_layer": 5, "n_head": 4, "n_local_heads": 4, "block_size": 32} | {
+    "intermediate_size": 36,
+    "norm_eps": 1e-5,
+    "use_qk_norm": True,
+    "window_size": 3,
+    "window_type": None,
+    "query_wise": False,
+    "use_dcmha": True,
+    "rope_base": 500,
+}
+DCFORMER = COMMON | {"model_type": "dcformer", "mgate": False, "mgate_dim": 44}
+DCPYTHIA = COMMON | {
+    "model_type": "dcpythia",
+    "rotary_pct": 0.34,  # int(6 * 0.34) = 2 channels
+    "use_parallel_residual": True,
+    "use_linear_bias": True,
+}
+VARIANTS = {
+    "dcformer": DCFORMER,
+    "mgate": DCFORMER | {"mgate": True, "mgate_dim": 4},
+    "lgll": DCFORMER | {"window_type": "LGLL"},
+    "lgl6": DCFORMER | {"window_type": "LGL6", "n_layer": 9},
+    "lg": DCFORMER | {"window_type": "LG"},
+    "global": DCFORMER | {"window_size": None},
+    "no_qk_norm": DCFORMER | {"use_qk_norm": False},
+    "query_wise": DCFORMER | {"query_wise": True},
+    "plain": DCFORMER | {"use_dcmha": False},
+    "five_heads": DCFORMER | {"dim": 20, "n_head": 5, "n_local_heads": -1},
+    "dcpythia": DCPYTHIA,
+    "sequential": DCPYTHIA | {"use_parallel_residual": False},
+    "no_bias": DCPYTHIA | {"use_linear_bias": False},
+    "pythia_query_wise": DCPYTHIA | {"query_wise": True, "use_qk_norm": False},
+}
+
+
+def write(folder: Path, config: dict, tensors: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def assert_equal_weights(a: dclm.Decoder, b: dclm.Decoder) -> None:
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_logits_and_greedy_tokens(name):
+    decoder, golden = dclm.load_pretrained(GOLDEN / name), load_file(GOLDEN / name / "golden.safetensors")
+    with torch.no_grad():
+        assert relative_error(decoder(golden["input_ids"]), golden["logits"]) < 2e-5
+    prompts = golden["input_ids"][:, : int(golden["prompt_len"])]
+    ids = dclm.generate(decoder, prompts, 16)
+    assert torch.equal(ids, torch.cat([prompts, golden["greedy_ids"]], 1))
+
+
+def test_golden_gradients():
+    decoder, golden = dclm.load_pretrained(GOLDEN / "dcformer_lg"), load_file(GOLDEN / "dcformer_lg/golden.safetensors")
+    grads = load_file(GOLDEN / "dcformer_lg/grads.safetensors")
+    loss = decoder(golden["input_ids"][:, :-1], targets=golden["input_ids"][:, 1:])
+    assert relative_error(loss, grads.pop("loss").squeeze()) < 2e-5
+    loss.backward()
+    expected = weights_from_hub({k.removeprefix("grad:"): v for k, v in grads.items()}, decoder.config)
+    parameters = dict(decoder.named_parameters())
+    assert len(expected) == len(grads) == 27
+    for name, grad in expected.items():
+        assert relative_error(parameters[name].grad, grad) < 2e-5, name
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_variants_equal_a_plain_implementation(config, tmp_path):
+    weights = published.random_weights(config)
+    decoder = dclm.load_pretrained(write(tmp_path / "hub", config, weights))
+    ids = torch.randint(23, (1, 11), generator=torch.Generator().manual_seed(1))
+    expected = published.logits(config, weights, ids[0].tolist())
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids)[0], expected, rtol=1e-10, atol=1e-10)
+        cache = decoder.make_cache(11)
+        cached = torch.cat([decoder(part, cache=cache) for part in ids.split([4, 1, 1, 3, 1, 1], 1)], 1)
+        torch.testing.assert_close(cached[0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_written_models_read_back(config, tmp_path):
+    weights = published.random_weights(config)
+    decoder = dclm.load_pretrained(write(tmp_path / "hub", config, weights))
+    again = dclm.load_pretrained(dclm.save_pretrained(decoder, tmp_path / "again"))
+    assert_equal_weights(again, decoder)
+    assert again.config == decoder.config
+    written = load_file(tmp_path / "again/model.safetensors")
+    if config["use_dcmha"]:
+        A = "layers.1.attention.dyn_w_proj."
+        dw1, dd, qkw = written[A + "dw1"], written[A + "dd"], written[A + "qkw"]
+        assert torch.equal(written[A + "dw_m"], torch.cat([dw1.reshape(len(dw1), -1), dd[:, 0]], 1))
+        assert torch.equal(written[A + "qkw_m"], qkw[0].flatten(2))
+        assert written[A + "pre_proj.w"].shape == (1, config["n_head"], config["n_head"])
+        if not config["query_wise"]:
+            assert torch.equal(dw1, weights[A + "dw1"]) and torch.equal(qkw, weights[A + "qkw"])
+
+
+def test_fresh_models_are_written_and_read(tmp_path):
+    shape = {"vocab_size": 50, "dim": 32, "num_heads": 4, "num_layers": 2, "mlp_dim": 48}
+    for name in ("dcformer_pp_debug", "transformer_pp_debug", "dcpythia_debug", "pythia_debug"):
+        decoder = dclm.Decoder(dclm.decoder_config(name, **shape)).to(torch.bfloat16)
+        again = dclm.load_pretrained(dclm.save_pretrained(decoder, tmp_path / name))
+        assert again.output.weight.dtype == torch.bfloat16
+        assert_equal_weights(again, decoder)
+        assert dclm.load_pretrained(tmp_path / name, dtype=torch.float32)(torch.arange(9)[None]).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_groups": 2}, "num_groups=2 cannot be written"),
+        ({"rank": 1}, "rank=1 cannot be written"),
+        ({"static_base": True}, "static_base=True cannot be written"),
+        ({"post_compose": False}, "post_compose=False cannot be written"),
+        ({"windows": (4, 8)}, r"windows=\[4, 8\] cannot be written"),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused(overrides, message, tmp_path):
+    decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", vocab_size=50, **overrides))
+    with pytest.raises(ValueError, match=message):
+        dclm.save_pretrained(decoder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def lg(tmp_path) -> Path:
+    """A copy of a golden model, to be changed."""
+    shutil.copytree(GOLDEN / "dcformer_lg", tmp_path / "lg")
+    return tmp_path / "lg"
+
+
+def as_bin(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def as_shards(folder: Path, suffix: str) -> None:
+    name, save = {"safetensors": ("model", save_file), "bin": ("pytorch_model", torch.save)}[suffix]
+    tensors = list(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for i in (0, 1):
+        shard = f"{name}-0000{i + 1}-of-00002.{suffix}"
+        save(dict(tensors[i::2]), folder / shard)
+        weight_map |= dict.fromkeys(dict(tensors[i::2]), shard)
+    (folder / f"{name}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def without_derived(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if not k.endswith(("_m", "_proj.w"))}, folder / "model.safetensors")
+
+
+def legacy(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for key in [k for k in tensors if k.endswith("wqkv.weight")]:
+        for letter, part in zip("qkv", tensors.pop(key).chunk(3), strict=True):
+            tensors[key.replace("wqkv", f"w{letter}")] = part.clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change", [as_bin, lambda f: as_shards(f, "safetensors"), lambda f: as_shards(f, "bin"), without_derived, legacy]
+)
+def test_spellings_of_the_same_weights(change, lg):
+    expected = dclm.load_pretrained(lg).state_dict()
+    change(lg)
+    got = dclm.load_pretrained(lg).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type='llama' is unknown; accepted: 'dcformer', 'dcpythia'"),
+        ({"rope_scaling": {"type": "linear"}}, r"unknown fields \['rope_scaling'\]"),
+        ({"use_parallel_residual": True}, r"unknown fields \['use_parallel_residual'\]"),
+        ({"n_local_heads": 2}, "n_local_heads=2; accepted: -1 or n_head=4"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True; accepted: false"),
+        ({"window_type": "GL"}, "window_type='GL' is unknown; accepted: null, 'LG', 'LGLL', 'LGL6'"),
+        ({"window_type": "LG", "window_size": None}, "window_size must be a number with window_type='LG'"),
+        ({"n_head": 3, "n_local_heads": 3}, "n_head=3; accepted"),
+        ({"n_layer": 3}, "extra blocks.3.attn.compose.hidden"),
+        ({"n_layer": 5}, "missing blocks.4.attn.qkv.weight"),
+        ({"vocab_size": 98}, r"embed.weight is \[97, 64\], not \[98, 64\]"),
+        ({"use_qk_norm": False}, "extra blocks.0.attn.q_norm.weight"),
+        ({"mgate": True, "mgate_dim": 4}, "missing blocks.0.mlp.group_gate.weight"),
+    ],
+)
+def test_mistakes_in_the_config_are_named(changes, message, lg):
+    edit_config(lg, **changes)
+    with pytest.raises(ValueError, match=message):
+        dclm.load_pretrained(lg)
+
+
+def test_missing_and_unknown_tensors_are_all_listed(lg):
+    tensors = load_file(lg / "model.safetensors")
+    del tensors["norm.weight"], tensors["layers.2.attention.dyn_w_proj.qkw"]
+    tensors["layers.1.adapter.weight"] = torch.zeros(2)
+    tensors["lm_bias"] = torch.zeros(2)
+    save_file(tensors, lg / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        dclm.load_pretrained(lg)
+    for part in ("missing norm.weight", "missing blocks.2.attn.compose.project", "layers.1.adapter.weight", "lm_bias"):
+        assert part in str(error.value)
+
+
+def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "executed",))
+
+    with pytest.raises(FileNotFoundError, match=r"nothing/config.json does not exist"):
+        dclm.load_pretrained(tmp_path / "nothing")
+    (lg / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no weights; accepted: model.safetensors, pytorch_model.bin"):
+        dclm.load_pretrained(lg)
+    torch.save({"norm.weight": Payload()}, lg / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no readable file of tensors"):
+        dclm.load_pretrained(lg)
+    assert not (tmp_path / "executed").exists()
+    (lg / "pytorch_model.bin").unlink()
+    (lg / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"lacks the shards \['model-1.safetensors'\]"):
+        dclm.load_pretrained(lg)
+
+
+def test_models_are_never_overwritten(lg):
+    before = (lg / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="holds config.json already"):
+        dclm.save_pretrained(dclm.load_pretrained(lg), lg)
+    assert (lg / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "rope_base"),
+    [({"model_type": "dcformer"}, 10000), ({"model_type": "dcformer", "mgate": False}, 500000)],
+)
+def test_defaults_follow_the_version_of_the_code(content, rope_base):
+    from dclm.hub_config import config_from_hub
+
+    config = config_from_hub(content)
+    assert config.rotary_base == rope_base
+    assert (config.mlp_dim, config.vocab_size, config.windows) == (6912, 32000, (256, None))
+    assert config_from_hub({"model_type": "dcpythia"}).mlp_dim == 4 * 2560
