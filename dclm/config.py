@@ -119,6 +119,7 @@ TRANSFORMER_PP = {"norm": "rms", "mlp": "swiglu", "bias": False, "position": "ro
 PYTHIA = TRANSFORMER | {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "init_std": None}
 COMPOSED = {"pre_compose": True, "post_compose": True, "qk_norm": True, "windows": (256, None)}
 DEBUG = {"context_length": 256, "init_std": 0.02}
+DEBUG_WINDOWS = (64, None)
 
 SIZES = {  # layers, width, heads, hidden width of GELU and of SwiGLU
     "debug": (4, 128, 4, 512, 384),
@@ -147,7 +148,8 @@ def _named_configs() -> dict[str, DecoderConfig]:
             options = DEBUG if size == "debug" else {}
             options = options | shape | family | {"mlp_dim": swiglu if family["mlp"] == "swiglu" else gelu}
             configs[f"{plain}_{size}"] = DecoderConfig(**options)
-            configs[f"{composed}_{size}"] = DecoderConfig(**options | COMPOSED)
+            windows = {"windows": DEBUG_WINDOWS} if size == "debug" else {}
+            configs[f"{composed}_{size}"] = DecoderConfig(**options | COMPOSED | windows)
     return configs
 
 

@@ -10,7 +10,7 @@ import torch
 from torchvision.io import encode_png
 from webdataset import TarWriter
 
-from .shards import cache_dir
+from dctrain.cache import cache_dir
 
 NUM_SHARDS = {"train": 8, "val": 4}
 NUM_VALIDATION = 360

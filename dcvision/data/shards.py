@@ -16,6 +16,7 @@ import braceexpand
 import numpy as np
 from tqdm import tqdm
 
+from dctrain.cache import cache_dir
 from dctrain.errors import UserError
 
 IMAGE_EXTENSIONS = {"jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff"}
@@ -29,13 +30,6 @@ class ShardIndex(NamedTuple):
     offsets: np.ndarray
     sizes: np.ndarray
     labels: np.ndarray
-
-
-def cache_dir() -> Path:
-    """Return the folder for derived files, `$XDG_CACHE_HOME/dcmha` or `~/.cache/dcmha`; made if missing."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcmha"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def expand_urls(urls: str) -> list[str]:

@@ -1,0 +1,6 @@
+"""`python -m dclm`."""
+
+from dclm.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Trainer callbacks for text: a baseline to compare with, and a sample of what the model writes."""
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from .bigram import ByteBigram
+from .data import TokenDataModule
+from .generate import generate
+
+BASELINE_TOKENS = 2**23
+
+
+class BigramBaseline(Callback):
+    """Prints the bits per byte of a byte-bigram model on the validation text, and at the end the model's beside it."""
+
+    def __init__(self) -> None:
+        self.bits = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the bigrams of the training text (its first 8 million tokens)."""
+        data: TokenDataModule = trainer.datamodule
+        tokenizer = data.corpus.tokenizer()
+        train = tokenizer.decode(data.train_samples.row[:BASELINE_TOKENS].tolist()).encode()
+        val = tokenizer.decode(data.val_samples.row[: data.val_tokens].tolist()).encode()
+        self.bits = ByteBigram(train).bits_per_byte(val)
+        if trainer.is_global_zero:
+            print(f"byte-bigram baseline: {self.bits:.3f} bits per byte on the validation text")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compare."""
+        ours = trainer.callback_metrics.get("val/bits_per_byte")
+        if trainer.is_global_zero and ours is not None:
+            print(f"bits per byte: {float(ours):.3f}, byte-bigram baseline {self.bits:.3f}")
+
+
+class TextSample(Callback):
+    """Continues a prompt after training; prints the text and logs it to TensorBoard. Not under FSDP.
+
+    Args:
+        prompt: What to continue.
+        max_new_tokens: Tokens to add.
+        temperature: Of the sampling.
+        top_p: Of the sampling.
+    """
+
+    def __init__(self, prompt: str, max_new_tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95) -> None:
+        self.prompt, self.max_new_tokens = prompt, max_new_tokens
+        self.temperature, self.top_p = temperature, top_p
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Sample, the same for every run of the same weights."""
+        if not trainer.is_global_zero or isinstance(trainer.strategy, ModelParallelStrategy):
+            return
+        tokenizer = trainer.datamodule.corpus.tokenizer()
+        prompt = torch.from_numpy(tokenizer.encode([self.prompt])[0].astype("int64"))
+        options = {"temperature": self.temperature, "top_p": self.top_p, "seed": 0}
+        (row,) = generate(pl_module.model, [prompt], self.max_new_tokens, **options, stop_tokens=[tokenizer.eos_id])
+        text = tokenizer.decode(row.tolist())
+        print(f"sample after {trainer.global_step} steps:\n{text}\n")
+        if isinstance(trainer.logger, TensorBoardLogger):
+            trainer.logger.experiment.add_text("sample", f"```\n{text}\n```", trainer.global_step)

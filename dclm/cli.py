@@ -1,0 +1,104 @@
+"""Command line: `python -m dclm fit|validate|test --config FILE ...` and `python -m dclm generate`."""
+
+from jsonargparse import ArgumentParser
+
+from dctrain.cli import TrainerCLI, run_command, run_lightning
+from dctrain.errors import UserError
+
+from .data import TokenDataModule
+from .language_model import LanguageModel
+from .sampling import Sampling
+from .text import continue_text, load_model
+
+GENERATE_HELP = "One more subcommand, generate --checkpoint CHECKPOINT --prompt TEXT, continues text."
+
+
+class LanguageCLI(TrainerCLI):
+    """The trainers' command line for language models."""
+
+    program = "dclm"
+    linked = ("vocab_size", "context_length", "seed")
+    monitor = "val/loss"
+    monitor_mode = "min"
+    best_name = "best-step={step}-loss={val/loss:.4f}"
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(LanguageModel, TokenDataModule, args, f"Language models with DCMHA. {GENERATE_HELP}")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands: there is nothing to `predict` but text, which `generate` does."""
+        commands = TrainerCLI.subcommands()
+        del commands["predict"]
+        return commands
+
+    def describe_score(self, score: float) -> str:
+        """Write the loss in nats."""
+        return f"{score:.4f} nats per token"
+
+
+def generate_command(
+    checkpoint: str,
+    prompt: list[str],
+    tokenizer: str | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    stop_at_eos: bool = True,
+    seed: int | None = None,
+    device: str = "cpu",
+    compile: bool = False,
+) -> None:
+    """Continue prompts; one prompt is written as it grows.
+
+    Args:
+        checkpoint: A `.ckpt` file or run folder of `dclm fit`, or a folder in the published hub format.
+        prompt: Texts to continue, together in one batch.
+        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
+        max_new_tokens: Most tokens to add to each.
+        temperature: 0 takes the likeliest token.
+        top_k: Sample among the k likeliest tokens.
+        top_p: Sample among the likeliest tokens whose probabilities first sum to p.
+        stop_at_eos: End at the tokenizer's end of a document.
+        seed: Of the samples.
+        device: Where to run, such as cuda.
+        compile: Compile the decode step.
+    """
+    try:
+        sampling = Sampling(temperature, top_k, top_p)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    decoder, words = load_model(checkpoint, tokenizer)
+    options = {"stop_at_eos": stop_at_eos, "seed": seed, "compile": compile}
+    steps = continue_text(decoder.to(device), words, prompt, max_new_tokens, sampling, **options)
+    if len(prompt) == 1:
+        print(prompt[0], end="", flush=True)
+        for (text,) in steps:
+            print(text, end="", flush=True)
+        print()
+        return
+    rows = ["".join(parts) for parts in zip(*steps, strict=True)]
+    for start, text in zip(prompt, rows, strict=True):
+        print(f"{start}{text}\n{'-' * 20}")
+
+
+def _generate(args: list[str]) -> None:
+    parser = ArgumentParser(prog="dclm generate", description="Continue text.", allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file of these options")
+    parser.add_function_arguments(generate_command)
+    options = parser.parse_args(args)
+    options.pop("config", None)
+    generate_command(**options.as_dict())
+
+
+def _command(args: list[str]) -> None:
+    if args[:1] == ["generate"]:
+        _generate(args[1:])
+    else:
+        run_lightning(lambda: LanguageCLI(args))
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line."""
+    run_command(_command, args)

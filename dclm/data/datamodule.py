@@ -1,0 +1,129 @@
+"""TokenDataModule: sequences of tokens, exact over ranks, workers and restarts."""
+
+from torch.utils.data import DataLoader
+
+from dctrain.datamodule import ResumableDataModule
+from dctrain.errors import UserError
+
+from .samples import Collate, TokenSamples
+from .stdlib import stdlib_corpus
+from .token_files import Corpus
+
+STDLIB = "stdlib"
+
+
+class TokenDataModule(ResumableDataModule):
+    """Sequences of T tokens from a prepared corpus.
+
+    Samples: the training tokens in a row, cut every T tokens; a document may go on in another sample.
+
+    Splitting: every rank takes its slice of one global order, so the trainer must not add a distributed sampler
+    (`use_distributed_sampler: false`, which the command line sets).
+
+    Epoch: every sample once, in an order that depends on (seed, epoch) alone; what is less than one global batch at
+    the end is left out. Evaluation sees the first `val_tokens` tokens of the split "val" once; padding that evens out
+    the ranks has targets -100.
+
+    Resume: training goes on at the very next sample, also on another number of ranks or another batch size.
+
+    Args:
+        tokens: Folder that `data/make_tokens.py` made, or "stdlib": the Python sources of the standard library.
+        vocab_size: Ids must lie below it; at least the corpus's own.
+        context_length: Tokens T of a sequence.
+        batch_size: Sequences of one rank in a step.
+        num_workers: Loader processes of a rank; 0 loads in the main process, which suffices for memory-mapped tokens.
+        seed: Seed of the order.
+        val_tokens: Tokens of an evaluation; None for all.
+        separate_documents: Tell the model where documents end, so that it attends within each alone.
+
+    Raises:
+        UserError: If the corpus cannot be opened or does not fit the other arguments.
+    """
+
+    def __init__(
+        self,
+        tokens: str = STDLIB,
+        vocab_size: int = 257,
+        context_length: int = 256,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        seed: int = 0,
+        val_tokens: int | None = 2**20,
+        separate_documents: bool = False,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, sample_noun="sequences")
+        if context_length < 1 or vocab_size < 1 or (val_tokens is not None and val_tokens < 1):
+            raise UserError(f"{context_length=}, {vocab_size=} and {val_tokens=} must be at least 1.")
+        self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
+        self.val_tokens, self.separate_documents = val_tokens, separate_documents
+        self.corpus: Corpus | None = None
+        self.train_samples: TokenSamples | None = None
+        self.val_samples: TokenSamples | None = None
+
+    def prepare_data(self) -> None:
+        """Make the built-in corpus, once per machine."""
+        if self.tokens == STDLIB:
+            stdlib_corpus()
+
+    def setup(self, stage: str) -> None:
+        """Open the corpus and check that it fits."""
+        self.check_trainer()
+        self.corpus = Corpus(stdlib_corpus() if self.tokens == STDLIB else self.tokens)
+        if self.corpus.vocab_size > self.vocab_size:
+            raise UserError(
+                f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}; "
+                f"data.vocab_size={self.vocab_size} must be at least that."
+            )
+        if stage == "fit":
+            self.train_samples = self._open("train")
+            self.check_steps()
+        self.val_samples = self._open("val")
+
+    def _open(self, split: str) -> TokenSamples:
+        row = self.corpus.split(split)
+        if row.max_token >= self.vocab_size:
+            raise UserError(
+                f"{row.name} holds token {row.max_token}; accepted: 0 to {self.vocab_size - 1} "
+                f"(data.vocab_size={self.vocab_size})."
+            )
+        samples = TokenSamples(row, self.context_length, self.vocab_size)
+        if len(samples) < 1:
+            raise UserError(
+                f"{row.name} holds {len(row)} tokens; a sequence takes {self.context_length} and one more "
+                f"(data.context_length={self.context_length})."
+            )
+        return samples
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences of the training split."""
+        return len(self.train_samples)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token of the split "val", for bits per byte."""
+        return self.val_samples.row.bytes_per_token
+
+    def _collate(self) -> Collate:
+        return Collate(self.corpus.eos_id, self.separate_documents)
+
+    def train_dataloader(self) -> DataLoader:
+        """Make the training loader, from the position that training has reached."""
+        return self.make_loader(self.train_samples, self.train_batches([self.num_samples]), self._collate())
+
+    def val_dataloader(self) -> DataLoader:
+        """Make the evaluation loader."""
+        count = len(self.val_samples)
+        if self.val_tokens is not None:
+            count = min(count, -(-self.val_tokens // self.context_length))
+        return self.make_loader(self.val_samples, self.eval_batches(count), self._collate())
+
+    test_dataloader = val_dataloader
+
+    def state_dict(self) -> dict:
+        """Save the position in the training data, and the tokenizer, so that a checkpoint can generate by itself."""
+        return super().state_dict() | {"tokenizer": self.corpus.tokenizer().spec, "eos": self.corpus.manifest["eos"]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over the position of a checkpoint."""
+        super().load_state_dict(state_dict if "epoch" in state_dict else {})

@@ -1,0 +1,105 @@
+"""Reading documents: text files, JSONL, and JSONL compressed with Zstandard (the Pile's format)."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dctrain.errors import UserError
+
+JSONL = (".jsonl", ".jsonl.zst")
+TEXT = (".txt", ".md", ".rst", ".py")
+
+
+class Document(NamedTuple):
+    """A text, or None where a text file is not UTF-8, and how much of its file has been read up to its end."""
+
+    text: str | None
+    position: int
+
+
+def find_inputs(paths: list[Path]) -> list[Path]:
+    """List input files: those named, whatever their suffix, and those of known suffixes below folders named.
+
+    Raises:
+        UserError: If a path does not exist or nothing is found.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"input {path} does not exist.")
+        if path.is_dir():
+            files += sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(JSONL + TEXT))
+        else:
+            files.append(path)
+    if not files:
+        raise UserError(f"no input below {', '.join(map(str, paths))}; accepted: {', '.join(JSONL + TEXT)}.")
+    return files
+
+
+def read_documents(path: Path, text_key: str) -> Iterator[Document]:
+    """Read the documents of a file: one of a text file, one per line of JSONL.
+
+    Raises:
+        UserError: If a line is no JSON object with a text under `text_key`, or the file is damaged.
+    """
+    if not path.name.endswith(JSONL):
+        data = path.read_bytes()
+        yield Document(_decoded(data), len(data))
+        return
+    with open(path, "rb") as file:
+        lines = enumerate(_lines(file, path), 1)
+        while True:
+            try:
+                number, line = next(lines)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise UserError(f"{path} is damaged: {error}.") from error
+            if line.strip():
+                yield Document(_json_text(line, path, number, text_key), file.tell())
+
+
+def _lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
+    if path.suffix != ".zst":
+        yield from file
+        return
+    rest = b""
+    for chunk in _decompressed(file):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def _decompressed(file: io.BufferedReader) -> Iterator[bytes]:
+    """Decompress frame by frame; a last frame that is cut off is an error, unlike in the library's reader."""
+    import zstandard
+
+    frame = None
+    while data := file.read(2**18):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("the file is truncated")
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _json_text(line: bytes, path: Path, number: int, text_key: str) -> str:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{path}, line {number}: no JSON ({error}).") from error
+    if not isinstance(content, dict) or not isinstance(content.get(text_key), str):
+        raise UserError(f"{path}, line {number}: no object with a text under {text_key!r}.")
+    return content[text_key].encode(errors="replace").decode()  # a lone surrogate has no bytes

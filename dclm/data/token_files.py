@@ -1,0 +1,113 @@
+"""Token files: what a prepared corpus is on the disk, and reading it as one long row of tokens per split.
+
+FOLDER/manifest.json     format, dtype, vocabulary, end token; per split the files with tokens, bytes and SHA-256
+FOLDER/tokenizer.json    unless tokens are bytes
+FOLDER/train-0000-000.bin, ...    little-endian uint16 or uint32 ids; every document ends with the end token
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dctrain.errors import UserError
+
+from .tokenizers import BYTES, Tokenizer, tokenizer_from_spec
+
+FORMAT = "dclm-tokens-1"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SPLITS = ("train", "val")
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Name the smallest dtype that holds every id."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+class Corpus:
+    """A prepared folder.
+
+    Args:
+        folder: Where it is.
+
+    Raises:
+        UserError: If the folder is none, or of another format.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / "manifest.json"
+        if not path.is_file():
+            raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see data/make_tokens.py.")
+        try:
+            self.manifest = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}.") from error
+        if self.manifest.get("format") != FORMAT or self.manifest.get("dtype") not in DTYPES:
+            raise UserError(
+                f"{path} has format {self.manifest.get('format')!r} and dtype {self.manifest.get('dtype')!r}; "
+                f"accepted: {FORMAT!r} with {' or '.join(DTYPES)}."
+            )
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.eos_id: int = self.manifest["eos_id"]
+
+    def tokenizer(self) -> Tokenizer:
+        """Make the tokenizer that made the tokens."""
+        path = self.folder / "tokenizer.json"
+        return tokenizer_from_spec(path.read_text() if path.is_file() else BYTES, self.manifest["eos"])
+
+    def split(self, name: str) -> "TokenRow":
+        """Open the tokens of "train" or "val"."""
+        return TokenRow(self, name)
+
+
+class TokenRow:
+    """The tokens of one split in a row, memory-mapped; as a sequence, `row[start:stop]` gives int64 ids.
+
+    Args:
+        corpus: The folder.
+        split: "train" or "val".
+
+    Raises:
+        UserError: If a file is missing, truncated, of another dtype than the manifest says, or holds no token.
+    """
+
+    def __init__(self, corpus: Corpus, split: str) -> None:
+        entries = corpus.manifest["splits"].get(split, [])
+        dtype = DTYPES[corpus.manifest["dtype"]]
+        self.name = f"{corpus.folder}/{split}"
+        self.files = [_map_file(corpus.folder / entry["file"], entry["tokens"], dtype) for entry in entries]
+        self.starts = np.cumsum([0] + [len(file) for file in self.files])
+        self.num_bytes = sum(entry["bytes"] for entry in entries)
+        self.max_token = max((entry["max_token"] for entry in entries), default=-1)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, _ = span.indices(len(self))
+        first = int(np.searchsorted(self.starts, start, "right")) - 1
+        parts = []
+        while start < stop:
+            end = min(stop, int(self.starts[first + 1]))
+            offset = int(self.starts[first])
+            parts.append(self.files[first][start - offset : end - offset])
+            start, first = end, first + 1
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Average length of a token in bytes of text; end tokens count as none."""
+        return self.num_bytes / max(1, len(self))
+
+
+def _map_file(path: Path, num_tokens: int, dtype: np.dtype) -> np.ndarray:
+    if not path.is_file():
+        raise UserError(f"{path} is missing.")
+    size, expected = path.stat().st_size, num_tokens * dtype.itemsize
+    if size != expected:
+        raise UserError(
+            f"{path} has {size} bytes; its manifest says {num_tokens} tokens of {dtype.name}, {expected} bytes: the "
+            "file is truncated or of another dtype."
+        )
+    return np.memmap(path, dtype, "r") if num_tokens else np.empty(0, dtype)

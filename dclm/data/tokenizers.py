@@ -1,0 +1,156 @@
+"""Tokenizers: plain bytes, or any of Hugging Face's `tokenizers`."""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dctrain.errors import UserError
+
+BYTES = "bytes"
+END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """What the data and generation ask of a tokenizer.
+
+    Attributes:
+        vocab_size: Ids are below it.
+        eos_id: Ends every document.
+        spec: Text that makes the same tokenizer again, by `tokenizer_from_spec`.
+    """
+
+    vocab_size: int
+    eos_id: int
+    spec: str
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text, without special tokens."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; special tokens are left out."""
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after the other and returns the text each completes."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes, and 256 for the end of a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    spec = BYTES
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the bytes of each text."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; what is no UTF-8 becomes the replacement character."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that holds back the bytes of unfinished characters."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda i: decoder.decode(bytes([i]) if i < 256 else b"")
+
+
+class SubwordTokenizer:
+    """A tokenizer of Hugging Face's library.
+
+    Args:
+        spec: Its JSON, as `tokenizer.json` holds it.
+        eos: The token that ends a document; None takes the usual one it has.
+
+    Raises:
+        UserError: If the JSON is none of a tokenizer, or the token is not in it.
+    """
+
+    def __init__(self, spec: str, eos: str | None = None) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(spec)
+        except Exception as error:
+            raise UserError(f"the tokenizer cannot be read: {error}.") from error
+        self.spec = self._tokenizer.to_str()
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        names = END_TOKENS if eos is None else (eos,)
+        found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
+        if not found:
+            raise UserError(f"the tokenizer has no token that ends a document; looked for {', '.join(names)}.")
+        self.eos_id = found[0]
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.uint32) for e in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids."""
+        return self._tokenizer.decode(list(ids))
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that holds back what later ids may still change."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda i: stream.step(self._tokenizer, i) or ""
+
+
+def tokenizer_from_spec(spec: str, eos: str | None = None) -> Tokenizer:
+    """Make the tokenizer that `spec`, "bytes" or a tokenizer's JSON, describes."""
+    return ByteTokenizer() if spec == BYTES else SubwordTokenizer(spec, eos)
+
+
+def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
+    """Find a tokenizer by what a user calls it.
+
+    Args:
+        name: "bytes", a `tokenizer.json`, a folder that holds one, or a name on the Hugging Face hub.
+        eos: The token that ends a document; None takes the usual one it has.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        return SubwordTokenizer(path.read_text(), eos)
+    if path.suffix == ".json" or len(path.parts) > 2:
+        raise UserError(f"no tokenizer: {path} does not exist.")
+    import tokenizers
+
+    try:
+        return SubwordTokenizer(tokenizers.Tokenizer.from_pretrained(name).to_str(), eos)
+    except Exception as error:
+        raise UserError(
+            f"no tokenizer {name!r}: {error}; accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name."
+        ) from error
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> SubwordTokenizer:
+    """Train a byte-level BPE, whose text comes back exactly, with "<|endoftext|>" as id 0.
+
+    Raises:
+        UserError: If `vocab_size` leaves no room for the 256 bytes and the end token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise UserError(f"bpe:{vocab_size} is too small; accepted: at least 257 (all bytes and the end token).")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKENS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return SubwordTokenizer(json.dumps(json.loads(tokenizer.to_str())))

@@ -1,0 +1,152 @@
+"""LanguageModel: loss, metrics and optimiser around a Decoder."""
+
+# B batch, T tokens
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torchmetrics import MeanMetric
+
+from dctrain.errors import UserError
+from dctrain.flops import forward_flops
+from dctrain.module import TrainingModule
+
+from .config import DecoderConfig, decoder_config
+from .data import Batch
+from .decoder import Decoder
+from .loss import IGNORED
+
+
+def build_config(model: str, vocab_size: int, context_length: int, overrides: dict[str, Any]) -> DecoderConfig:
+    """Make the configuration of a named model.
+
+    Raises:
+        UserError: If the name or an override is unknown, or a value out of range.
+    """
+    fixed = {"vocab_size": vocab_size, "context_length": context_length}
+    twice = sorted(set(overrides) & set(fixed))
+    if twice:
+        raise UserError(f"model.overrides must not hold {twice}: data.{twice[0]} says it for model and data.")
+    try:
+        return decoder_config(model, **fixed, **overrides)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+class LanguageModel(TrainingModule):
+    """Trains a decoder to predict the next token.
+
+    Args:
+        model: Name of a configuration (`dclm.CONFIGS`).
+        vocab_size: Rows of the embeddings.
+        context_length: Tokens of a sequence.
+        overrides: Other fields of `DecoderConfig` to replace.
+        recompute: Keep only the blocks' inputs for the backward pass.
+        lr: Peak learning rate.
+        weight_decay: AdamW's.
+        betas: AdamW's.
+        decay_all: Decay every parameter, as the paper's code does; otherwise norms, biases and compose gates are left
+            out.
+        warmup_fraction: Part of the run's steps that is linear warm-up.
+        final_lr_fraction: Fraction of the peak at which the cosine ends.
+        compile: Compile the decoder in place (checkpoint keys stay clean).
+        seed: Seed of the random numbers in the training step.
+
+    Raises:
+        UserError: If the model is unknown or an argument is out of range.
+    """
+
+    speed_unit = "tokens"
+
+    def __init__(
+        self,
+        model: str = "dcformer_pp_debug",
+        vocab_size: int = 257,
+        context_length: int = 256,
+        overrides: dict[str, Any] | None = None,
+        recompute: bool = False,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        decay_all: bool = True,
+        warmup_fraction: float = 0.01,
+        final_lr_fraction: float = 0.1,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.check_ranges()
+        if not 0 <= warmup_fraction < 1:
+            raise UserError(f"{warmup_fraction=} must be in [0, 1).")
+        self.config = build_config(model, vocab_size, context_length, overrides or {})
+        try:
+            self.model = Decoder(self.config, recompute=recompute)
+        except ValueError as error:
+            raise UserError(f"model {model!r} cannot be built with {overrides}: {error}") from error
+        self.val_loss = MeanMetric()
+        self.forward_flops: int | None = None
+
+    def count_units(self, batch: Batch) -> int:
+        """Count the tokens of a batch."""
+        return batch.input_ids.numel()
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Tell how many optimiser steps the warm-up takes."""
+        return math.ceil(self.hparams.warmup_fraction * total_steps)
+
+    def configure_model(self) -> None:
+        """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
+        if self.forward_flops is not None:
+            return
+        T = self.config.context_length
+        example = torch.zeros(1, T, dtype=torch.long, device="meta")
+        self.forward_flops = forward_flops(Decoder(self.config, device="meta"), example) // T
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        if self.hparams.compile:
+            self.model.compile()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Predict every next token: ids [B, T] to logits [B, T, V]."""
+        return self.model(input_ids)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Compute the loss of one batch, in nats per token."""
+        loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents)
+        self.log_step(loss, batch_size=len(batch.input_ids))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add one batch to the mean over tokens, which is reduced over ranks at the end."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """As `validation_step`, under other names."""
+        self._evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> None:
+        loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, skip_ignored=True)
+        self.val_loss.update(loss.detach(), weight=(batch.targets != IGNORED).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        """Log loss, perplexity per token, and bits per byte of text."""
+        self._log_metrics("val")
+
+    def on_test_epoch_end(self) -> None:
+        """As `on_validation_epoch_end`, under other names."""
+        self._log_metrics("test")
+
+    def _log_metrics(self, prefix: str) -> None:
+        loss = self.val_loss.compute()
+        self.val_loss.reset()
+        bits = loss / math.log(2) / self.trainer.datamodule.bytes_per_token
+        metrics = {"loss": loss, "perplexity": loss.exp(), "bits_per_byte": bits}
+        self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True)

@@ -1,0 +1,45 @@
+"""Small corpora of texts that tell their number."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dclm.data.prepare import Options, prepare
+
+
+def texts(count: int, start: int = 0) -> list[str]:
+    """Documents of unequal lengths, some not ASCII, one empty."""
+    words = ["", "grün", "plain words", "\u65e5\u672c\u8a9e", "a\nb\tc"]
+    return [f"{i} " + " ".join([words[i % 5]] * (i * 7 % 23)) if i % 11 else "" for i in range(start, start + count)]
+
+
+def write_texts(folder: Path, documents: list[str]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{i:03d}.txt" for i in range(len(documents))]
+    for file, text in zip(files, documents, strict=True):
+        file.write_bytes(text.encode())
+    return files
+
+
+def jsonl(documents: list[str], key: str = "text") -> bytes:
+    return "".join(json.dumps({key: text, "meta": {"n": i}}) + "\n" for i, text in enumerate(documents)).encode()
+
+
+def numbered_corpus(folder: Path, num_tokens: int = 1000, num_val: int = 200) -> Path:
+    """A corpus whose train tokens count up modulo 250, an end token (256) in place of every seventeenth."""
+    splits = {}
+    (folder).mkdir(parents=True)
+    for split, count in (("train", num_tokens), ("val", num_val)):
+        tokens = np.arange(count) % 250
+        tokens[16::17] = 256
+        tokens.astype("<u2").tofile(folder / f"{split}-0000-000.bin")
+        entry = {"file": f"{split}-0000-000.bin", "tokens": count, "bytes": int((tokens < 256).sum()), "max_token": 256}
+        splits[split] = [entry | {"documents": count // 17, "sha256": ""}]
+    manifest = {"format": "dclm-tokens-1", "dtype": "uint16", "vocab_size": 257, "eos": None, "eos_id": 256}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
+    return folder
+
+
+def prepared(inputs: list[Path], out: Path, num_workers: int = 0, **options) -> dict:
+    return prepare(inputs, out, Options(**options), num_workers, progress=False)

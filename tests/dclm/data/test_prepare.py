@@ -1,0 +1,207 @@
+"""Preparing a corpus: every document comes back, whatever the format, the processes and the interruptions."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import zstandard
+
+from dclm.data import prepare as prepare_module
+from dclm.data.stdlib import stdlib_sources
+from dclm.data.texts import read_documents
+from dclm.data.token_files import Corpus
+from dctrain.errors import UserError
+
+from .corpora import jsonl, prepared, texts, write_texts
+
+
+def documents_of(folder) -> dict[str, list[str]]:
+    """Read a corpus back as text."""
+    corpus = Corpus(folder)
+    tokenizer = corpus.tokenizer()
+    found = {}
+    for split in ("train", "val"):
+        tokens = corpus.split(split)[:]
+        ends = np.flatnonzero(tokens == corpus.eos_id)
+        assert len(tokens) == 0 or ends[-1] == len(tokens) - 1
+        found[split] = [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.zst"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_every_document_comes_back(kind, tokenizer, tmp_path):
+    documents = texts(40)
+    if kind == "txt":
+        write_texts(tmp_path / "in", documents)
+    else:
+        (tmp_path / "in").mkdir()
+        for part, some in enumerate((documents[:25], documents[25:])):
+            data = jsonl(some)
+            if kind.endswith("zst"):  # two frames, as parallel compressors write them
+                data = b"".join(zstandard.compress(half) for half in (data[:100], data[100:]))
+            (tmp_path / f"in/{part}.{kind}").write_bytes(data)
+    manifest = prepared([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer, val_fraction=0.3)
+    found = documents_of(tmp_path / "out")
+    assert sorted(found["train"] + found["val"]) == sorted(documents)
+    assert 4 < len(found["val"]) < 22
+    assert [t for t in documents if t in set(found["train"])] == found["train"]
+    for split, entries in manifest["splits"].items():
+        assert sum(e["documents"] for e in entries) == len(found[split])
+        assert sum(e["bytes"] for e in entries) == len("".join(found[split]).encode())
+        for entry in entries:
+            data = (tmp_path / "out" / entry["file"]).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == entry["sha256"]
+            assert np.frombuffer(data, "<u2").max() == entry["max_token"]
+    assert manifest["vocab_size"] == {"bytes": 257}.get(tokenizer, manifest["vocab_size"]) <= 300
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "PART_BYTES", 300)
+    write_texts(tmp_path / "in", texts(60))
+    alone = prepared([tmp_path / "in"], tmp_path / "a", segment_tokens=200)
+    together = prepared([tmp_path / "in"], tmp_path / "b", num_workers=2, segment_tokens=200)
+    assert alone == together
+    assert len(alone["splits"]["train"]) > 5
+    for entry in alone["splits"]["train"]:
+        assert (tmp_path / "a" / entry["file"]).read_bytes() == (tmp_path / "b" / entry["file"]).read_bytes()
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 5])
+def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts(90)))
+    monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 5)
+    options = {"segment_tokens": 120, "val_fraction": 0.2}
+    whole = prepared([tmp_path / "in.jsonl"], tmp_path / "a", **options)
+    calls = []
+    close = prepare_module._Segment.close
+
+    def interrupted(segment):
+        calls.append(1)
+        if len(calls) > stop_after:
+            raise KeyboardInterrupt
+        return close(segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module._Segment, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepared([tmp_path / "in.jsonl"], tmp_path / "b", **options)
+    assert not (tmp_path / "b/manifest.json").exists()
+    written = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "b").glob("*.bin")}
+    assert prepared([tmp_path / "in.jsonl"], tmp_path / "b", **options) == whole
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "b").glob("*.bin")}
+    assert written and written.items() <= after.items()
+    assert documents_of(tmp_path / "a") == documents_of(tmp_path / "b")
+    assert not list((tmp_path / "b").rglob("*.partial"))
+
+
+def test_running_again_changes_nothing_and_other_input_is_refused(tmp_path):
+    files = write_texts(tmp_path / "in", texts(20))
+    first = prepared(files, tmp_path / "out")
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
+    assert prepared(files, tmp_path / "out") == first
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")} == before
+    with pytest.raises(UserError, match="made with other inputs; nothing was overwritten"):
+        prepared(files[1:], tmp_path / "out")
+    with pytest.raises(UserError, match="made with other tokenizer, val_fraction"):
+        prepared(files, tmp_path / "out", tokenizer="bpe:300", val_fraction=0.5)
+
+
+def test_a_saved_tokenizer_is_used_again(tmp_path):
+    files = write_texts(tmp_path / "in", texts(30))
+    prepared(files, tmp_path / "a", tokenizer="bpe:280")
+    prepared(files, tmp_path / "b", tokenizer=str(tmp_path / "a/tokenizer.json"))
+    a, b = Corpus(tmp_path / "a"), Corpus(tmp_path / "b")
+    assert np.array_equal(a.split("train")[:], b.split("train")[:])
+    assert a.tokenizer().spec == b.tokenizer().spec
+    assert a.eos_id == 0
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("dclm.data.tokenizers.ByteTokenizer.vocab_size", 70000)
+    manifest = prepared(write_texts(tmp_path / "in", texts(20)), tmp_path / "out")
+    assert manifest["dtype"] == "uint32"
+    found = documents_of(tmp_path / "out")
+    assert sorted(found["train"] + found["val"]) == sorted(texts(20))
+
+
+def test_files_that_are_not_utf8_are_left_out_and_listed(tmp_path):
+    files = write_texts(tmp_path / "in", texts(5))
+    files[2].write_bytes(b"caf\xe9")
+    manifest = prepared(files, tmp_path / "out", val_fraction=0.0)
+    assert manifest["skipped"] == [str(files[2])]
+    assert len(documents_of(tmp_path / "out")["train"]) == 4
+
+
+def test_the_splits_are_chosen_by_content(tmp_path):
+    documents = texts(60)
+    prepared(write_texts(tmp_path / "a", documents), tmp_path / "out_a", val_fraction=0.3)
+    prepared(write_texts(tmp_path / "b", documents[::-1] + documents[:10]), tmp_path / "out_b", val_fraction=0.3)
+    assert set(documents_of(tmp_path / "out_a")["val"]) == set(documents_of(tmp_path / "out_b")["val"])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "options", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a.jsonl, line 2: no JSON"),
+        ("a.jsonl", b'{"txt": "x"}\n', {}, "a.jsonl, line 1: no object with a text under 'text'"),
+        ("a.jsonl", b'["x"]\n', {}, "line 1: no object with a text"),
+        ("a.jsonl", jsonl(["x"]), {"text_key": "content"}, "line 1: no object with a text under 'content'"),
+        ("a.jsonl.zst", b"no zstandard", {}, "a.jsonl.zst is damaged"),
+        ("a.bin", b"x", {"tokenizer": "bpe:9"}, "bpe:9 is too small; accepted: at least 257"),
+        ("a.bin", b"x", {"tokenizer": "bpe:many"}, "tokenizer='bpe:many'; accepted: bpe:SIZE"),
+        ("a.bin", b"x", {"tokenizer": "no/such/tokenizer.json"}, "no/such/tokenizer.json does not exist"),
+        ("a.bin", b"\xff", {}, "the inputs hold no training document"),
+        ("a.txt", b"x", {"val_fraction": 1.0}, r"val_fraction=1.0 must be in \[0, 1\)"),
+        ("a.txt", b"x", {"segment_tokens": 0}, "segment_tokens=0 at least 1"),
+    ],
+)
+def test_mistakes_are_named(name, data, options, message, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        prepared([tmp_path / name], tmp_path / "out", **options)
+
+
+def test_truncated_compression_is_an_error(tmp_path):
+    data = zstandard.compress(jsonl(texts(500)))
+    (tmp_path / "a.jsonl.zst").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match="a.jsonl.zst is damaged: the file is truncated"):
+        prepared([tmp_path / "a.jsonl.zst"], tmp_path / "out")
+
+
+def test_missing_inputs_are_named(tmp_path):
+    with pytest.raises(UserError, match="nothing does not exist"):
+        prepared([tmp_path / "nothing"], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no input below .*empty; accepted: .jsonl"):
+        prepared([tmp_path / "empty"], tmp_path / "out")
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "STOP": 2}, unk_token="[UNK]")).save(str(tmp_path / "t.json"))
+    files = write_texts(tmp_path / "in", texts(3))
+    with pytest.raises(UserError, match="no token that ends a document; looked for"):
+        prepared(files, tmp_path / "a", tokenizer=str(tmp_path / "t.json"))
+    assert prepared(files, tmp_path / "b", tokenizer=str(tmp_path / "t.json"), eos="STOP")["eos_id"] == 2
+    assert Corpus(tmp_path / "b").tokenizer().eos_id == 2
+    (tmp_path / "t.json").write_text(json.dumps({"no": "tokenizer"}))
+    with pytest.raises(UserError, match="the tokenizer cannot be read"):
+        prepared(files, tmp_path / "c", tokenizer=str(tmp_path / "t.json"))
+
+
+def test_positions_grow_to_the_files_end(tmp_path):
+    """The progress bar ends full."""
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(jsonl(texts(300))))
+    positions = [document.position for document in read_documents(path, "text")]
+    assert positions == sorted(positions) and positions[-1] == path.stat().st_size
+
+
+def test_the_built_in_corpus_is_the_standard_library():
+    files = stdlib_sources()
+    assert len(files) > 500
+    assert {"argparse.py", "dataclasses.py"} <= {file.name for file in files}
+    assert not any("site-packages" in file.parts for file in files)

@@ -1,0 +1,136 @@
+"""Token files and samples: each token once, documents numbered, damaged files named."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dclm.data import TokenDataModule
+from dclm.data.token_files import Corpus
+from dctrain.errors import UserError
+
+from .corpora import numbered_corpus, prepared, texts, write_texts
+
+
+def module(folder, stage: str = "fit", **options) -> TokenDataModule:
+    options = {"context_length": 32, "batch_size": 3} | options
+    data = TokenDataModule(str(folder), **options)
+    data.setup(stage)
+    return data
+
+
+def test_an_epoch_holds_every_sequence_once(tmp_path):
+    data = module(numbered_corpus(tmp_path / "c"))
+    tokens = data.corpus.split("train")[:]
+    batches = list(data.train_dataloader())
+    samples = [i for batch in batches for i in batch.samples]
+    assert len(samples) == len(set(samples)) == 30  # 31 sequences, ten batches of three
+    assert samples != sorted(samples)
+    for batch in batches:
+        for number, row, targets in zip(batch.samples, batch.input_ids, batch.targets, strict=True):
+            assert row.tolist() == tokens[number * 32 : number * 32 + 32].tolist()
+            assert targets.tolist() == tokens[number * 32 + 1 : number * 32 + 33].tolist()
+        assert batch.documents is None
+    again = [i for batch in module(tmp_path / "c").train_dataloader() for i in batch.samples]
+    other = [i for batch in module(tmp_path / "c", seed=1).train_dataloader() for i in batch.samples]
+    assert again == samples != other
+
+
+def test_evaluation_takes_the_first_tokens_in_order(tmp_path):
+    folder = numbered_corpus(tmp_path / "c")
+    for val_tokens, expected in ((None, [0, 1, 2, 3, 4, 5]), (1, [0]), (65, [0, 1, 2]), (10**9, [0, 1, 2, 3, 4, 5])):
+        data = module(folder, "validate", val_tokens=val_tokens)
+        assert [i for batch in data.val_dataloader() for i in batch.samples] == expected
+    assert data.train_samples is None
+
+
+def test_rows_cross_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("dclm.data.prepare.PART_BYTES", 500)
+    prepared(write_texts(tmp_path / "in", texts(40)), tmp_path / "c", val_fraction=0.0)
+    row = Corpus(tmp_path / "c").split("train")
+    assert len(row.files) > 3
+    whole = np.concatenate([np.fromfile(f.filename, "<u2") for f in row.files])
+    assert np.array_equal(row[:], whole)
+    for start in range(0, len(row), 7):
+        assert np.array_equal(row[start : start + 60], whole[start : start + 60])
+    assert row[5:5].dtype == row[:].dtype == np.int64 and len(row[5:5]) == 0
+
+
+def test_documents_are_numbered_within_a_sequence(tmp_path):
+    data = module(numbered_corpus(tmp_path / "c"), separate_documents=True)
+    for batch in data.train_dataloader():
+        ended = (batch.input_ids == 256).long()
+        for row, documents in zip(ended, batch.documents, strict=True):
+            expected, number = [], 0
+            for is_end in row.tolist():
+                expected.append(number)  # the end token belongs to the document that it ends
+                number += is_end
+            assert documents.tolist() == expected
+        assert batch.documents.max() >= 1
+
+
+def test_bytes_per_token_leave_out_the_ends(tmp_path):
+    data = module(numbered_corpus(tmp_path / "c"), "validate")
+    assert data.bytes_per_token == pytest.approx(189 / 200)
+
+
+def damage(folder, name="train-0000-000.bin", **changes):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["splits"]["train"][0] |= {k: v for k, v in changes.items() if k in ("tokens", "max_token")}
+    path.write_text(json.dumps(manifest | {k: v for k, v in changes.items() if k not in ("tokens", "max_token")}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"tokens": 1001},
+            {},
+            "has 2000 bytes; its manifest says 1001 tokens of uint16, 2002 bytes: the file is trunc",
+        ),
+        ({"dtype": "uint32"}, {}, "says 1000 tokens of uint32, 4000 bytes: the file is truncated or of another dtype"),
+        ({"dtype": "float32"}, {}, "dtype 'float32'; accepted: 'dclm-tokens-1' with uint16 or uint32"),
+        ({"format": "other"}, {}, "has format 'other'"),
+        ({"max_token": 300}, {}, r"c/train holds token 300; accepted: 0 to 256 \(data.vocab_size=257\)"),
+        ({}, {"vocab_size": 100}, "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
+        ({}, {"context_length": 1000}, "holds 1000 tokens; a sequence takes 1000 and one more"),
+        ({}, {"context_length": 300}, "c/val holds 200 tokens; a sequence takes 300 and one more"),
+        ({}, {"batch_size": 32}, "smaller than one global batch of 32 x 1 ranks"),
+        ({}, {"context_length": 0}, "context_length=0"),
+        ({}, {"batch_size": 0}, "batch_size=0 must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, options, message, tmp_path):
+    folder = numbered_corpus(tmp_path / "c")
+    damage(folder, **changes)
+    with pytest.raises(UserError, match=message):
+        module(folder, **options)
+
+
+def test_missing_pieces_are_named(tmp_path):
+    with pytest.raises(UserError, match="holds no prepared corpus"):
+        module(tmp_path)
+    folder = numbered_corpus(tmp_path / "c")
+    (folder / "val-0000-000.bin").unlink()
+    with pytest.raises(UserError, match="val-0000-000.bin is missing"):
+        module(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="manifest.json is damaged"):
+        module(folder)
+
+
+def test_a_token_outside_the_vocabulary_is_found_where_it_is(tmp_path):
+    folder = numbered_corpus(tmp_path / "c")
+    tokens = np.fromfile(folder / "train-0000-000.bin", "<u2")
+    tokens[500] = 999
+    tokens.tofile(folder / "train-0000-000.bin")
+    with pytest.raises(UserError, match=r"holds token 999 near token 480; accepted: 0 to 256"):
+        list(module(folder, batch_size=1).train_dataloader())
+
+
+def test_batches_are_what_a_model_takes(tmp_path):
+    batch = next(iter(module(numbered_corpus(tmp_path / "c")).train_dataloader()))
+    assert batch.input_ids.shape == batch.targets.shape == (3, 32)
+    assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
