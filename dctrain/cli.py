@@ -121,6 +121,7 @@ class TrainerCLI(LightningCLI):
                     mode=self.monitor_mode,
                     filename=self.best_name,
                     auto_insert_metric_name=False,
+                    enable_version_counter=False,
                 )
             )
         return callbacks

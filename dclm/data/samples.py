@@ -65,7 +65,7 @@ class Collate:
     def __call__(self, samples: list[tuple[SampleRef, np.ndarray]]) -> Batch:
         refs, rows = zip(*samples, strict=True)
         tokens = torch.from_numpy(np.stack(rows))
-        input_ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        input_ids, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
         targets[[ref.is_padding for ref in refs]] = IGNORED
         documents = None
         if self.separate_documents:

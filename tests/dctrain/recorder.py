@@ -1,4 +1,4 @@
-"""A callback that records what every step saw and computed, and can end the process at a given step."""
+"""Callbacks that record what every step saw and computed, end the process at a given step, or change the precision."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class Recorder(Callback):
-    """Append one line per training step to `FILE-rankN`: global batch number, loss bits, sample names.
+    """Append one line per training step to `FILE-rankN`: global batch number, loss bits, samples.
 
     Args:
         file: Where to record.
@@ -28,7 +28,11 @@ class Recorder(Callback):
             os.kill(os.getpid(), self.signum)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        line = {"batch": self._number(trainer) - 1, "loss": outputs["loss"].item().hex(), "names": batch.names}
+        line = {
+            "batch": self._number(trainer) - 1,
+            "loss": outputs["loss"].item().hex(),
+            "samples": batch.samples if hasattr(batch, "samples") else batch.names,
+        }
         line["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         with open(f"{self.file}-rank{trainer.global_rank}", "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -38,3 +42,10 @@ def read(file, rank: int = 0) -> dict[int, dict]:
     """Return the records by batch number; a batch trained twice (after a kill) keeps the later record."""
     with open(f"{file}-rank{rank}") as lines:
         return {record["batch"]: record for record in map(json.loads, lines)}
+
+
+class InFloat64(Callback):
+    """Casts the module to float64, also under FSDP2, for which the trainer has no such precision."""
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        pl_module.double()

@@ -1,13 +1,10 @@
 """Running the command line in this process or in another."""
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 from dcvision.cli import main
-
-ROOT = Path(__file__).parents[2]
+from tests.dctrain.commands import spawn as spawn_python
 
 SMALL = [
     *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
@@ -28,26 +25,9 @@ def small(shards: str, root: Path) -> list[str]:
     ]
 
 
-def record(file: Path, **kwargs) -> list[str]:
-    """Arguments that add the recorder."""
-    options = [f"--trainer.callbacks.{name}={value}" for name, value in {"file": file, **kwargs}.items()]
-    return ["--trainer.callbacks+=tests.dctrain.recorder.Recorder", *options]
-
-
 def run(*args: str) -> None:
     """Run the command line here."""
     main(list(args))
 
 
-def spawn(*args: str, timeout: int = 180, prefix: tuple[str, ...] = ("-m", "dcvision")) -> subprocess.CompletedProcess:
-    """Run the command line in a process of its own; one thread, so that sums do not depend on the machine."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *prefix, *args],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=ROOT,
-        start_new_session=True,
-    )
+spawn = partial(spawn_python, prefix=("-m", "dcvision"))

@@ -10,9 +10,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 
-from .commands import ROOT, record, run, small, spawn
+from .commands import run, small, spawn
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_limited_epochs_are_all_trained(shards, tmp_path, limit):
     assert set(batches) == set(range(18))
     assert batches[17]["lr"] < 0.05 * batches[2]["lr"]
     for epoch in range(3):
-        names = [name for batch in range(6 * epoch, 6 * epoch + 6) for name in batches[batch]["names"]]
+        names = [name for batch in range(6 * epoch, 6 * epoch + 6) for name in batches[batch]["samples"]]
         assert len(set(names)) == 24
 
 

@@ -8,9 +8,10 @@ import torch
 
 from dctrain.checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
 from dctrain.errors import UserError
+from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 
-from .commands import record, run, small, spawn
+from .commands import run, small, spawn
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -116,11 +117,11 @@ def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
     stopped = spawn("fit", *small(shards, tmp_path), *two, *record(tmp_path / "a", signum=int(signal.SIGTERM), at=25))
     assert stopped.returncode == 0, stopped.stderr
-    seen = [n for rank in (0, 1) for b, r in read(tmp_path / "a", rank).items() if b >= 20 for n in r["names"]]
+    seen = [n for rank in (0, 1) for b, r in read(tmp_path / "a", rank).items() if b >= 20 for n in r["samples"]]
     assert len(set(seen)) == 20  # ranks agreed to stop after step 30, half-way through the second epoch
     with pytest.warns(UserWarning, match="global batch changed from 2 to 4"):
         run("fit", *small(shards, tmp_path), *record(tmp_path / "b"), f"--resume={tmp_path}/t/version_0")
-    batches = [record["names"] for _, record in sorted(read(tmp_path / "b").items())]
+    batches = [record["samples"] for _, record in sorted(read(tmp_path / "b").items())]
     rest = [name for names in batches[:5] for name in names]
     assert len(set(seen + rest)) == 40
     assert len(batches) == 5 + 10
@@ -129,11 +130,11 @@ def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
 @pytest.mark.parametrize("batch_size", [5, 2, 8])
 def test_resumed_with_another_global_batch_sees_the_rest_of_the_epoch_once(shards, tmp_path, batch_size):
     run("fit", *small(shards, tmp_path), *record(tmp_path / "a", signum=int(signal.SIGTERM), at=13))
-    first_epoch_two = [name for batch in range(10, 14) for name in read(tmp_path / "a")[batch]["names"]]
+    first_epoch_two = [name for batch in range(10, 14) for name in read(tmp_path / "a")[batch]["samples"]]
     resume = [f"--data.batch_size={batch_size}", f"--resume={tmp_path}/t/version_0"]
     with pytest.warns(UserWarning, match=f"global batch changed from 4 to {batch_size}"):
         run("fit", *small(shards, tmp_path), *resume, *record(tmp_path / "b"))
-    batches = [record["names"] for _, record in sorted(read(tmp_path / "b").items())]
+    batches = [record["samples"] for _, record in sorted(read(tmp_path / "b").items())]
     rest = (40 - 16) // batch_size
     later = [name for names in batches[:rest] for name in names]
     assert len(set(first_epoch_two + later)) == 16 + rest * batch_size

@@ -9,6 +9,7 @@ import torch
 from dclm.data import TokenDataModule
 from dclm.data.token_files import Corpus
 from dctrain.errors import UserError
+from dctrain.order import SampleRef
 
 from .corpora import numbered_corpus, prepared, texts, write_texts
 
@@ -43,6 +44,15 @@ def test_evaluation_takes_the_first_tokens_in_order(tmp_path):
         data = module(folder, "validate", val_tokens=val_tokens)
         assert [i for batch in data.val_dataloader() for i in batch.samples] == expected
     assert data.train_samples is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_padding_counts_nowhere_and_is_made_of_tokens(batch_size, tmp_path):
+    data = module(numbered_corpus(tmp_path / "c"), "validate", batch_size=batch_size)
+    samples, collate = data.val_samples, data._collate()
+    batch = collate([samples[SampleRef(i, 0, is_padding=i == batch_size - 1)] for i in range(batch_size)])
+    assert (batch.targets[-1] == -100).all() and (batch.targets[:-1] >= 0).all()
+    assert (batch.input_ids >= 0).all()
 
 
 def test_rows_cross_files(tmp_path, monkeypatch):

@@ -1,0 +1,255 @@
+"""The command line of dclm: runs, evaluation, generation, strategies, and one message for each mistake."""
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import dclm
+from dclm.bigram import ByteBigram
+from dclm.data.token_files import Corpus
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.dctrain.commands import ROOT, record
+from tests.dctrain.recorder import read
+
+from .commands import run, small, spawn
+from .data.corpora import prepared
+
+TEXT = "def main(args):\n    return [arg for arg in args]\n"
+FSDP = [
+    "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
+    *("--trainer.strategy.data_parallel_size=2", "--trainer.strategy.tensor_parallel_size=1"),
+    "--trainer.strategy.save_distributed_checkpoint=false",
+]
+
+
+def scalars(folder: Path) -> dict[str, list]:
+    log = EventAccumulator(str(folder)).Reload()
+    return {tag: log.Scalars(tag) for tag in log.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run on repetitive text; its folder and corpus."""
+    root = tmp_path_factory.mktemp("trained")
+    for i in range(40):
+        (root / f"{i:02d}.txt").write_text(TEXT * (1 + i % 3) + f"# {i}\n")
+    prepared([root], root / "corpus", val_fraction=0.2)
+    run(
+        *("fit", "--config", str(ROOT / "configs/lm/stdlib.yaml"), "--name=t", f"--data.tokens={root / 'corpus'}"),
+        *("--trainer.accelerator=cpu", f"--trainer.default_root_dir={root}", "--trainer.enable_progress_bar=false"),
+        *("--trainer.max_steps=60", "--trainer.val_check_interval=20", "--trainer.log_every_n_steps=5"),
+        *("--data.context_length=32", "--data.batch_size=4", "--trainer.callbacks.prompt=def "),
+        "--model.overrides={num_layers: 2, dim: 64, mlp_dim: 96}",
+    )
+    return root
+
+
+def test_fit_learns_and_logs(trained):
+    log = scalars(trained / "t/version_0")
+    losses = [event.value for event in log["val/loss"]]
+    assert len(losses) == 3 and losses[-1] < 1.5 < losses[0]
+    corpus = Corpus(trained / "corpus")
+    ratio = corpus.split("val").num_bytes / len(corpus.split("val"))
+    for loss, perplexity, bits in zip(*(log[f"val/{n}"] for n in ("loss", "perplexity", "bits_per_byte")), strict=True):
+        assert perplexity.value == pytest.approx(math.exp(loss.value), rel=1e-5)
+        assert bits.value == pytest.approx(loss.value / math.log(2) / ratio, rel=1e-5)
+    for tag in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/mfu"):
+        assert len(log[tag]) == 12, tag
+    assert all(0 < event.value < 1.5 for event in log["train/mfu"])
+    lr = [event.value for event in log["train/lr"]]
+    assert lr[-1] == pytest.approx(0.003 * 0.1, rel=0.1) and max(lr) == pytest.approx(0.003, rel=0.05)
+
+
+def test_the_baseline_and_a_sample_are_shown(corpus, tmp_path, capsys):
+    callbacks = ["--trainer.callbacks+=dclm.callbacks.BigramBaseline", "--trainer.callbacks+=dclm.callbacks.TextSample"]
+    run("fit", *small(corpus, tmp_path), *callbacks, "--trainer.callbacks.prompt=ab", "--trainer.max_epochs=1")
+    out = capsys.readouterr().out
+    tokens = [Corpus(corpus).split(split)[:] for split in ("train", "val")]
+    train, val = (bytes(row[row < 256].astype("uint8")).decode(errors="replace").encode() for row in tokens)
+    bits = ByteBigram(train).bits_per_byte(val)
+    assert f"byte-bigram baseline: {bits:.3f} bits per byte on the validation text" in out
+    assert f", byte-bigram baseline {bits:.3f}" in out
+    assert "sample after 10 steps:\nab" in out
+    assert "best val/loss" in out and "tensorboard --logdir" in out
+
+
+def test_bigram_baseline_by_hand():
+    text = b"abababac"
+    # after a: b three times, c once; after b: a three times; 0.1 added to each of 256 counts
+    p_ab, p_ac, p_ba = 3.1 / 29.6, 1.1 / 29.6, 3.1 / 28.6
+    expected = -(3 * math.log2(p_ab) + math.log2(p_ac) + 3 * math.log2(p_ba)) / 7
+    assert ByteBigram(text).bits_per_byte(text) == pytest.approx(expected)
+
+
+def test_validate_gives_what_training_reported(trained, capsys):
+    config = trained / "t/version_0/config.yaml"
+    checkpoint = next((trained / "t/version_0/checkpoints").glob("best*"))
+    run("validate", f"--config={config}", f"--ckpt_path={checkpoint}")
+    reported = min(event.value for event in scalars(trained / "t/version_0")["val/loss"])
+    assert f"{reported:.4f}"[:5] in capsys.readouterr().out
+    assert f"loss={reported:.4f}" in checkpoint.name
+
+
+def test_generate_continues_text(trained, capsys, tmp_path):
+    checkpoint = trained / "t/version_0"
+    shutil.move(trained / "corpus", trained / "moved")  # the checkpoint has its own tokenizer
+    run("generate", f"--checkpoint={checkpoint}", "--prompt=[def main]", "--temperature=0", "--max_new_tokens=30")
+    shutil.move(trained / "moved", trained / "corpus")
+    first = capsys.readouterr().out
+    assert first.startswith("def main(args):\n    return [")
+    options = tmp_path / "generate.yaml"
+    options.write_text(f"checkpoint: {checkpoint}\nprompt: [def main, ret]\ntemperature: 0\nmax_new_tokens: 20\n")
+    run("generate", f"--config={options}")
+    rows = capsys.readouterr().out.split("\n" + "-" * 20 + "\n")
+    assert rows[0] == first[: len("def main") + 20]
+    assert rows[1].startswith("ret") and len(rows) == 3
+    for seed in (3, 3):
+        run("generate", f"--checkpoint={checkpoint}", "--prompt=[x]", "--temperature=2", f"--seed={seed}")
+    a, b = capsys.readouterr().out, capsys.readouterr().out
+    assert a[: len(a) // 2] == a[len(a) // 2 :] and b == ""
+
+
+def test_generate_reads_published_folders(trained, capsys, tmp_path):
+    checkpoint = load_checkpoint(find_checkpoint(str(trained)))
+    hp = checkpoint["hyper_parameters"]
+    config = dclm.decoder_config(hp["model"], vocab_size=257, context_length=32, **hp["overrides"])
+    decoder = dclm.Decoder(config)
+    weights = {k.removeprefix("model."): w for k, w in checkpoint["state_dict"].items()}
+    decoder.load_state_dict({k: w for k, w in weights.items() if k in decoder.state_dict()})
+    dclm.save_pretrained(decoder, tmp_path / "hub")
+    options = ["--prompt=[def main]", "--temperature=0", "--max_new_tokens=30"]
+    run("generate", f"--checkpoint={tmp_path / 'hub'}", "--tokenizer=bytes", *options)
+    published = capsys.readouterr().out
+    run("generate", f"--checkpoint={find_checkpoint(str(trained))}", *options)
+    assert capsys.readouterr().out == published
+    with pytest.raises(SystemExit):
+        run("generate", f"--checkpoint={tmp_path / 'hub'}", *options)
+    assert "no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", [["--trainer.strategy=ddp"], FSDP], ids=["ddp", "fsdp2"])
+def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy):
+    """A shrunken 405M in float64: the losses of every step agree to 1e-10."""
+    shrunk = ["--model.model=dcformer_pp_405m", "--model.overrides={dim: 64, mlp_dim: 96, windows: [8, null]}"]
+    common = [*shrunk, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"]
+    common.append("--trainer.callbacks+=tests.dctrain.recorder.InFloat64")
+    one = spawn("fit", *small(corpus, tmp_path / "one"), *common, *record(tmp_path / "one"))
+    assert one.returncode == 0, one.stderr
+    two = ["--trainer.devices=2", "--data.batch_size=2", *strategy]
+    both = spawn("fit", *small(corpus, tmp_path / "two"), *common, *two, *record(tmp_path / "two"))
+    assert both.returncode == 0, both.stderr
+    expected = read(tmp_path / "one")
+    ranks = [read(tmp_path / "two", rank) for rank in (0, 1)]
+    assert len(expected) == 3
+    for step, entry in expected.items():
+        loss = sum(float.fromhex(rank[step]["loss"]) for rank in ranks) / 2
+        assert loss == pytest.approx(float.fromhex(entry["loss"]), rel=1e-10), step
+        assert sorted(ranks[0][step]["samples"] + ranks[1][step]["samples"]) == sorted(entry["samples"])
+    states = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("one", "two")]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-8, atol=1e-10, msg=key)
+    values = [scalars(tmp_path / name / "t/version_0")["val/loss"][0].value for name in ("one", "two")]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)  # seven sequences: ranks take four, one of them padding
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--model.model=transformer_debug"],
+        ["--model.model=dcpythia_debug", "--model.decay_all=false"],
+        ["--model.recompute=true", "--data.separate_documents=true"],
+        ["--model.compile=true", "--trainer.max_epochs=1"],
+        ["--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"],
+    ],
+    ids=lambda extra: extra[0].split("=")[-1],
+)
+def test_variants_run(corpus, tmp_path, extra):
+    run("fit", *small(corpus, tmp_path), *extra)
+    state = load_checkpoint(find_checkpoint(str(tmp_path)))["state_dict"]
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    assert not any("_orig_mod" in key for key in state)
+
+
+def test_fabric_launches_several_processes(corpus, tmp_path):
+    program = str(Path(sys.executable).with_name("fabric"))
+    fabric = (program, "run", "--accelerator=cpu", "--devices=2", "dclm/__main__.py")
+    arguments = [*small(corpus, tmp_path), "--trainer.max_epochs=1", "--trainer.strategy=ddp", "--trainer.devices=2"]
+    result = spawn("fit", *arguments, "--data.batch_size=2", prefix=fabric)
+    assert result.returncode == 0, result.stderr
+    assert load_checkpoint(find_checkpoint(str(tmp_path)))["TokenDataModule"]["global_batch"] == 4
+
+
+def mistake(capsys, *args: str) -> str:
+    """Run and return what was said, which must be short and without a stack trace."""
+    with pytest.raises(SystemExit) as exit_info:
+        run(*args)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
+    arguments = small(corpus, tmp_path)
+    for option, message in (
+        ("--model.model=dcformer_pp_405", "model 'dcformer_pp_405' is unknown; accepted: transformer_debug"),
+        ("--model.overrides={widnow: 3}", "unknown fields ['widnow']"),
+        ("--model.overrides={vocab_size: 3}", "model.overrides must not hold ['vocab_size']: data.vocab_size says it"),
+        ("--model.overrides={num_heads: 5}", "dim=128 must be divisible by num_heads=5"),
+        ("--model.overrides={num_groups: 3}", "num_groups=3 must be a positive divisor of num_heads=4"),
+        ("--model.overrides={impl: fast}", "impl='fast' is unknown"),
+        ("--model.lr=-1", "lr=-1.0 must not be negative"),
+        ("--model.warmup_fraction=1", "warmup_fraction=1.0 must be in [0, 1)"),
+        ("--data.vocab_size=100", "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
+        ("--data.context_length=2000", "a sequence takes 2000 and one more"),
+        (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see data/make_tokens.py"),
+        (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
+        ("--trainer.max_epochs=-1", "the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps"),
+        ("--trainer.max_epoch=3", "--trainer.max_epoch=3"),
+    ):
+        assert message in mistake(capsys, "fit", *arguments, option), option
+    assert "--ckpt_path must name a checkpoint" in mistake(capsys, "validate", *arguments)
+
+
+def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
+    checkpoint = f"--checkpoint={trained / 't/version_0'}"
+    for args, message in (
+        ([checkpoint, "--prompt=['']"], "prompt 0 has shape [0]; accepted: at least one token id"),
+        ([checkpoint, "--prompt=[a]", "--temperature=-1"], "temperature=-1.0 must not be negative"),
+        ([checkpoint, "--prompt=[a]", "--top_p=2"], "top_p=2.0 must be in (0, 1]"),
+        ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=[a]"], "no checkpoint"),
+        ([checkpoint, "--prompts=[a]"], "prompts"),
+        ([checkpoint], "prompt"),
+    ):
+        assert message in mistake(capsys, "generate", *args), args
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    assert "is no checkpoint of dclm" in mistake(
+        capsys, "generate", f"--checkpoint={tmp_path / 'other.ckpt'}", "--prompt=[a]"
+    )
+
+
+def test_checkpoint_of_another_architecture(trained, capsys):
+    error = mistake(
+        capsys,
+        *("validate", f"--config={trained / 't/version_0/config.yaml'}", f"--ckpt_path={trained / 't/version_0'}"),
+        "--model.model=transformer_pp_debug",
+    )
+    assert "holds model 'dcformer_pp_debug', this run builds 'transformer_pp_debug'" in error
+
+
+def test_the_token_script_runs(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(TEXT + name)
+    command = [sys.executable, "data/make_tokens.py", str(tmp_path), "--out", str(tmp_path / "out"), "--num-workers=1"]
+    done = subprocess.run([*command, "--val-fraction=0"], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{2 * (len(TEXT) + 6)} train tokens, 0 val tokens; vocabulary 257" in done.stdout
+    failed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert failed.returncode == 2 and "error: " in failed.stderr and "Traceback" not in failed.stderr

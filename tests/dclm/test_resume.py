@@ -1,0 +1,63 @@
+"""A language model's run that was stopped or killed goes on as if nothing had happened."""
+
+import signal
+
+import pytest
+
+from dctrain.checkpoint import load_checkpoint
+from tests.dctrain.commands import record
+from tests.dctrain.recorder import read
+
+from .commands import run, small, spawn
+
+
+@pytest.mark.parametrize("extra", [[], ["--data.num_workers=1", "--data.separate_documents=true"]], ids=["", "workers"])
+@pytest.mark.parametrize("at", [4, 9, 17])
+def test_stopped_and_resumed_equals_uninterrupted(corpus, tmp_path, at, extra):
+    run("fit", *small(corpus, tmp_path / "whole"), *extra, *record(tmp_path / "whole"))
+    stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=at)
+    run("fit", *small(corpus, tmp_path / "parts"), *extra, *stopping)
+    assert set(read(tmp_path / "parts")) == set(range(at + 1))
+    resume = f"--resume={tmp_path}/parts/t/version_0"
+    run("fit", *small(corpus, tmp_path / "parts"), *extra, *record(tmp_path / "parts"), resume)
+    expected = read(tmp_path / "whole")
+    assert set(expected) == set(range(30))
+    assert read(tmp_path / "parts") == expected
+    for epoch in range(3):
+        samples = [i for batch in range(10 * epoch, 10 * epoch + 10) for i in expected[batch]["samples"]]
+        assert len(samples) == len(set(samples)) == 40
+
+
+def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_path):
+    by_steps = ["--trainer.max_steps=25", "--trainer.max_epochs=-1"]
+    by_steps += ["--trainer.val_check_interval=7", "--trainer.check_val_every_n_epoch=null"]
+    arguments = [*small(corpus, tmp_path / "parts"), *by_steps, "--checkpoint_every_n_steps=4"]
+    killed = spawn("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=14))
+    assert killed.returncode == -signal.SIGKILL
+    last = tmp_path / "parts/t/version_0/checkpoints/last-step=12.ckpt"
+    resumed = spawn("fit", *arguments, *record(tmp_path / "parts"), f"--resume={last}")
+    assert resumed.returncode == 0, resumed.stderr
+    whole = spawn("fit", *small(corpus, tmp_path / "whole"), *by_steps, *record(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert read(tmp_path / "parts") == read(tmp_path / "whole")
+    ends = [load_checkpoint(tmp_path / d / "t/version_0/checkpoints/last-step=25.ckpt") for d in ("parts", "whole")]
+    assert ends[0]["TokenDataModule"] == ends[1]["TokenDataModule"]
+    best = [
+        sorted(p.name for p in (tmp_path / d / "t/version_0/checkpoints").glob("best*")) for d in ("parts", "whole")
+    ]
+    assert best[0] == best[1] and len(best[0]) == 1
+
+
+def test_two_processes_stop_together_and_one_goes_on(corpus, tmp_path):
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
+    stopped = spawn("fit", *small(corpus, tmp_path), *two, *record(tmp_path / "a", at=25, rank=1))
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped by SIGTERM; go on with --resume" in stopped.stdout
+    seen = [i for rank in (0, 1) for b, r in read(tmp_path / "a", rank).items() if b >= 20 for i in r["samples"]]
+    assert len(set(seen)) == 20
+    with pytest.warns(UserWarning, match="global batch changed from 2 to 4 sequences"):
+        run("fit", *small(corpus, tmp_path), *record(tmp_path / "b"), f"--resume={tmp_path}/t/version_0")
+    batches = [record["samples"] for _, record in sorted(read(tmp_path / "b").items())]
+    rest = [i for samples in batches[:5] for i in samples]
+    assert len(set(seen + rest)) == 40
+    assert len(batches) == 5 + 10
