@@ -1,11 +1,14 @@
-# `make train` and `make test` set up .venv on first use; later calls go straight to work.
+# `make train`, `make train-lm` and `make test` set up .venv on first use; later calls go straight to work.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint
+.PHONY: train train-lm test lint
 train: $(VENV)/installed
 	$(BIN)/python -m dcvision fit --config configs/vision/digits.yaml
+
+train-lm: $(VENV)/installed
+	$(BIN)/python -m dclm fit --config configs/lm/stdlib.yaml
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 from dclm.data.prepare import Options, prepare
+from dclm.data.texts import SUFFIXES, find_inputs
 from dctrain.errors import UserError
 
 
 def parse_arguments(args: list[str] | None) -> argparse.Namespace:
     """Define and parse the command line."""
     parser = argparse.ArgumentParser(description="Turn texts into token files for dclm.")
-    parser.add_argument("inputs", type=Path, nargs="+", help="files or folders: .txt .md .rst .py .jsonl .jsonl.zst")
+    parser.add_argument("inputs", type=Path, nargs="+", help=f"files, or folders of {' '.join(SUFFIXES)}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the corpus")
     parser.add_argument(
         "--tokenizer",
@@ -25,6 +26,7 @@ def parse_arguments(args: list[str] | None) -> argparse.Namespace:
         help="bytes (default), bpe:SIZE to train one on the inputs, a tokenizer.json, or a hub name",
     )
     parser.add_argument("--eos", help="the token that ends a document (default: the tokenizer's usual one)")
+    parser.add_argument("--suffix", action="append", help="take only such files from folders; may be repeated")
     parser.add_argument("--text-key", default="text", help="key of the text in JSONL (default: text)")
     parser.add_argument(
         "--val-fraction", type=float, default=0.005, help="part of the documents for validation (default: 0.005)"
@@ -41,7 +43,8 @@ def run(options: argparse.Namespace) -> None:
     if options.num_workers < 1:
         raise UserError(f"--num-workers={options.num_workers} must be at least 1.")
     what = Options(options.tokenizer, options.eos, options.text_key, options.val_fraction, options.segment_tokens)
-    manifest = prepare(options.inputs, options.out, what, options.num_workers)
+    files = find_inputs(options.inputs, tuple(options.suffix or SUFFIXES))
+    manifest = prepare(files, options.out, what, options.num_workers)
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {options.out / 'manifest.json'}")
     if manifest["skipped"]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from dctrain.errors import UserError
 
-from .texts import Document, find_inputs, read_documents
+from .texts import Document, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, token_dtype
 from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
 
@@ -71,11 +71,11 @@ class Part:
         return self.out / "parts" / f"{self.number:04d}.json"
 
 
-def prepare(inputs: list[Path], out: Path, options: Options, num_workers: int, *, progress: bool = True) -> dict:
+def prepare(files: list[Path], out: Path, options: Options, num_workers: int, *, progress: bool = True) -> dict:
     """Prepare a corpus; again, it changes nothing.
 
     Args:
-        inputs: Files and folders.
+        files: Texts, JSONL and JSONL.zst, in an order that stays the same.
         out: Folder of the corpus.
         options: What to make.
         num_workers: Processes; 0 works in this one.
@@ -87,7 +87,6 @@ def prepare(inputs: list[Path], out: Path, options: Options, num_workers: int, *
     Raises:
         UserError: If an input cannot be read, or `out` was made from other inputs or options.
     """
-    files = find_inputs(inputs)
     _claim(out, files, options)
     manifest = out / "manifest.json"
     if not manifest.is_file():

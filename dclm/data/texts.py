@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dctrain.errors import UserError
 
 JSONL = (".jsonl", ".jsonl.zst")
-TEXT = (".txt", ".md", ".rst", ".py")
+SUFFIXES = (*JSONL, ".txt", ".md", ".rst", ".py")
 
 
 class Document(NamedTuple):
@@ -19,8 +19,8 @@ class Document(NamedTuple):
     position: int
 
 
-def find_inputs(paths: list[Path]) -> list[Path]:
-    """List input files: those named, whatever their suffix, and those of known suffixes below folders named.
+def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """List input files: those named, whatever their suffix, and those of some suffixes below folders named.
 
     Raises:
         UserError: If a path does not exist or nothing is found.
@@ -30,11 +30,11 @@ def find_inputs(paths: list[Path]) -> list[Path]:
         if not path.exists():
             raise UserError(f"input {path} does not exist.")
         if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(JSONL + TEXT))
+            files += sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(suffixes))
         else:
             files.append(path)
     if not files:
-        raise UserError(f"no input below {', '.join(map(str, paths))}; accepted: {', '.join(JSONL + TEXT)}.")
+        raise UserError(f"no input below {', '.join(map(str, paths))}; looked for {', '.join(suffixes)}.")
     return files
 
 

@@ -1,5 +1,6 @@
 """Every YAML is parsed against the real signatures, names a model that exists, and has its header of facts."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,26 +9,62 @@ import pytest
 import timm
 import yaml
 
+import dclm
 import dcvision  # noqa: F401  registers the models
+from dclm.language_model import build_config
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs" / "vision").glob("*.yaml"))
+PROGRAMS = {"vision": "dcvision", "lm": "dclm"}
+CONFIGS = sorted(path for folder in PROGRAMS for path in (ROOT / "configs" / folder).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_config_is_accepted_by_the_command_line(path):
-    command = [sys.executable, "-m", "dcvision", "fit", "--config", str(path), "--print_config"]
+    program = PROGRAMS[path.parent.name]
+    command = [sys.executable, "-m", program, "fit", "--config", str(path), "--print_config"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load(path.read_text())
-    assert timm.is_model(config["model"]["model"])
+    assert config["model"]["model"] in (timm.list_models() if program == "dcvision" else dclm.CONFIGS)
     parsed = yaml.safe_load(result.stdout)
     assert parsed["model"]["lr"] == config["model"]["lr"]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_config_has_its_facts(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for fact in ("command:", "hardware:", "time:", "result:"):
         assert any(line.startswith(f"# {fact}") for line in header), fact
+    assert f"-m {PROGRAMS[path.parent.name]} fit --config configs/{name(path)}" in path.read_text()
     assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.parent.name == "lm"], ids=name)
+def test_what_a_language_config_documents_exists(path):
+    """Models named in comments are there, and documented overrides make a valid model."""
+    text = path.read_text()
+    config = yaml.safe_load(text)
+    for model in re.findall(r"\b(?:dcformer|transformer|dcpythia|pythia)_\w+", text):
+        assert model in dclm.CONFIGS, model
+    fixed = (config["data"]["vocab_size"], config["data"]["context_length"])
+    base = config["model"].get("overrides", {})
+    rows = [yaml.safe_load(row) for row in re.findall(r"^#  .*?(\{.*?\})", text, re.MULTILINE)]
+    configs = [build_config(config["model"]["model"], *fixed, base | row) for row in [{}, *rows]]
+    assert len({str(c) for c in configs}) == 1 + len(rows)
+    assert len(rows) == (13 if path.name == "405m.yaml" else 0)
+
+
+def test_a_step_of_a_paper_config_has_the_papers_tokens():
+    """0.5 M tokens for the scaling curves, 2 M for Pythia's."""
+    for path in (ROOT / "configs/lm").glob("*.yaml"):
+        config = yaml.safe_load(path.read_text())
+        if config["data"]["context_length"] != 2048:
+            continue
+        trainer, data = config["trainer"], config["data"]
+        devices = trainer["devices"] * trainer.get("num_nodes", 1)
+        tokens = data["batch_size"] * trainer["accumulate_grad_batches"] * devices * data["context_length"]
+        assert tokens == (2**21 if "pythia" in path.name else 2**19), path.name

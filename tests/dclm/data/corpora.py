@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from dclm.data.prepare import Options, prepare
+from dclm.data.texts import find_inputs
 
 
 def texts(count: int, start: int = 0) -> list[str]:
@@ -42,4 +43,4 @@ def numbered_corpus(folder: Path, num_tokens: int = 1000, num_val: int = 200) ->
 
 
 def prepared(inputs: list[Path], out: Path, num_workers: int = 0, **options) -> dict:
-    return prepare(inputs, out, Options(**options), num_workers, progress=False)
+    return prepare(find_inputs(inputs), out, Options(**options), num_workers, progress=False)

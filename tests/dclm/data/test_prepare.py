@@ -9,7 +9,7 @@ import zstandard
 
 from dclm.data import prepare as prepare_module
 from dclm.data.stdlib import stdlib_sources
-from dclm.data.texts import read_documents
+from dclm.data.texts import find_inputs, read_documents
 from dclm.data.token_files import Corpus
 from dctrain.errors import UserError
 
@@ -174,8 +174,17 @@ def test_missing_inputs_are_named(tmp_path):
     with pytest.raises(UserError, match="nothing does not exist"):
         prepared([tmp_path / "nothing"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no input below .*empty; accepted: .jsonl"):
+    with pytest.raises(UserError, match="no input below .*empty; looked for .jsonl"):
         prepared([tmp_path / "empty"], tmp_path / "out")
+
+
+def test_folders_give_what_is_asked_for(tmp_path):
+    for name in ("b.py", "a.txt", "sub/c.py", "d.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [p.name for p in find_inputs([tmp_path])] == ["a.txt", "b.py", "c.py"]
+    assert [p.name for p in find_inputs([tmp_path], (".py",))] == ["b.py", "c.py"]
+    assert [p.name for p in find_inputs([tmp_path / "d.bin"], (".py",))] == ["d.bin"]
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
