@@ -6,6 +6,7 @@ The published slots of the compose weights are (pre query, pre key, post query, 
 # L layers, C model width, H heads, K = 4H hidden width of a slot's MLP, R = 2
 
 import re
+import warnings
 
 import torch
 from torch import Tensor
@@ -70,11 +71,12 @@ def _join_qkv(layer: dict[str, Tensor]) -> None:
 def _compose_from_hub(layer: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """Take the compose weights out of a layer: none without composition, the query's slots for query-wise models."""
     prefix = "attention.dyn_w_proj."
-    for name in DERIVED:
-        layer.pop(prefix + name, None)
+    derived = {name: layer.pop(prefix + name) for name in DERIVED if prefix + name in layer}
     given = {name: layer.pop(prefix + name) for name in COMPOSE if prefix + name in layer}
     if not config.is_composed:
         return {}
+    _check_shapes(given, config)
+    _compare_derived(given, derived)
     slots = list(SLOTS if config.key_wise else SLOTS[:2])
     compose = {}
     if "dw1" in given:
@@ -85,6 +87,31 @@ def _compose_from_hub(layer: dict[str, Tensor], config: DecoderConfig) -> dict[s
         by_slot = given["dd"][:, 0].unflatten(1, (4, -1))  # [C, 4, H]
         compose["gate"] = by_slot[:, slots].permute(1, 2, 0).flatten(0, 1).contiguous()  # [slots * H, C]
     return compose
+
+
+def _check_shapes(given: dict[str, Tensor], config: DecoderConfig) -> None:
+    C, H = config.dim, config.num_heads
+    for name, shape in {"dw1": (C, 1, 4, 4 * H), "qkw": (1, 4, 4 * H, 4, H), "dd": (C, 1, 4 * H)}.items():
+        if name in given and given[name].shape != shape:
+            raise ValueError(f"dyn_w_proj.{name} has shape {list(given[name].shape)}; accepted: {list(shape)}.")
+
+
+def _compare_derived(given: dict[str, Tensor], derived: dict[str, Tensor]) -> None:
+    """Report copies that differ from their originals: the published training code updates the copies alone."""
+    if not all(name in given for name in COMPOSE):
+        return
+    expected = _derive(given["dw1"], given["qkw"], given["dd"])
+    different = [name for name in DERIVED[:2] if name in derived and not torch.equal(derived[name], expected[name])]
+    if different:
+        warnings.warn(
+            f"{' and '.join(different)} differ from the dw1, qkw and dd they derive from; loaded the latter, as the "
+            "published inference code does.",
+            stacklevel=2,
+        )
+
+
+def _derive(dw1: Tensor, qkw: Tensor, dd: Tensor) -> dict[str, Tensor]:
+    return {"dw_m": torch.cat([dw1.flatten(1), dd.flatten(1)], 1), "qkw_m": qkw[0].flatten(2).clone()}
 
 
 def weights_to_hub(weights: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -120,12 +147,5 @@ def _compose_to_hub(compose: dict[str, Tensor], config: DecoderConfig) -> dict[s
     qkw[0, slots] = project.view(len(slots), K, 4, H)
     dd[:, slots] = gate.view(len(slots), H, C).permute(2, 0, 1)
     identity = torch.eye(H, dtype=hidden.dtype).unsqueeze(0)
-    return {
-        "dw1": dw1,
-        "qkw": qkw,
-        "dd": dd.flatten(1).unsqueeze(1),
-        "dw_m": torch.cat([dw1.flatten(1), dd.flatten(1)], 1),
-        "qkw_m": qkw[0].flatten(2).clone(),
-        "pre_proj.w": identity,
-        "post_proj.w": identity.clone(),
-    }
+    originals = {"dw1": dw1, "qkw": qkw, "dd": dd.flatten(1).unsqueeze(1)}
+    return originals | _derive(**originals) | {"pre_proj.w": identity, "post_proj.w": identity.clone()}

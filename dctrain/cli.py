@@ -56,6 +56,7 @@ class TrainerCLI(LightningCLI):
             args=args,
             save_config_callback=SaveRunConfig,
             seed_everything_default=0,
+            auto_configure_optimizers=False,
             trainer_defaults={"use_distributed_sampler": False},
             parser_kwargs={"allow_abbrev": False, "description": description},
         )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,17 @@ def test_spellings_of_the_same_weights(change, lg):
     got = dclm.load_pretrained(lg).state_dict()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_copies_that_differ_are_reported(lg):
+    tensors = load_file(lg / "model.safetensors")
+    tensors["layers.1.attention.dyn_w_proj.dw_m"][0, 0] += 1
+    save_file(tensors, lg / "model.safetensors")
+    with pytest.warns(UserWarning, match="dw_m differ from the dw1, qkw and dd they derive from"):
+        got = dclm.load_pretrained(lg)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal_weights(got, dclm.load_pretrained(GOLDEN / "dcformer_lg"))
 
 
 def edit_config(folder: Path, **changes) -> None:
