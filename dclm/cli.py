@@ -1,4 +1,7 @@
-"""Command line: `python -m dclm fit|validate|test --config FILE ...` and `python -m dclm generate`."""
+"""Command line: `python -m dclm fit|validate|test --config FILE ...`, and `python -m dclm generate|export`."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
@@ -6,11 +9,16 @@ from dctrain.cli import TrainerCLI, run_command, run_lightning
 from dctrain.errors import UserError
 
 from .data import TokenDataModule
+from .data.tokenizers import BYTES
+from .hub import save_pretrained
 from .language_model import LanguageModel
 from .sampling import Sampling
 from .text import continue_text, load_model
 
-GENERATE_HELP = "One more subcommand, generate --checkpoint CHECKPOINT --prompt TEXT, continues text."
+MORE_HELP = (
+    "Two more subcommands: generate --checkpoint CHECKPOINT --prompt [TEXT] continues text; export --checkpoint "
+    "CHECKPOINT --folder FOLDER writes the published hub format."
+)
 
 
 class LanguageCLI(TrainerCLI):
@@ -23,7 +31,7 @@ class LanguageCLI(TrainerCLI):
     best_name = "best-step={step}-loss={val/loss:.4f}"
 
     def __init__(self, args: list[str]) -> None:
-        super().__init__(LanguageModel, TokenDataModule, args, f"Language models with DCMHA. {GENERATE_HELP}")
+        super().__init__(LanguageModel, TokenDataModule, args, f"Language models with DCMHA. {MORE_HELP}")
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -83,18 +91,38 @@ def generate_command(
         print(f"{start}{text}\n{'-' * 20}")
 
 
-def _generate(args: list[str]) -> None:
-    parser = ArgumentParser(prog="dclm generate", description="Continue text.", allow_abbrev=False)
+def export_command(checkpoint: str, folder: str) -> None:
+    """Write a trained model in the published hub format, with its tokenizer unless that is bytes.
+
+    Args:
+        checkpoint: A `.ckpt` file or run folder of `dclm fit`.
+        folder: Where to write; must not hold a model already.
+    """
+    decoder, tokenizer = load_model(checkpoint, None)
+    try:
+        save_pretrained(decoder, folder)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    if tokenizer.spec != BYTES:
+        (Path(folder) / "tokenizer.json").write_text(tokenizer.spec)
+    print(f'exported to {folder}; load with dclm.load_pretrained("{folder}")')
+
+
+def _run_function(function: Callable[..., None], name: str, args: list[str]) -> None:
+    parser = ArgumentParser(prog=f"dclm {name}", description=function.__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of these options")
-    parser.add_function_arguments(generate_command)
+    parser.add_function_arguments(function)
     options = parser.parse_args(args)
     options.pop("config", None)
-    generate_command(**options.as_dict())
+    function(**options.as_dict())
+
+
+FUNCTIONS = {"generate": generate_command, "export": export_command}
 
 
 def _command(args: list[str]) -> None:
-    if args[:1] == ["generate"]:
-        _generate(args[1:])
+    if args and args[0] in FUNCTIONS:
+        _run_function(FUNCTIONS[args[0]], args[0], args[1:])
     else:
         run_lightning(lambda: LanguageCLI(args))
 

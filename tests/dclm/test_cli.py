@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import dclm
 from dclm.bigram import ByteBigram
 from dclm.data.token_files import Corpus
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
@@ -115,22 +114,17 @@ def test_generate_continues_text(trained, capsys, tmp_path):
     assert a[: len(a) // 2] == a[len(a) // 2 :] and b == ""
 
 
-def test_generate_reads_published_folders(trained, capsys, tmp_path):
-    checkpoint = load_checkpoint(find_checkpoint(str(trained)))
-    hp = checkpoint["hyper_parameters"]
-    config = dclm.decoder_config(hp["model"], vocab_size=257, context_length=32, **hp["overrides"])
-    decoder = dclm.Decoder(config)
-    weights = {k.removeprefix("model."): w for k, w in checkpoint["state_dict"].items()}
-    decoder.load_state_dict({k: w for k, w in weights.items() if k in decoder.state_dict()})
-    dclm.save_pretrained(decoder, tmp_path / "hub")
+def test_exported_models_generate_the_same(trained, capsys, tmp_path):
+    run("export", f"--checkpoint={trained / 't/version_0'}", f"--folder={tmp_path / 'hub'}")
+    assert "load with dclm.load_pretrained" in capsys.readouterr().out
     options = ["--prompt=[def main]", "--temperature=0", "--max_new_tokens=30"]
     run("generate", f"--checkpoint={tmp_path / 'hub'}", "--tokenizer=bytes", *options)
     published = capsys.readouterr().out
     run("generate", f"--checkpoint={find_checkpoint(str(trained))}", *options)
     assert capsys.readouterr().out == published
-    with pytest.raises(SystemExit):
-        run("generate", f"--checkpoint={tmp_path / 'hub'}", *options)
-    assert "no tokenizer" in capsys.readouterr().err
+    assert "no tokenizer" in mistake(capsys, "generate", f"--checkpoint={tmp_path / 'hub'}", *options)
+    again = mistake(capsys, "export", f"--checkpoint={trained / 't/version_0'}", f"--folder={tmp_path / 'hub'}")
+    assert "holds config.json already; nothing was overwritten" in again
 
 
 @pytest.mark.parametrize("strategy", [["--trainer.strategy=ddp"], FSDP], ids=["ddp", "fsdp2"])
