@@ -76,6 +76,12 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Check what the layers would not, or would only late."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in NUMBERS and type(value) not in NUMBERS[field.type]:
+                raise ValueError(f"{field.name}={value!r} must be of type {field.type.__name__}.")
+        if not isinstance(self.windows, list | tuple) or not all(type(w) in (int, type(None)) for w in self.windows):
+            raise ValueError(f"windows={self.windows!r} must be a list of numbers and nulls.")
         object.__setattr__(self, "windows", tuple(self.windows))
         for name in ("dim", "num_layers", "num_heads", "mlp_dim", "vocab_size", "context_length"):
             if getattr(self, name) < 1:
@@ -113,6 +119,7 @@ class DecoderConfig:
         return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
 
 
+NUMBERS = {bool: (bool,), int: (int,), float: (float, int)}
 POSITIONS = ("learned", "rotary")
 TRANSFORMER = {"norm": "layer", "mlp": "gelu", "bias": True, "position": "learned"}
 TRANSFORMER_PP = {"norm": "rms", "mlp": "swiglu", "bias": False, "position": "rotary"}

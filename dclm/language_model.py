@@ -149,4 +149,4 @@ class LanguageModel(TrainingModule):
         self.val_loss.reset()
         bits = loss / math.log(2) / self.trainer.datamodule.bytes_per_token
         metrics = {"loss": loss, "perplexity": loss.exp(), "bits_per_byte": bits}
-        self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True)
+        self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)

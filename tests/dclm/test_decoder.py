@@ -273,6 +273,12 @@ def test_compiles_whole_and_trains(tokens, recompute, monkeypatch):
         ("dcpythia_2b8", {"rotary_fraction": 0.01}, "rotary_fraction=0.01 of head dim 80 is 0 channels"),
         ("dcpythia_2b8", {"norm": "batch"}, "norm='batch'; accepted: 'layer', 'rms'"),
         ("dcpythia_2b8", {"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ("dcpythia_2b8", {"num_layers": "12"}, "num_layers='12' must be of type int"),
+        ("dcpythia_2b8", {"num_layers": True}, "num_layers=True must be of type int"),
+        ("dcpythia_2b8", {"key_wise": 0}, "key_wise=0 must be of type bool"),
+        ("dcpythia_2b8", {"norm_eps": "small"}, "norm_eps='small' must be of type float"),
+        ("dcpythia_2b8", {"windows": 256}, "windows=256 must be a list of numbers and nulls"),
+        ("dcpythia_2b8", {"windows": ["256"]}, r"windows=\['256'\] must be a list of numbers"),
     ],
 )
 def test_mistakes_are_named(name, overrides, message):
