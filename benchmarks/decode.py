@@ -22,16 +22,16 @@ def make_decode(config: dclm.DecoderConfig, options: argparse.Namespace) -> Call
     decoder = dclm.Decoder(config, device=device, dtype=getattr(torch, options.dtype)).eval()
     cache = decoder.make_cache(options.prompt + options.new)
     prompt = torch.randint(config.vocab_size, (options.batch_size, options.prompt), device=device)
-    step = torch.compile(decoder.run, dynamic=False, fullgraph=True) if options.compile else decoder.run
+    step = torch.compile(decoder.step, fullgraph=True) if options.compile else decoder.step
     with torch.no_grad():
-        first = decoder(prompt, cache=cache, last_only=True).argmax(-1)
+        first = decoder.decode(prompt, cache, last_only=True).argmax(-1)
 
     @torch.no_grad()
     def decode() -> None:
         cache.num_tokens = options.prompt
         tokens = first
         for _ in range(options.new):
-            tokens = step(tokens, cache.advance(1, device), cache=cache).argmax(-1)
+            tokens = step(tokens, cache.advance(options.batch_size, 1, device), cache).argmax(-1)
 
     return decode
 

@@ -79,16 +79,20 @@ class DecoderConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in NUMBERS and type(value) not in NUMBERS[field.type]:
-                raise ValueError(f"{field.name}={value!r} must be of type {field.type.__name__}.")
+                name = getattr(field.type, "__name__", None) or "float or None"
+                raise ValueError(f"{field.name}={value!r} must be of type {name}.")
         if not isinstance(self.windows, list | tuple) or not all(type(w) in (int, type(None)) for w in self.windows):
             raise ValueError(f"windows={self.windows!r} must be a list of numbers and nulls.")
         object.__setattr__(self, "windows", tuple(self.windows))
         for name in ("dim", "num_layers", "num_heads", "mlp_dim", "vocab_size", "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name, accepted in (("norm", ("layer", "rms")), ("mlp", ("gelu", "swiglu")), ("position", POSITIONS)):
+        for name, accepted in CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
+        for name in ("norm_eps", "rotary_base", "init_std"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be divisible by num_heads={self.num_heads}.")
         if self.mlp_groups < 0 or (self.mlp_groups and self.mlp_dim % self.mlp_groups):
@@ -119,8 +123,8 @@ class DecoderConfig:
         return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
 
 
-NUMBERS = {bool: (bool,), int: (int,), float: (float, int)}
-POSITIONS = ("learned", "rotary")
+NUMBERS = {bool: (bool,), int: (int,), float: (float, int), float | None: (float, int, type(None))}
+CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rotary")}
 TRANSFORMER = {"norm": "layer", "mlp": "gelu", "bias": True, "position": "learned"}
 TRANSFORMER_PP = {"norm": "rms", "mlp": "swiglu", "bias": False, "position": "rotary"}
 PYTHIA = TRANSFORMER | {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "init_std": None}

@@ -71,39 +71,82 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         skip_ignored: bool = False,
         documents: Tensor | None = None,
-        cache: DecodingCache | None = None,
-        last_only: bool = False,
     ) -> Tensor:
         """Predict every next token.
 
         Args:
-            input_ids: Token ids [B, T].
-            targets: Ids [B, T] that ought to follow; -100 does not count.
+            input_ids: Token ids [B, T], int64 or int32.
+            targets: Ids [B, T] that ought to follow, int64; -100 does not count.
             skip_ignored: As in `next_token_loss`.
             documents: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
                 start again in each.
-            cache: What earlier calls have seen; these tokens follow it, and are added.
+
+        Returns:
+            Logits [B, T, V]; with `targets` the mean loss, a scalar.
+
+        Raises:
+            ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
+                alone) a token is outside the vocabulary.
+        """
+        self._check_ids(input_ids)
+        for name, given in (("targets", targets), ("documents", documents)):
+            if given is not None and (given.shape != input_ids.shape or given.dtype != torch.long):
+                raise ValueError(
+                    f"{name} has shape {list(given.shape)} and dtype {given.dtype}; accepted: that of input_ids, "
+                    f"{list(input_ids.shape)}, and torch.int64."
+                )
+        self._check_length(input_ids.shape[1])
+        attn_mask, positions = None, torch.arange(input_ids.shape[1], device=input_ids.device)
+        if documents is not None:
+            attn_mask, positions = _within_documents(documents, positions)
+        x = self._hidden(input_ids, positions, attn_mask)
+        if targets is None:
+            return self.output(x)
+        return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
+
+    def decode(self, input_ids: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
+        """Predict what follows tokens that come after those in a cache, and add them to it.
+
+        Args:
+            input_ids: Token ids [B, T].
+            cache: What earlier calls have seen, made by `make_cache`. Refused arguments leave it as it was; after any
+                other failure it refuses to go on.
             last_only: Predict after the last token alone.
 
         Returns:
-            Logits [B, T, V], or [B, 1, V] if `last_only`; with `targets` the mean loss, a scalar.
+            Logits [B, T, V], or [B, 1, V] if `last_only`.
 
         Raises:
-            ValueError: If shapes do not fit or a position is beyond the position table.
+            ValueError: As `forward`, or if the cache is full, of another model, or of other rows.
         """
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T].")
-        T, device = input_ids.shape[1], input_ids.device
-        if cache is not None:
-            self._check_length(cache.num_tokens + T)
-            return self.run(input_ids, cache.advance(T, device), cache=cache, last_only=last_only)
-        self._check_length(T)
-        attn_mask, positions = None, torch.arange(T, device=device)
-        if documents is not None:
-            attn_mask, positions = _within_documents(documents, positions)
-        return self.run(
-            input_ids, positions, attn_mask, targets=targets, skip_ignored=skip_ignored, last_only=last_only
-        )
+        self._check_ids(input_ids)
+        if cache.windows != tuple(self.config.layer_windows):
+            raise ValueError("the cache is of a model with other layers or windows; make_cache makes one that fits.")
+        B, T = input_ids.shape
+        self._check_length(cache.num_tokens + T)
+        positions = cache.advance(B, T, input_ids.device)
+        try:
+            return self.step(input_ids, positions, cache, last_only=last_only)
+        except BaseException:
+            cache.is_broken = True
+            raise
+
+    def step(self, input_ids: Tensor, positions: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
+        """Compute what `decode` returns, unchecked, at the positions that `cache.advance` gave: what to compile."""
+        x = self._hidden(input_ids, positions, cache=cache)
+        return self.output(x[:, -1:] if last_only else x)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; accepted: [B, T], int64 or "
+                "int32."
+            )
+        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
+            low, high = map(int, input_ids.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise ValueError(f"input_ids holds token {wrong}; accepted: 0 to {self.config.vocab_size - 1}.")
 
     def _check_length(self, num_tokens: int) -> None:
         if self.position_embed is not None and num_tokens > self.config.context_length:
@@ -111,18 +154,14 @@ class Decoder(nn.Module):
                 f"{num_tokens} tokens exceed the position table of {self.config.context_length} (context_length)."
             )
 
-    def run(
+    def _hidden(
         self,
         input_ids: Tensor,
         positions: Tensor,
         attn_mask: Tensor | None = None,
-        *,
         cache: DecodingCache | None = None,
-        targets: Tensor | None = None,
-        skip_ignored: bool = False,
-        last_only: bool = False,
     ) -> Tensor:
-        """Compute what `forward` returns, from positions [T] or [B, T]; the part of it to compile for decoding."""
+        """Compute the final hidden states [B, T, C]."""
         x = self.embed(input_ids)
         rope = None
         if self.position_embed is not None:
@@ -132,14 +171,11 @@ class Decoder(nn.Module):
             rope = rotary_embedding(positions, self.config.rotary_dim, self.config.rotary_base, dtype)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, layers, strict=True):
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, attn_mask, rope, layer_cache, use_reentrant=False)
+            if self.recompute and cache is None and torch.is_grad_enabled():
+                x = checkpoint(block, x, attn_mask, rope, None, use_reentrant=False)
             else:
                 x = block(x, attn_mask, rope, layer_cache)
-        x = self.norm(x[:, -1:] if last_only else x)
-        if targets is None:
-            return self.output(x)
-        return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
+        return self.norm(x)
 
     def make_cache(self, capacity: int, padding: Tensor | None = None) -> DecodingCache:
         """Make an empty cache for decoding up to `capacity` tokens a row; `padding` as in `DecodingCache`."""

@@ -5,6 +5,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import Decoder
@@ -36,7 +37,8 @@ def generate(
         top_p: Sample among the likeliest whose probabilities first sum to p.
         stop_tokens: A row ends with the first of these that it makes. None by default.
         seed: Of the samples; None draws from torch's global generator.
-        compile: Compile the decode step (once; it is the same for every token).
+        compile: Compile the decode step: once, and again when prompts of other sizes or numbers come (its sizes are
+            then dynamic).
 
     Returns:
         Prompts with their continuations: [B, T + new] for a tensor, where rows that ended early repeat their stop
@@ -46,7 +48,7 @@ def generate(
         ValueError: If a prompt is empty, a token outside the vocabulary, the position table too short, or an option
             out of range.
     """
-    prompts = check_prompts(decoder, input_ids, max_new_tokens)
+    prompts = check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)
     steps = stream(
         decoder,
         prompts,
@@ -71,7 +73,9 @@ def _until_stop(row: Tensor, stop_tokens: Sequence[int]) -> Tensor:
     return row if len(stops) == 0 else row[: int(stops[0]) + 1]
 
 
-def check_prompts(decoder: Decoder, input_ids: Prompts, max_new_tokens: int) -> list[Tensor]:
+def check_prompts(
+    decoder: Decoder, input_ids: Prompts, max_new_tokens: int, stop_tokens: Sequence[int] = ()
+) -> list[Tensor]:
     """Turn prompts into a list of tensors of ids, or say what is wrong with them."""
     if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T], or a list of prompts.")
@@ -80,7 +84,10 @@ def check_prompts(decoder: Decoder, input_ids: Prompts, max_new_tokens: int) -> 
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative.")
     config = decoder.config
-    prompts = [torch.as_tensor(prompt, dtype=torch.long) for prompt in input_ids]
+    wrong = [token for token in stop_tokens if not 0 <= token < config.vocab_size]
+    if wrong:
+        raise ValueError(f"stop_tokens holds {wrong[0]}; accepted: 0 to {config.vocab_size - 1}.")
+    prompts = [_as_ids(number, prompt) for number, prompt in enumerate(input_ids)]
     for number, prompt in enumerate(prompts):
         if prompt.dim() != 1 or prompt.numel() == 0:
             raise ValueError(f"prompt {number} has shape {list(prompt.shape)}; accepted: at least one token id.")
@@ -94,6 +101,16 @@ def check_prompts(decoder: Decoder, input_ids: Prompts, max_new_tokens: int) -> 
                 f"table of {config.context_length} (context_length)."
             )
     return prompts
+
+
+def _as_ids(number: int, prompt: Tensor | Sequence[int]) -> Tensor:
+    try:
+        ids = torch.as_tensor(prompt) if len(prompt) else torch.empty(0, dtype=torch.long)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"prompt {number} is no sequence of token ids: {error}") from error
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"prompt {number} has dtype {ids.dtype}; accepted: integer token ids.")
+    return ids.long()
 
 
 @torch.no_grad()
@@ -118,14 +135,13 @@ def stream(
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    step = torch.compile(decoder.run, dynamic=False, fullgraph=True) if compile else decoder.run
+    step = torch.compile(decoder.step, fullgraph=True) if compile else decoder.step
     tokens = None
     for number in range(max_new_tokens):
         if number == 0:
-            logits = decoder(ids, cache=cache, last_only=True)
+            logits = decoder.decode(ids, cache, last_only=True)
         else:
-            positions = cache.advance(1, device)
-            logits = step(tokens[:, None], positions, cache=cache)
+            logits = step(tokens[:, None], cache.advance(len(prompts), 1, device), cache)
         chosen = sampling.choose(logits[:, -1], generator)
         tokens = chosen if tokens is None else torch.where(ended, tokens, chosen)
         yield tokens
@@ -137,8 +153,7 @@ def stream(
 
 def _pad_left(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Stack prompts so that they end together [B, T]; count each row's padding [B], None if there is none."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    longest = int(lengths.max())
-    ids = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
-    padding = None if bool((lengths == longest).all()) else (longest - lengths).to(device)
-    return ids.to(device), padding
+    longest = max(len(prompt) for prompt in prompts)
+    padding = [longest - len(prompt) for prompt in prompts]
+    rows = [F.pad(prompt.to(device), (count, 0)) for prompt, count in zip(prompts, padding, strict=True)]
+    return torch.stack(rows), torch.tensor(padding, device=device) if any(padding) else None

@@ -42,12 +42,13 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distribution [B, V] that is sampled, for a temperature above 0."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
         probabilities = logits.softmax(-1)
-        if self.top_p is None:
+        if self.top_p is None or self.top_p == 1:
             return probabilities
         ordered, order = probabilities.sort(descending=True)
         before = ordered.cumsum(-1) - ordered

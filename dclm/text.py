@@ -1,9 +1,10 @@
 """Text in, text out: a trained or published model with its tokenizer, for the command line."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError
@@ -59,19 +60,24 @@ def continue_text(
     """Yield, step by step, the text that each prompt's continuation grows by; "" for rows that have ended.
 
     Raises:
-        UserError: If a prompt is empty or does not fit the model.
+        UserError: At once, if a prompt is empty or does not fit the model.
     """
     ids = [torch.from_numpy(row.astype("int64")) for row in tokenizer.encode(prompts)]
+    stops = [tokenizer.eos_id] if stop_at_eos else []
     try:
-        ids = check_prompts(decoder, ids, max_new_tokens)
+        ids = check_prompts(decoder, ids, max_new_tokens, stops)
     except ValueError as error:
         raise UserError(str(error)) from error
-    stops = [tokenizer.eos_id] if stop_at_eos else []
-    writers = [tokenizer.stream() for _ in prompts]
-    ended = [False] * len(prompts)
-    for tokens in stream(decoder, ids, max_new_tokens, sampling, stop_tokens=stops, seed=seed, compile=compile):
-        step = []
+    steps = stream(decoder, ids, max_new_tokens, sampling, stop_tokens=stops, seed=seed, compile=compile)
+    return _written(steps, [tokenizer.stream() for _ in prompts], stops)
+
+
+def _written(steps: Iterator[Tensor], writers: list[Callable[[int], str]], stops: list[int]) -> Iterator[list[str]]:
+    """Turn new tokens [B] into new text."""
+    ended = [False] * len(writers)
+    for tokens in steps:
+        texts = []
         for row, token in enumerate(tokens.tolist()):
             ended[row] = ended[row] or token in stops
-            step.append("" if ended[row] else writers[row](token))
-        yield step
+            texts.append("" if ended[row] else writers[row](token))
+        yield texts

@@ -51,6 +51,9 @@ class LayerCache:
 
         They come in the order of their tokens, or for T = 1 in any order, so that the layer's own `is_causal` and
         `window` hold; the mask [B or 1, 1, 1, S] hides empty slots and padding.
+
+        Raises:
+            ValueError: If the dtype is another than before.
         """
         new, pack = _flatten(k, v, key_weights)
         T = k.shape[2]
@@ -60,14 +63,22 @@ class LayerCache:
             self._write(new, positions)
             mask = None if self.clock.padding is None else self.clock.real(positions)
             return *pack(new), mask
+        if self.kept[0].dtype != k.dtype:
+            raise ValueError(f"the cache holds {self.kept[0].dtype}; got {k.dtype}.")
         if T == 1:
             self._write(new, positions)
             slots = torch.arange(self.num_slots, device=k.device)
             return *pack(self.kept), self.clock.real(positions - (positions - slots) % self.num_slots)
-        before = positions[0] - self.num_slots + torch.arange(self.num_slots, device=k.device)
-        seen = [torch.cat([old[:, before % self.num_slots], x], 1) for old, x in zip(self.kept, new, strict=True)]
+        seen, seen_positions = self._after_kept(new, positions)
         self._write(new, positions)
-        return *pack(seen), self.clock.real(torch.cat([before, positions]))
+        return *pack(seen), self.clock.real(seen_positions)
+
+    def _after_kept(self, new: list[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Put new tokens after the kept ones, in order; return all with their positions, negative for empty slots."""
+        before = positions[0] - self.num_slots + torch.arange(self.num_slots, device=positions.device)
+        slots = before % self.num_slots
+        seen = [torch.cat([old[:, slots], x], 1) for old, x in zip(self.kept, new, strict=True)]
+        return seen, torch.cat([before, positions])
 
     def _write(self, new: list[Tensor], positions: Tensor) -> None:
         """Put the newest tokens into their slots."""
@@ -83,18 +94,26 @@ class DecodingCache:
         windows: Window of each layer, or None where it sees all.
         capacity: Most tokens of a row, padding included.
         padding: Padding tokens before each row's prompt [B], so that all prompts end together; None for none.
+
+    Raises:
+        ValueError: If `capacity` is less than 1.
     """
 
     def __init__(self, windows: Sequence[int | None], capacity: int, padding: Tensor | None = None) -> None:
-        self.capacity = capacity
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity} must be at least 1.")
+        self.windows, self.capacity = tuple(windows), capacity
         self.num_tokens = 0
+        self.num_rows: int | None = None
+        self.is_broken = False
         self.clock = Clock(padding)
         self.layers = [LayerCache(min(window or capacity, capacity), self.clock) for window in windows]
 
-    def advance(self, num_tokens: int, device: torch.device) -> Tensor:
+    def advance(self, num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
         """Make room for new tokens, before the layers see them; return their positions in the text.
 
         Args:
+            num_rows: Rows B.
             num_tokens: New tokens T of every row.
             device: Where the decoder runs.
 
@@ -102,15 +121,23 @@ class DecodingCache:
             [T], or [B, T] if rows have padding; 0 for padding itself.
 
         Raises:
-            ValueError: If they exceed the capacity.
+            ValueError: If they exceed the capacity, the rows are others than before, or the cache is broken.
         """
+        if self.is_broken:
+            raise ValueError("a call that failed left the cache half written; make a new one.")
+        expected = self.num_rows if self.clock.padding is None else len(self.clock.padding)
+        if expected not in (None, num_rows):
+            raise ValueError(f"the cache is of {expected} rows; got {num_rows}.")
         if self.num_tokens + num_tokens > self.capacity:
             raise ValueError(
                 f"the cache holds {self.capacity} tokens; {self.num_tokens} are in it and {num_tokens} more do not fit."
             )
+        self.num_rows = num_rows
         self.num_tokens += num_tokens
         if self.clock.end is None:
             self.clock.end = torch.zeros((), dtype=torch.long, device=device)
+            if self.clock.padding is not None:
+                self.clock.padding = self.clock.padding.to(device)
         self.clock.end.fill_(self.num_tokens)
         positions = self.clock.end - num_tokens + torch.arange(num_tokens, device=device)
         if self.clock.padding is None:

@@ -273,6 +273,10 @@ def test_compiles_whole_and_trains(tokens, recompute, monkeypatch):
         ("dcpythia_2b8", {"rotary_fraction": 0.01}, "rotary_fraction=0.01 of head dim 80 is 0 channels"),
         ("dcpythia_2b8", {"norm": "batch"}, "norm='batch'; accepted: 'layer', 'rms'"),
         ("dcpythia_2b8", {"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ("dcpythia_2b8", {"norm_eps": -1}, "norm_eps=-1 must be positive"),
+        ("dcpythia_2b8", {"rotary_base": 0}, "rotary_base=0 must be positive"),
+        ("dcpythia_2b8", {"init_std": -1.0}, "init_std=-1.0 must be positive"),
+        ("dcpythia_2b8", {"init_std": "x"}, "init_std='x' must be of type float or None"),
         ("dcpythia_2b8", {"num_layers": "12"}, "num_layers='12' must be of type int"),
         ("dcpythia_2b8", {"num_layers": True}, "num_layers=True must be of type int"),
         ("dcpythia_2b8", {"key_wise": 0}, "key_wise=0 must be of type bool"),
@@ -290,9 +294,20 @@ def test_input_that_does_not_fit_is_named():
     decoder = small("transformer_debug")
     with pytest.raises(ValueError, match="25 tokens exceed the position table of 24"):
         decoder(ids(1, 25))
-    with pytest.raises(ValueError, match=r"input_ids has shape \[9\]; accepted: \[B, T\]"):
-        decoder(ids(9))
+    for wrong, message in (
+        (ids(9), r"input_ids has shape \[9\] and dtype torch.int64; accepted: \[B, T\]"),
+        (ids(1, 9).float(), "dtype torch.float32; accepted"),
+        (ids(1, 9) + 61, "input_ids holds token .*; accepted: 0 to 60"),
+        (ids(1, 9) - 61, "input_ids holds token -"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(wrong)
+    for name in ("targets", "documents"):
+        for wrong in (ids(9, 2), ids(2, 9).int(), ids(9)):
+            with pytest.raises(ValueError, match=f"{name} has shape .*; accepted: that of input_ids, "):
+                decoder(ids(2, 9), **{name: wrong})
+    assert torch.equal(decoder(ids(2, 9).int()), decoder(ids(2, 9)))
     cache = decoder.make_cache(6)
-    decoder(ids(1, 5), cache=cache)
+    decoder.decode(ids(1, 5), cache)
     with pytest.raises(ValueError, match="the cache holds 6 tokens; 5 are in it and 2 more do not fit"):
-        decoder(ids(1, 2), cache=cache)
+        decoder.decode(ids(1, 2), cache)

@@ -27,7 +27,7 @@ def test_cached_logits_equal_full_ones(prompt, window):
     full = decoder(text)
     for parts in ([prompt] + [1] * (17 - prompt), [prompt, 2, 1, 17 - prompt - 3]):
         cache = decoder.make_cache(17)
-        got = torch.cat([decoder(part, cache=cache) for part in text.split(parts, 1)], 1)
+        got = torch.cat([decoder.decode(part, cache) for part in text.split(parts, 1)], 1)
         torch.testing.assert_close(got, full, rtol=1e-10, atol=1e-10)
 
 
@@ -53,10 +53,9 @@ def test_unequal_prompts_continue_as_each_would_alone(name, overrides):
         assert torch.equal(row, recomputed_greedy(decoder, prompt, 9))
     padding = torch.tensor([11 - len(prompt) for prompt in prompts])
     cache = decoder.make_cache(20, padding)
-    logits = decoder(torch.stack([torch.nn.functional.pad(p, (11 - len(p), 0)) for p in prompts]), cache=cache)
-    next_logits = decoder(
-        torch.stack([row[len(p)] for p, row in zip(prompts, rows, strict=True)])[:, None], cache=cache
-    )
+    logits = decoder.decode(torch.stack([torch.nn.functional.pad(p, (11 - len(p), 0)) for p in prompts]), cache)
+    next_ids = torch.stack([row[len(p)] for p, row in zip(prompts, rows, strict=True)])[:, None]
+    next_logits = decoder.decode(next_ids, cache)
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         alone = decoder(row[None, : len(prompt) + 1])[0]
         got = torch.cat([logits[number, 11 - len(prompt) :], next_logits[number]])
@@ -67,14 +66,14 @@ def test_unequal_prompts_continue_as_each_would_alone(name, overrides):
 def test_the_cache_keeps_low_rank_factors_and_only_the_window():
     decoder = small("dcformer_pp_debug")
     cache = decoder.make_cache(20)
-    decoder(ids(2, 5), cache=cache)
+    decoder.decode(ids(2, 5), cache)
     H, D, R = 4, 8, 2
     for layer, slots in zip(cache.layers, (4, 20, 4), strict=True):
         kept = sum(tensor[0].numel() for tensor in layer.kept)
         assert kept == slots * (2 * H * D + 2 * (2 * R + 1) * H)
     query_wise = small("dcformer_pp_debug", key_wise=False)
     cache = query_wise.make_cache(20)
-    query_wise(ids(2, 5), cache=cache)
+    query_wise.decode(ids(2, 5), cache)
     assert sum(tensor[0].numel() for tensor in cache.layers[0].kept) == 4 * 2 * H * D
 
 
@@ -89,12 +88,64 @@ def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
     compiled = dclm.generate(decoder, prompts, 12, compile=True)
     assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
     counter = CompileCounter()
-    step = torch.compile(decoder.run, backend=counter, dynamic=False, fullgraph=True)
+    step = torch.compile(decoder.step, backend=counter, fullgraph=True)
     cache = decoder.make_cache(20)
-    decoder(ids(2, 4), cache=cache)
+    decoder.decode(ids(2, 4), cache)
     for number in range(10):
-        step(ids(2, 1, seed=number), cache.advance(1, torch.device("cpu")), cache=cache)
+        step(ids(2, 1, seed=number), cache.advance(2, 1, torch.device("cpu")), cache)
     assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_compiled_steps_of_many_sizes():
+    """More prompts of other sizes and numbers in one process than torch would compile anew for."""
+    torch._dynamo.reset()
+    decoder = small("dcformer_pp_debug", num_layers=2).float()
+    for number, lengths in enumerate([[3], [5], [1, 4], [7], [9, 9, 2], [11], [12, 3], [13], [14], [2, 2], [6], [8]]):
+        prompts = [ids(length, seed=number) for length in lengths]
+        compiled = dclm.generate(decoder, prompts, 3 + number % 4, compile=True)
+        eager = dclm.generate(decoder, prompts, 3 + number % 4)
+        assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True)), lengths
+
+
+@torch.no_grad()
+def test_a_call_that_fails_never_leaves_a_cache_silently_wrong():
+    decoder = small("dcformer_pp_debug")
+    text = ids(2, 12)
+    cache = decoder.make_cache(12)
+    decoder.decode(text[:, :6], cache)
+    for wrong, message in (
+        (text[:, :1] + 100, "input_ids holds token 1"),
+        (text[:1, :1], "the cache is of 2 rows; got 1"),
+        (text[:, :1].float(), "dtype torch.float32; accepted"),
+        (text[:, :7], "6 are in it and 7 more do not fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.decode(wrong, cache)
+    rest = torch.cat([decoder.decode(part, cache) for part in text[:, 6:11].split(1, 1)], 1)
+    torch.testing.assert_close(rest, decoder(text)[:, 6:11], rtol=1e-10, atol=1e-10)
+    decoder.norm = None
+    with pytest.raises(TypeError):
+        decoder.decode(text[:, 11:], cache)
+    with pytest.raises(ValueError, match="a call that failed left the cache half written"):
+        decoder.decode(text[:, 11:], cache)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_dtype_is_refused():
+    decoder = small("dcformer_pp_debug")
+    cache = decoder.make_cache(9)
+    decoder.decode(ids(2, 3), cache)
+    with pytest.raises(ValueError, match="the cache holds torch.float64; got torch.float32"):
+        decoder.float().decode(ids(2, 1), cache)
+
+
+def test_a_cache_of_another_model_is_refused():
+    cache = small("dcformer_pp_debug").make_cache(9)
+    with pytest.raises(ValueError, match="the cache is of a model with other layers or windows"):
+        small("dcformer_pp_debug", windows=(None,)).decode(ids(1, 3), cache)
+    with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
+        small("dcformer_pp_debug").make_cache(0)
 
 
 def test_stop_tokens_end_rows_only_where_named():
@@ -133,6 +184,9 @@ def test_sampling_follows_its_distribution():
     top2 = Sampling(temperature=1.0, top_k=2).probabilities(logits)
     torch.testing.assert_close(top2[0, [0, 4]], logits[0, [0, 4]].softmax(-1))
     assert top2[0, 1:4].sum() == 0
+    wide = 4 * torch.randn(1, 50257, generator=torch.Generator().manual_seed(0))
+    assert (Sampling(temperature=1.0, top_p=1.0).probabilities(wide) > 0).all()
+    assert Sampling(temperature=1e-42).probabilities(logits)[0].tolist() == [0, 0, 0, 0, 1]
     full = logits.softmax(-1)[0]  # 0.636 (4), 0.234 (0), 0.086 (1), ...
     nucleus = Sampling(temperature=1.0, top_p=0.7).probabilities(logits)[0]
     assert nucleus.nonzero().flatten().tolist() == [0, 4]
@@ -161,6 +215,10 @@ def test_seeds_repeat():
         ([[1, 61]], {}, "prompt 0 holds token 61; accepted: 0 to 60"),
         ([[-1]], {}, "prompt 0 holds token -1"),
         ([[1] * 20], {}, "prompt 0 of 20 tokens and max_new_tokens=5 exceed the position table of 24"),
+        ([[1.7, 2.2]], {}, "prompt 0 has dtype torch.float32; accepted: integer token ids"),
+        (["abc"], {}, "prompt 0 is no sequence of token ids"),
+        ([[2**70]], {}, "prompt 0 is no sequence of token ids"),
+        ([[1]], {"stop_tokens": [61]}, "stop_tokens holds 61; accepted: 0 to 60"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0 must not be negative"),
         ([[1]], {"top_k": 0}, "top_k=0 must be at least 1"),
         ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
