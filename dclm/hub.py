@@ -5,6 +5,8 @@ an index. `dclm/README.md` has the table of names.
 """
 
 import json
+import zipfile
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from .config import DecoderConfig
 from .decoder import Decoder
 from .hub_config import config_from_hub, config_to_hub
-from .hub_weights import weights_from_hub, weights_to_hub
+from .hub_weights import COMPOSE, DERIVED, compare_derived, join_qkv, weights_from_hub, weights_to_hub
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -25,7 +27,7 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
 
     Args:
         folder: Folder in the official hub format.
-        dtype: Of the parameters; None keeps that of the files.
+        dtype: Of the parameters; None keeps that of the files (the widest, if there are several).
 
     Returns:
         The decoder, on the CPU, in evaluation mode.
@@ -36,11 +38,16 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
         FileNotFoundError: If `config.json` or the weights are not there.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    weights = weights_from_hub(_read_weights(folder), config)
+    config = _read_config(folder)
+    tensors = _read_weights(folder)
     decoder = Decoder(config, device="meta")
-    _check_weights(folder, weights, decoder.state_dict())
-    decoder.load_state_dict({k: w if dtype is None else w.to(dtype) for k, w in weights.items()}, assign=True)
+    expected = weights_to_hub(decoder.state_dict(), config)
+    join_qkv(tensors)
+    _check_weights(folder, tensors, expected, may_miss=DERIVED if config.is_composed else (*DERIVED, *COMPOSE))
+    compare_derived(tensors, config)
+    weights = weights_from_hub(tensors, config)
+    dtype = dtype or reduce(torch.promote_types, {w.dtype for w in weights.values()})
+    decoder.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
     return decoder.eval()
 
 
@@ -60,7 +67,8 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
         FileExistsError: If there is a model in the folder.
     """
     folder = Path(folder)
-    taken = [name for name in ("config.json", *WEIGHT_FILES) if (folder / name).exists()]
+    patterns = ("config.json", "model*.safetensors", "pytorch_model*.bin", "*.index.json")
+    taken = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if taken:
         raise FileExistsError(f"{folder} holds {taken[0]} already; nothing was overwritten.")
     dtype = decoder.output.weight.dtype
@@ -72,15 +80,25 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
     return folder
 
 
-def read_config(folder: Path) -> DecoderConfig:
-    """Read `config.json` as a `DecoderConfig`; raises as `load_pretrained` does."""
+def _read_config(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; accepted: a folder with config.json and weights.")
     try:
-        return config_from_hub(json.loads(path.read_text()))
+        return config_from_hub(_read_object(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _read_object(path: Path) -> dict:
+    """Read a JSON object."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object.")
+    return content
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -88,7 +106,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            weight_map = _read_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map.")
+            shards = sorted(set(weight_map.values()))
         elif (folder / name).is_file():
             shards = [name]
         else:
@@ -104,19 +125,22 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ValueError(f"{path} is no readable file of tensors ({type(error).__name__}: {error}).") from error
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise ValueError(f"{path} holds something else than named tensors.")
+    return content
 
 
-def _check_weights(folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _check_weights(folder: Path, given: dict[str, Tensor], expected: dict[str, Tensor], may_miss: tuple) -> None:
     """Refuse weights that do not fit, with the whole list."""
-    problems = [f"missing {name}" for name in expected if name not in weights]
-    problems += [f"extra {name}" for name in weights if name not in expected]
-    problems += [
-        f"{name} is {list(weights[name].shape)}, not {list(expected[name].shape)}"
-        for name in expected
-        if name in weights and weights[name].shape != expected[name].shape
-    ]
+    problems = [f"missing {name}" for name in expected if name not in given and not name.endswith(may_miss)]
+    problems += [f"unknown {name}" for name in given if name not in expected and not name.endswith(may_miss)]
+    for name in sorted(expected.keys() & given.keys()):
+        if given[name].shape != expected[name].shape:
+            problems.append(f"{name} is {list(given[name].shape)}, not {list(expected[name].shape)}")
+        if not given[name].is_floating_point():
+            problems.append(f"{name} is {given[name].dtype}, not floating")
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")

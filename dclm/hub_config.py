@@ -53,7 +53,7 @@ def config_from_hub(content: dict) -> DecoderConfig:
         raise ValueError(f"unknown fields {unknown}; what they change is not known, so nothing was loaded.")
     hub = defaults | content
     _check_hub(hub)
-    composed = bool(hub["use_dcmha"])
+    composed = hub["use_dcmha"]
     return DecoderConfig(
         **(_pythia(hub) if family == "dcpythia" else _dcformer(hub)),
         dim=hub["dim"],
@@ -71,7 +71,26 @@ def config_from_hub(content: dict) -> DecoderConfig:
     )
 
 
+INTEGERS = ("vocab_size", "dim", "n_layer", "n_head", "n_local_heads", "block_size", "mgate_dim")
+NUMBERS = ("norm_eps", "rope_base", "rotary_pct")
+BOOLEANS = (
+    *("use_qk_norm", "query_wise", "use_dcmha", "tie_word_embeddings", "use_sw", "mgate"),
+    *("use_parallel_residual", "use_linear_bias"),
+)
+OPTIONAL_INTEGERS = ("intermediate_size", "window_size")
+KINDS = {
+    **dict.fromkeys(INTEGERS, (int,)),
+    **dict.fromkeys(NUMBERS, (int, float)),
+    **dict.fromkeys(BOOLEANS, (bool,)),
+    **dict.fromkeys(OPTIONAL_INTEGERS, (int, type(None))),
+}
+
+
 def _check_hub(hub: dict) -> None:
+    for name, kinds in KINDS.items():
+        if name in hub and type(hub[name]) not in kinds:
+            accepted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ValueError(f"{name}={hub[name]!r} must be of type {accepted}.")
     if hub["n_local_heads"] not in (-1, hub["n_head"]):
         raise ValueError(
             f"n_local_heads={hub['n_local_heads']}; accepted: -1 or n_head={hub['n_head']} (shared keys and values are "
@@ -157,11 +176,11 @@ def config_to_hub(config: DecoderConfig, dtype: torch.dtype) -> dict:
     return content
 
 
-TRAINING_ONLY = ("init_std", "impl")
+TRAINING_ONLY = ("init_std", "impl")  # and the spelling of the windows, which `_pattern` has checked
 
 
 def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
-    ignored = {*TRAINING_ONLY}
+    ignored = {*TRAINING_ONLY, "windows"}
     if not config.is_composed:
         ignored |= {"rank", "query_wise", "key_wise", "dynamic_gate", "static_base", "num_groups"}
     for name, value in vars(config).items():
@@ -173,7 +192,11 @@ def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
 
 
 def _pattern(windows: tuple[int | None, ...]) -> tuple[int | None, str | None]:
-    """Name a layer pattern."""
+    """Name a layer pattern, by its shortest period."""
+    for period in range(1, len(windows)):
+        if len(windows) % period == 0 and windows[:period] * (len(windows) // period) == windows:
+            windows = windows[:period]
+            break
     sizes = {window for window in windows if window is not None}
     if not sizes:
         return None, None

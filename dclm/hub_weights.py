@@ -27,8 +27,9 @@ LAYER = {  # published name within a layer: ours within a block
     "feed_forward.mg": "mlp.group_gate",
 }
 MLP = {"swiglu": {"w1": "mlp.gate", "w3": "mlp.up"}, "gelu": {"w1": "mlp.up"}}
-COMPOSE = ("dw1", "qkw", "dd")
-DERIVED = ("dw_m", "qkw_m", "pre_proj.w", "post_proj.w")  # copies of the others in another order, and identities
+COMPOSE = ("dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
+# copies of the others in another order, and identities
+DERIVED = ("dyn_w_proj.dw_m", "dyn_w_proj.qkw_m", "dyn_w_proj.pre_proj.w", "dyn_w_proj.post_proj.w")
 
 
 def _layer_names(config: DecoderConfig) -> dict[str, str]:
@@ -36,82 +37,74 @@ def _layer_names(config: DecoderConfig) -> dict[str, str]:
     return LAYER | mlp
 
 
-def weights_from_hub(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Rename and rearrange; names that are not known are kept, for the caller to report."""
-    names = _layer_names(config)
-    weights: dict[str, Tensor] = {}
-    layers: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        match = re.fullmatch(r"layers\.(\d+)\.(.+)", key)
-        if match:
-            layers.setdefault(match[1], {})[match[2]] = tensor
-        else:
-            module, _, parameter = key.rpartition(".")
-            weights[f"{TOP.get(module, module)}.{parameter}"] = tensor
-    for number, layer in layers.items():
-        _join_qkv(layer)
-        for key, tensor in _compose_from_hub(layer, config).items():
-            weights[f"blocks.{number}.attn.compose.{key}"] = tensor
-        for key, tensor in layer.items():
-            module, _, parameter = key.rpartition(".")
-            parameter = "weight" if parameter == "scale" else parameter
-            ours = names.get(module)
-            weights[f"blocks.{number}.{ours}.{parameter}" if ours else f"layers.{number}.{key}"] = tensor
-    return weights
+def join_qkv(tensors: dict[str, Tensor]) -> None:
+    """Replace the legacy wq, wk, wv by wqkv.
+
+    Raises:
+        ValueError: If a layer has both spellings.
+    """
+    for query in [name for name in tensors if re.search(r"\.wq\.(weight|bias)$", name)]:
+        names = [query.replace(".wq.", f".w{letter}.") for letter in "qkv"]
+        joined = query.replace(".wq.", ".wqkv.")
+        if joined in tensors:
+            raise ValueError(f"the weights hold both {joined} and {query}.")
+        if all(name in tensors for name in names):
+            tensors[joined] = torch.cat([tensors.pop(name) for name in names])
 
 
-def _join_qkv(layer: dict[str, Tensor]) -> None:
-    """Replace the legacy wq, wk, wv by wqkv."""
-    for parameter in ("weight", "bias"):
-        keys = [f"attention.w{letter}.{parameter}" for letter in "qkv"]
-        if all(key in layer for key in keys):
-            layer[f"attention.wqkv.{parameter}"] = torch.cat([layer.pop(key) for key in keys])
-
-
-def _compose_from_hub(layer: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Take the compose weights out of a layer: none without composition, the query's slots for query-wise models."""
-    prefix = "attention.dyn_w_proj."
-    derived = {name: layer.pop(prefix + name) for name in DERIVED if prefix + name in layer}
-    given = {name: layer.pop(prefix + name) for name in COMPOSE if prefix + name in layer}
-    if not config.is_composed:
-        return {}
-    _check_shapes(given, config)
-    _compare_derived(given, derived)
-    slots = list(SLOTS if config.key_wise else SLOTS[:2])
-    compose = {}
-    if "dw1" in given:
-        compose["hidden"] = given["dw1"][:, 0, slots].permute(1, 2, 0).flatten(0, 1).contiguous()  # [slots * K, C]
-    if "qkw" in given:
-        compose["project"] = given["qkw"][0, slots].flatten(2)  # [slots, K, 2RH]
-    if "dd" in given:
-        by_slot = given["dd"][:, 0].unflatten(1, (4, -1))  # [C, 4, H]
-        compose["gate"] = by_slot[:, slots].permute(1, 2, 0).flatten(0, 1).contiguous()  # [slots * H, C]
-    return compose
-
-
-def _check_shapes(given: dict[str, Tensor], config: DecoderConfig) -> None:
-    C, H = config.dim, config.num_heads
-    for name, shape in {"dw1": (C, 1, 4, 4 * H), "qkw": (1, 4, 4 * H, 4, H), "dd": (C, 1, 4 * H)}.items():
-        if name in given and given[name].shape != shape:
-            raise ValueError(f"dyn_w_proj.{name} has shape {list(given[name].shape)}; accepted: {list(shape)}.")
-
-
-def _compare_derived(given: dict[str, Tensor], derived: dict[str, Tensor]) -> None:
-    """Report copies that differ from their originals: the published training code updates the copies alone."""
-    if not all(name in given for name in COMPOSE):
-        return
-    expected = _derive(given["dw1"], given["qkw"], given["dd"])
-    different = [name for name in DERIVED[:2] if name in derived and not torch.equal(derived[name], expected[name])]
+def compare_derived(tensors: dict[str, Tensor], config: DecoderConfig) -> None:
+    """Report derived tensors that differ from their originals: the published training code updates them alone."""
+    different = set()
+    for name in [name for name in tensors if name.endswith(COMPOSE[0])] if config.is_composed else []:
+        layer = name.removesuffix(COMPOSE[0])
+        expected = _derive(*(tensors[layer + original] for original in COMPOSE))
+        for key, tensor in expected.items():
+            given = tensors.get(layer + key)
+            if given is not None and not torch.equal(given, tensor.to(given.dtype)):
+                different.add(key)
     if different:
         warnings.warn(
-            f"{' and '.join(different)} differ from the dw1, qkw and dd they derive from; loaded the latter, as the "
-            "published inference code does.",
-            stacklevel=2,
+            f"{', '.join(sorted(different))} differ from what dw1, qkw and dd give; loaded the latter, as the published "
+            "inference code does.",
+            stacklevel=3,
         )
 
 
 def _derive(dw1: Tensor, qkw: Tensor, dd: Tensor) -> dict[str, Tensor]:
-    return {"dw_m": torch.cat([dw1.flatten(1), dd.flatten(1)], 1), "qkw_m": qkw[0].flatten(2).clone()}
+    identity = torch.eye(qkw.shape[-1], dtype=qkw.dtype, device=qkw.device).unsqueeze(0)
+    tensors = (torch.cat([dw1.flatten(1), dd.flatten(1)], 1), qkw[0].flatten(2).clone(), identity, identity.clone())
+    return dict(zip(DERIVED, tensors, strict=True))
+
+
+def weights_from_hub(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Rename and rearrange published tensors, which must all be known."""
+    names = _layer_names(config)
+    weights: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)", key)
+        module, _, parameter = key.rpartition(".")
+        if match is None:
+            weights[f"{TOP[module]}.{parameter}"] = tensor
+        elif ".dyn_w_proj." in key:
+            ours = _compose_from_hub(match[2].removeprefix("attention."), tensor, config)
+            weights |= {f"blocks.{match[1]}.attn.compose.{name}": rearranged for name, rearranged in ours.items()}
+        else:
+            module, _, parameter = match[2].rpartition(".")
+            weights[f"blocks.{match[1]}.{names[module]}.{'weight' if parameter == 'scale' else parameter}"] = tensor
+    return weights
+
+
+def _compose_from_hub(name: str, tensor: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
+    """Rearrange one compose tensor: of the query's slots for query-wise models; nothing for plain and derived ones."""
+    slots = list(SLOTS if config.key_wise else SLOTS[:2])
+    if name not in COMPOSE or not config.is_composed:
+        return {}
+    if name == COMPOSE[0]:
+        return {"hidden": tensor[:, 0, slots].permute(1, 2, 0).flatten(0, 1).contiguous()}  # [slots * K, C]
+    if name == COMPOSE[1]:
+        return {"project": tensor[0, slots].flatten(2)}  # [slots, K, 2RH]
+    by_slot = tensor[:, 0].unflatten(1, (4, -1))  # [C, 4, H]
+    return {"gate": by_slot[:, slots].permute(1, 2, 0).flatten(0, 1).contiguous()}  # [slots * H, C]
 
 
 def weights_to_hub(weights: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -132,7 +125,7 @@ def weights_to_hub(weights: dict[str, Tensor], config: DecoderConfig) -> dict[st
             tensors[f"{top[module]}.{parameter}"] = tensor
     for number, parameters in compose.items():
         for name, tensor in _compose_to_hub(parameters, config).items():
-            tensors[f"layers.{number}.attention.dyn_w_proj.{name}"] = tensor
+            tensors[f"layers.{number}.attention.{name}"] = tensor
     return tensors
 
 
@@ -146,6 +139,5 @@ def _compose_to_hub(compose: dict[str, Tensor], config: DecoderConfig) -> dict[s
     dw1[:, 0, slots] = hidden.view(len(slots), K, C).permute(2, 0, 1)
     qkw[0, slots] = project.view(len(slots), K, 4, H)
     dd[:, slots] = gate.view(len(slots), H, C).permute(2, 0, 1)
-    identity = torch.eye(H, dtype=hidden.dtype).unsqueeze(0)
-    originals = {"dw1": dw1, "qkw": qkw, "dd": dd.flatten(1).unsqueeze(1)}
-    return originals | _derive(**originals) | {"pre_proj.w": identity, "post_proj.w": identity.clone()}
+    originals = (dw1, qkw, dd.flatten(1).unsqueeze(1))
+    return dict(zip(COMPOSE, originals, strict=True)) | _derive(*originals)

@@ -120,6 +120,12 @@ def test_written_models_read_back(config, tmp_path):
             assert torch.equal(dw1, weights[A + "dw1"]) and torch.equal(qkw, weights[A + "qkw"])
 
 
+def test_patterns_are_written_by_their_period(tmp_path):
+    config = dclm.decoder_config("dcformer_pp_debug", vocab_size=9, windows=(8, None, 8, None))
+    decoder = dclm.load_pretrained(dclm.save_pretrained(dclm.Decoder(config), tmp_path / "a"))
+    assert decoder.config.windows == (8, None)
+
+
 def test_fresh_models_are_written_and_read(tmp_path):
     shape = {"vocab_size": 50, "dim": 32, "num_heads": 4, "num_layers": 2, "mlp_dim": 48}
     for name in ("dcformer_pp_debug", "transformer_pp_debug", "dcpythia_debug", "pythia_debug"):
@@ -127,6 +133,7 @@ def test_fresh_models_are_written_and_read(tmp_path):
         again = dclm.load_pretrained(dclm.save_pretrained(decoder, tmp_path / name))
         assert again.output.weight.dtype == torch.bfloat16
         assert_equal_weights(again, decoder)
+        assert again.config.layer_windows == decoder.config.layer_windows
         assert dclm.load_pretrained(tmp_path / name, dtype=torch.float32)(torch.arange(9)[None]).dtype == torch.float32
 
 
@@ -154,8 +161,9 @@ def lg(tmp_path) -> Path:
     return tmp_path / "lg"
 
 
-def as_bin(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+def as_bin(folder: Path, zipped: bool = True) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     (folder / "model.safetensors").unlink()
 
 
@@ -185,7 +193,15 @@ def legacy(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [as_bin, lambda f: as_shards(f, "safetensors"), lambda f: as_shards(f, "bin"), without_derived, legacy]
+    "change",
+    [
+        as_bin,
+        lambda f: as_bin(f, zipped=False),
+        lambda f: as_shards(f, "safetensors"),
+        lambda f: as_shards(f, "bin"),
+        without_derived,
+        legacy,
+    ],
 )
 def test_spellings_of_the_same_weights(change, lg):
     expected = dclm.load_pretrained(lg).state_dict()
@@ -199,11 +215,31 @@ def test_copies_that_differ_are_reported(lg):
     tensors = load_file(lg / "model.safetensors")
     tensors["layers.1.attention.dyn_w_proj.dw_m"][0, 0] += 1
     save_file(tensors, lg / "model.safetensors")
-    with pytest.warns(UserWarning, match="dw_m differ from the dw1, qkw and dd they derive from"):
+    with pytest.warns(UserWarning, match="dyn_w_proj.dw_m differ from what dw1, qkw and dd give"):
         got = dclm.load_pretrained(lg)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_equal_weights(got, dclm.load_pretrained(GOLDEN / "dcformer_lg"))
+
+
+def test_both_spellings_at_once_are_refused(lg):
+    tensors = load_file(lg / "model.safetensors")
+    for letter in "qkv":
+        tensors[f"layers.0.attention.w{letter}.weight"] = torch.zeros(64, 64)
+    save_file(tensors, lg / "model.safetensors")
+    with pytest.raises(ValueError, match="both layers.0.attention.wqkv.weight and layers.0.attention.wq.weight"):
+        dclm.load_pretrained(lg)
+
+
+def test_mixed_dtypes_are_widened(lg):
+    tensors = load_file(lg / "model.safetensors")
+    save_file({k: t.half() if "dyn_w" in k else t for k, t in tensors.items()}, lg / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder = dclm.load_pretrained(lg)
+    assert {p.dtype for p in decoder.parameters()} == {torch.float32}
+    golden = load_file(lg / "golden.safetensors")
+    assert relative_error(decoder(golden["input_ids"]), golden["logits"]) < 0.01
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -222,11 +258,15 @@ def edit_config(folder: Path, **changes) -> None:
         ({"window_type": "GL"}, "window_type='GL' is unknown; accepted: null, 'LG', 'LGLL', 'LGL6'"),
         ({"window_type": "LG", "window_size": None}, "window_size must be a number with window_type='LG'"),
         ({"n_head": 3, "n_local_heads": 3}, "n_head=3; accepted"),
-        ({"n_layer": 3}, "extra blocks.3.attn.compose.hidden"),
-        ({"n_layer": 5}, "missing blocks.4.attn.qkv.weight"),
-        ({"vocab_size": 98}, r"embed.weight is \[97, 64\], not \[98, 64\]"),
-        ({"use_qk_norm": False}, "extra blocks.0.attn.q_norm.weight"),
-        ({"mgate": True, "mgate_dim": 4}, "missing blocks.0.mlp.group_gate.weight"),
+        ({"n_layer": 3}, "unknown layers.3.attention.dyn_w_proj.dd"),
+        ({"n_layer": 5}, "missing layers.4.attention.wqkv.weight"),
+        ({"vocab_size": 98}, r"tok_embeddings.weight is \[97, 64\], not \[98, 64\]"),
+        ({"use_qk_norm": False}, "unknown layers.0.attention.q_norm.scale"),
+        ({"query_wise": "false"}, "query_wise='false' must be of type bool"),
+        ({"rope_base": None}, "rope_base=None must be of type int or float"),
+        ({"n_head": None}, "n_head=None must be of type int"),
+        ({"window_size": "256"}, "window_size='256' must be of type int or null"),
+        ({"mgate": True, "mgate_dim": 4}, "missing layers.0.feed_forward.mg.weight"),
     ],
 )
 def test_mistakes_in_the_config_are_named(changes, message, lg):
@@ -239,12 +279,21 @@ def test_missing_and_unknown_tensors_are_all_listed(lg):
     tensors = load_file(lg / "model.safetensors")
     del tensors["norm.weight"], tensors["layers.2.attention.dyn_w_proj.qkw"]
     tensors["layers.1.adapter.weight"] = torch.zeros(2)
-    tensors["lm_bias"] = torch.zeros(2)
+    tensors["lm_bias"], tensors["embed.weight"] = torch.zeros(2), torch.zeros(2)
+    tensors["norm.bias"] = torch.zeros(64)
+    tensors["output.weight"] = tensors["output.weight"].int()
     save_file(tensors, lg / "model.safetensors")
     with pytest.raises(ValueError) as error:
         dclm.load_pretrained(lg)
-    for part in ("missing norm.weight", "missing blocks.2.attn.compose.project", "layers.1.adapter.weight", "lm_bias"):
-        assert part in str(error.value)
+    expected = ["missing norm.weight", "missing layers.2.attention.dyn_w_proj.qkw", "unknown layers.1.adapter.weight"]
+    expected += [
+        "unknown lm_bias",
+        "unknown embed.weight",
+        "unknown norm.bias",
+        "output.weight is torch.int32, not float",
+    ]
+    for part in expected:
+        assert part in str(error.value), part
 
 
 def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
@@ -261,9 +310,20 @@ def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
     with pytest.raises(ValueError, match="no readable file of tensors"):
         dclm.load_pretrained(lg)
     assert not (tmp_path / "executed").exists()
+    for content, message in (([torch.zeros(2)], "something else"), ({"state_dict": {}}, "something else")):
+        torch.save(content, lg / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=f"holds {message} than named tensors"):
+            dclm.load_pretrained(lg)
     (lg / "pytorch_model.bin").unlink()
     (lg / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"lacks the shards \['model-1.safetensors'\]"):
+        dclm.load_pretrained(lg)
+    for text, message in (("{}", "has no weight_map"), ("[]", "is no JSON object"), ("{", "index.json is no JSON")):
+        (lg / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            dclm.load_pretrained(lg)
+    (lg / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json is no JSON object"):
         dclm.load_pretrained(lg)
 
 
@@ -272,6 +332,12 @@ def test_models_are_never_overwritten(lg):
     with pytest.raises(FileExistsError, match="holds config.json already"):
         dclm.save_pretrained(dclm.load_pretrained(lg), lg)
     assert (lg / "model.safetensors").read_bytes() == before
+    decoder = dclm.load_pretrained(lg)
+    as_shards(lg, "safetensors")
+    (lg / "config.json").unlink()
+    with pytest.raises(FileExistsError, match="holds model-00001-of-00002.safetensors already"):
+        dclm.save_pretrained(decoder, lg)
+    assert (lg / "model-00002-of-00002.safetensors").exists()
 
 
 @pytest.mark.parametrize(
