@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {options.out / 'manifest.json'}")
     if manifest["skipped"]:
-        print(f"{len(manifest['skipped'])} files are not UTF-8 and were left out; the manifest lists them")
+        print(f"left out, for not being UTF-8 (the manifest lists them): {len(manifest['skipped'])} files")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -58,6 +58,12 @@ def main(args: list[str] | None = None) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ class BigramBaseline(Callback):
         data: TokenDataModule = trainer.datamodule
         tokenizer = data.corpus.tokenizer()
         train = tokenizer.decode(data.train_samples.row[:BASELINE_TOKENS].tolist()).encode()
-        val = tokenizer.decode(data.val_samples.row[: data.val_tokens].tolist()).encode()
+        count = data.num_val_samples * data.context_length
+        val = tokenizer.decode(data.val_samples.row[1 : count + 1].tolist()).encode()
         self.bits = ByteBigram(train).bits_per_byte(val)
         if trainer.is_global_zero:
             print(f"byte-bigram baseline: {self.bits:.3f} bits per byte on the validation text")

@@ -47,7 +47,7 @@ class LanguageCLI(TrainerCLI):
 
 def generate_command(
     checkpoint: str,
-    prompt: list[str],
+    prompt: list[str] | str,
     tokenizer: str | None = None,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
@@ -62,7 +62,7 @@ def generate_command(
 
     Args:
         checkpoint: A `.ckpt` file or run folder of `dclm fit`, or a folder in the published hub format.
-        prompt: Texts to continue, together in one batch.
+        prompt: A text to continue, or several, together in one batch.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         max_new_tokens: Most tokens to add to each.
         temperature: 0 takes the likeliest token.
@@ -77,17 +77,22 @@ def generate_command(
         sampling = Sampling(temperature, top_k, top_p)
     except ValueError as error:
         raise UserError(str(error)) from error
+    prompts = [prompt] if isinstance(prompt, str) else prompt
     decoder, words = load_model(checkpoint, tokenizer)
+    try:
+        decoder.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={device!r} cannot be used: {error}") from error
     options = {"stop_at_eos": stop_at_eos, "seed": seed, "compile": compile}
-    steps = continue_text(decoder.to(device), words, prompt, max_new_tokens, sampling, **options)
-    if len(prompt) == 1:
-        print(prompt[0], end="", flush=True)
+    steps = continue_text(decoder, words, prompts, max_new_tokens, sampling, **options)
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
         for (text,) in steps:
             print(text, end="", flush=True)
         print()
         return
     rows = ["".join(parts) for parts in zip(*steps, strict=True)]
-    for start, text in zip(prompt, rows, strict=True):
+    for start, text in zip(prompts, rows, strict=True):
         print(f"{start}{text}\n{'-' * 20}")
 
 
@@ -103,7 +108,9 @@ def export_command(checkpoint: str, folder: str) -> None:
         save_pretrained(decoder, folder)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
-    if tokenizer.spec != BYTES:
+    if tokenizer.spec == BYTES:
+        print("tokens are bytes: generate from the folder with --tokenizer bytes")
+    else:
         (Path(folder) / "tokenizer.json").write_text(tokenizer.spec)
     print(f'exported to {folder}; load with dclm.load_pretrained("{folder}")')
 

@@ -64,8 +64,8 @@ def compare_derived(tensors: dict[str, Tensor], config: DecoderConfig) -> None:
                 different.add(key)
     if different:
         warnings.warn(
-            f"{', '.join(sorted(different))} differ from what dw1, qkw and dd give; loaded the latter, as the published "
-            "inference code does.",
+            f"{', '.join(sorted(different))} differ from what dw1, qkw and dd give; loaded the latter, as the "
+            "published inference code does.",
             stacklevel=3,
         )
 

@@ -97,7 +97,7 @@ class LanguageModel(TrainingModule):
 
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
-        return math.ceil(self.hparams.warmup_fraction * total_steps)
+        return min(math.ceil(self.hparams.warmup_fraction * total_steps), total_steps - 1)
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""

@@ -136,6 +136,7 @@ class SpeedMonitor(Callback):
     def __init__(self) -> None:
         self._units = 0
         self._start = 0.0
+        self._paused = 0.0
         self._peak = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -146,8 +147,16 @@ class SpeedMonitor(Callback):
         self._restart()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave validation out of the measurement."""
+        """Leave what is between epochs out of the measurement."""
         self._restart()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let it go on."""
+        self._start += time.perf_counter() - self._paused
 
     def _restart(self) -> None:
         self._units, self._start = 0, time.perf_counter()

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks import GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
 from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
@@ -101,7 +102,10 @@ class TrainerCLI(LightningCLI):
         kwargs["default_root_dir"] = root
         kwargs["plugins"] = [*_as_list(config.get("plugins")), AtomicCheckpointIO()]
         kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError) as error:
+            raise UserError(f"trainer: {error}") from error
 
     def _logger(self, root: str) -> TensorBoardLogger:
         """Log to a new folder, or to that of the run being resumed."""
@@ -185,7 +189,10 @@ def relative(path: str | Path) -> Path:
 
 def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
     """Run a Lightning subcommand and end its process groups."""
-    for noise in (".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"):
+    for noise in (
+        *(".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"),
+        ".*callbacks used to create the checkpoint need to be provided.*",
+    ):
         warnings.filterwarnings("ignore", noise)
     make_cli()
     if torch.distributed.is_initialized():
@@ -202,7 +209,7 @@ def run_command(command: Callable[[list[str]], None], args: list[str] | None) ->
     """
     try:
         command(sys.argv[1:] if args is None else args)
-    except UserError as error:
+    except (UserError, MisconfigurationException) as error:
         message = str(error)
         if message.startswith("Caught UserError"):  # raised in a loader process: keep the message, drop its stack
             message = message.strip().splitlines()[-1].removeprefix("dctrain.errors.UserError: ")

@@ -64,7 +64,9 @@ class ResumableDataModule(L.LightningDataModule):
             raise UserError("trainer.use_distributed_sampler must be false: the data module splits over ranks itself.")
 
     def check_steps(self) -> None:
-        """Refuse a training set that is smaller than a step."""
+        """Refuse a training set that is smaller than a step, or limited to none."""
+        if self.trainer is not None and self.trainer.limit_train_batches == 0:
+            raise UserError("trainer.limit_train_batches=0 leaves nothing to train on.")
         if self.steps_per_epoch < 1:
             raise UserError(
                 f"the training set is smaller than one global batch of {self.batch_size} x {self.world_size} ranks."

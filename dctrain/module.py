@@ -67,7 +67,8 @@ class TrainingModule(L.LightningModule):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Clip the global norm (`trainer.gradient_clip_val`) and log what it was."""
         if gradient_clip_algorithm not in (None, "norm"):
-            raise UserError(f"trainer.gradient_clip_algorithm={gradient_clip_algorithm!r}; accepted: 'norm'.")
+            got = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
         self.log("train/grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

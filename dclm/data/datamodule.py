@@ -1,5 +1,7 @@
 """TokenDataModule: sequences of tokens, exact over ranks, workers and restarts."""
 
+from functools import cached_property
+
 from torch.utils.data import DataLoader
 
 from dctrain.datamodule import ResumableDataModule
@@ -100,9 +102,16 @@ class TokenDataModule(ResumableDataModule):
         return len(self.train_samples)
 
     @property
+    def num_val_samples(self) -> int:
+        """Sequences of an evaluation."""
+        count = len(self.val_samples)
+        return count if self.val_tokens is None else min(count, -(-self.val_tokens // self.context_length))
+
+    @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token of the split "val", for bits per byte."""
-        return self.val_samples.row.bytes_per_token
+        """Bytes of text per token of an evaluation, for bits per byte; end tokens have none."""
+        count = self.num_val_samples * self.context_length
+        return self.corpus.tokenizer().num_bytes(self.val_samples.row[1 : count + 1]) / count
 
     def _collate(self) -> Collate:
         return Collate(self.corpus.eos_id, self.separate_documents)
@@ -113,10 +122,7 @@ class TokenDataModule(ResumableDataModule):
 
     def val_dataloader(self) -> DataLoader:
         """Make the evaluation loader."""
-        count = len(self.val_samples)
-        if self.val_tokens is not None:
-            count = min(count, -(-self.val_tokens // self.context_length))
-        return self.make_loader(self.val_samples, self.eval_batches(count), self._collate())
+        return self.make_loader(self.val_samples, self.eval_batches(self.num_val_samples), self._collate())
 
     test_dataloader = val_dataloader
 

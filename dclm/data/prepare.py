@@ -8,7 +8,10 @@ the number of processes or on interruptions.
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -16,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dctrain.errors import UserError
@@ -53,6 +57,9 @@ class Options:
             raise UserError(
                 f"val_fraction={self.val_fraction} must be in [0, 1), segment_tokens={self.segment_tokens} at least 1."
             )
+        kind, _, size = self.tokenizer.partition(":")
+        if kind == "bpe" and not size.isdigit():
+            raise UserError(f"tokenizer={self.tokenizer!r}; accepted: bpe:SIZE, such as bpe:16384.")
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,24 @@ def prepare(files: list[Path], out: Path, options: Options, num_workers: int, *,
         The manifest.
 
     Raises:
-        UserError: If an input cannot be read, or `out` was made from other inputs or options.
+        UserError: If an input cannot be read, `out` was made from other inputs or options, or another process is at it.
     """
-    _claim(out, files, options)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            return _prepare(files, out, options, num_workers, progress)
+    except Timeout as error:
+        raise UserError(f"{out} is being prepared by another process.") from error
+
+
+def _prepare(files: list[Path], out: Path, options: Options, num_workers: int, progress: bool) -> dict:
+    plan = _make_plan(files, options)
+    _check_plan(out, plan)
     manifest = out / "manifest.json"
     if not manifest.is_file():
         tokenizer = _make_tokenizer(files, out, options)
+        (out / "parts").mkdir(exist_ok=True)
+        _write(out / "plan.json", plan)
         parts = [Part(number, tuple(group), out, options, tokenizer.spec) for number, group in enumerate(_group(files))]
         total = sum(file.stat().st_size for file in files)
         with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
@@ -99,32 +118,31 @@ def prepare(files: list[Path], out: Path, options: Options, num_workers: int, *,
     return json.loads(manifest.read_text())
 
 
-def _claim(out: Path, files: list[Path], options: Options) -> None:
-    """Note what the folder is made from, or refuse one made from something else."""
+def _make_plan(files: list[Path], options: Options) -> dict:
+    """Tell what a folder is made from."""
     listing = "\n".join(f"{file.resolve()} {file.stat().st_size}" for file in files)
-    plan = {"inputs": hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest(), **asdict(options)}
+    return {"inputs": hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest(), **asdict(options)}
+
+
+def _check_plan(out: Path, plan: dict) -> None:
+    """Refuse a folder made from something else."""
     path = out / "plan.json"
     if path.is_file():
         before = json.loads(path.read_text())
         changed = [name for name in plan if plan[name] != before.get(name)]
         if changed:
             raise UserError(f"{out} was made with other {', '.join(changed)}; nothing was overwritten.")
-        return
-    if (out / "manifest.json").exists():
+    elif (out / "manifest.json").exists():
         raise UserError(f"{out} holds a corpus whose making is not known (no plan.json); nothing was overwritten.")
-    (out / "parts").mkdir(parents=True, exist_ok=True)
-    _write(path, plan)
 
 
 def _make_tokenizer(files: list[Path], out: Path, options: Options) -> Tokenizer:
     """Open the tokenizer, or train it on documents from the start of every input; keep its JSON beside the tokens."""
     path = out / "tokenizer.json"
-    if path.is_file():
+    if path.is_file() and (out / "plan.json").is_file():
         return tokenizer_from_spec(path.read_text(), options.eos)
     kind, _, size = options.tokenizer.partition(":")
     if kind == "bpe":
-        if not size.isdigit():
-            raise UserError(f"tokenizer={options.tokenizer!r}; accepted: bpe:SIZE, such as bpe:16384.")
         tokenizer = train_bpe(_sample(files, options), int(size))
     else:
         tokenizer = open_tokenizer(options.tokenizer, options.eos)
@@ -176,14 +194,27 @@ def _run(parts: list[Part], num_workers: int, advance: Callable[[int], object]) 
                 for future in done:
                     future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():  # their notes tell where to go on
+                worker.terminate()
             raise
     return [future.result() for future in futures]
 
 
+_counter = None  # of the bytes that all workers have read
+
+
 def _start_worker(counter) -> None:
+    global _counter
+    _counter = counter
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    globals()["_counter"] = counter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Let no worker go on writing when the process that started it was killed."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _run_part_in_worker(part: Part) -> dict:
@@ -192,9 +223,6 @@ def _run_part_in_worker(part: Part) -> dict:
             _counter.value += num_bytes
 
     return run_part(part, advance)
-
-
-_counter = None
 
 
 def run_part(part: Part, advance: Callable[[int], object]) -> dict:
@@ -301,5 +329,8 @@ def _manifest(notes: list[dict], tokenizer: Tokenizer, options: Options) -> dict
 def _write(path: Path, content: dict) -> None:
     """Write JSON in one step."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    with open(partial, "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)

@@ -1,6 +1,5 @@
 """The built-in corpus: the Python sources of the running interpreter's standard library, as bytes."""
 
-import contextlib
 import os
 import platform
 import sysconfig
@@ -27,6 +26,9 @@ def stdlib_corpus() -> Path:
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             prepare(stdlib_sources(), Path(made) / "corpus", Options(val_fraction=0.02), num_workers=0)
-            with contextlib.suppress(OSError):  # another process was faster
+            try:
                 os.rename(Path(made) / "corpus", folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another process was faster
+                    raise
     return folder

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from dctrain.errors import UserError
 
 JSONL = (".jsonl", ".jsonl.zst")
+COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")
 SUFFIXES = (*JSONL, ".txt", ".md", ".rst", ".py")
 
 
@@ -20,22 +22,30 @@ class Document(NamedTuple):
 
 
 def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """List input files: those named, whatever their suffix, and those of some suffixes below folders named.
+    """List input files: those named, whatever their suffix, and those of some suffixes below folders named; each once.
 
     Raises:
-        UserError: If a path does not exist or nothing is found.
+        UserError: If a path does not exist or is of a compressed format that is not read, or nothing is found.
     """
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"input {path} does not exist.")
-        if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(suffixes))
-        else:
-            files.append(path)
+        if path.suffix in COMPRESSED and not path.name.endswith(JSONL):
+            raise UserError(f"input {path} is compressed; of these only .jsonl.zst is read.")
+        files += sorted(_below(path, suffixes)) if path.is_dir() else [path]
     if not files:
         raise UserError(f"no input below {', '.join(map(str, paths))}; looked for {', '.join(suffixes)}.")
-    return files
+    return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
+
+
+def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    """Find files in a folder, through symbolic links; each folder once."""
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(root, name)) not in seen]
+        seen |= {os.path.realpath(os.path.join(root, name)) for name in folders}
+        yield from (Path(root, name) for name in names if name.endswith(suffixes))
 
 
 def read_documents(path: Path, text_key: str) -> Iterator[Document]:
@@ -65,11 +75,15 @@ def _lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
     if path.suffix != ".zst":
         yield from file
         return
-    rest = b""
+    unfinished: list[bytes] = []
     for chunk in _decompressed(file):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    yield rest
+        first, *others = chunk.split(b"\n")
+        unfinished.append(first)
+        if others:
+            yield b"".join(unfinished)
+            yield from others[:-1]
+            unfinished = [others[-1]]
+    yield b"".join(unfinished)
 
 
 def _decompressed(file: io.BufferedReader) -> Iterator[bytes]:

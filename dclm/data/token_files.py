@@ -78,7 +78,6 @@ class TokenRow:
         self.name = f"{corpus.folder}/{split}"
         self.files = [_map_file(corpus.folder / entry["file"], entry["tokens"], dtype) for entry in entries]
         self.starts = np.cumsum([0] + [len(file) for file in self.files])
-        self.num_bytes = sum(entry["bytes"] for entry in entries)
         self.max_token = max((entry["max_token"] for entry in entries), default=-1)
 
     def __len__(self) -> int:
@@ -94,11 +93,6 @@ class TokenRow:
             parts.append(self.files[first][start - offset : end - offset])
             start, first = end, first + 1
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Average length of a token in bytes of text; end tokens count as none."""
-        return self.num_bytes / max(1, len(self))
 
 
 def _map_file(path: Path, num_tokens: int, dtype: np.dtype) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from dctrain.errors import UserError
 
 BYTES = "bytes"
+DECODED_TOGETHER = 2**18
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")
 
 
@@ -33,6 +34,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are left out."""
 
+    def num_bytes(self, ids: np.ndarray) -> int:
+        """Count the bytes of text that ids stand for; special tokens have none."""
+
     def stream(self) -> Callable[[int], str]:
         """Return a function that takes one id after the other and returns the text each completes."""
 
@@ -51,6 +55,10 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text; what is no UTF-8 becomes the replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def num_bytes(self, ids: np.ndarray) -> int:
+        """Count the ids that are bytes."""
+        return int((ids < 256).sum())
 
     def stream(self) -> Callable[[int], str]:
         """Return a function that holds back the bytes of unfinished characters."""
@@ -76,6 +84,9 @@ class SubwordTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(spec)
         except Exception as error:
             raise UserError(f"the tokenizer cannot be read: {error}.") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a text that spells the end token does not end
         self.spec = self._tokenizer.to_str()
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         names = END_TOKENS if eos is None else (eos,)
@@ -92,6 +103,11 @@ class SubwordTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids."""
         return self._tokenizer.decode(list(ids))
+
+    def num_bytes(self, ids: np.ndarray) -> int:
+        """Count the bytes of the text, piece by piece."""
+        pieces = np.array_split(ids, -(-len(ids) // DECODED_TOGETHER)) if len(ids) else []
+        return sum(len(self.decode(piece.tolist()).encode()) for piece in pieces)
 
     def stream(self) -> Callable[[int], str]:
         """Return a function that holds back what later ids may still change."""
@@ -122,7 +138,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     if path.is_file():
         return SubwordTokenizer(path.read_text(), eos)
     if path.suffix == ".json" or len(path.parts) > 2:
-        raise UserError(f"no tokenizer: {path} does not exist.")
+        raise UserError(f"no tokenizer: {path} does not exist; accepted: 'bytes', a tokenizer.json or a hub name.")
     import tokenizers
 
     try:

@@ -53,8 +53,9 @@ def test_fit_learns_and_logs(trained):
     log = scalars(trained / "t/version_0")
     losses = [event.value for event in log["val/loss"]]
     assert len(losses) == 3 and losses[-1] < 1.5 < losses[0]
-    corpus = Corpus(trained / "corpus")
-    ratio = corpus.split("val").num_bytes / len(corpus.split("val"))
+    val = Corpus(trained / "corpus").split("val")
+    count = (len(val) - 1) // 32 * 32
+    ratio = (val[1 : count + 1] < 256).sum() / count
     for loss, perplexity, bits in zip(*(log[f"val/{n}"] for n in ("loss", "perplexity", "bits_per_byte")), strict=True):
         assert perplexity.value == pytest.approx(math.exp(loss.value), rel=1e-5)
         assert bits.value == pytest.approx(loss.value / math.log(2) / ratio, rel=1e-5)
@@ -69,7 +70,7 @@ def test_the_baseline_and_a_sample_are_shown(corpus, tmp_path, capsys):
     callbacks = ["--trainer.callbacks+=dclm.callbacks.BigramBaseline", "--trainer.callbacks+=dclm.callbacks.TextSample"]
     run("fit", *small(corpus, tmp_path), *callbacks, "--trainer.callbacks.prompt=ab", "--trainer.max_epochs=1")
     out = capsys.readouterr().out
-    tokens = [Corpus(corpus).split(split)[:] for split in ("train", "val")]
+    tokens = [Corpus(corpus).split("train")[:], Corpus(corpus).split("val")[1 : 7 * 24 + 1]]
     train, val = (bytes(row[row < 256].astype("uint8")).decode(errors="replace").encode() for row in tokens)
     bits = ByteBigram(train).bits_per_byte(val)
     assert f"byte-bigram baseline: {bits:.3f} bits per byte on the validation text" in out
@@ -108,6 +109,8 @@ def test_generate_continues_text(trained, capsys, tmp_path):
     rows = capsys.readouterr().out.split("\n" + "-" * 20 + "\n")
     assert rows[0] == first[: len("def main") + 20]
     assert rows[1].startswith("ret") and len(rows) == 3
+    run("generate", f"--checkpoint={checkpoint}", "--prompt=def main", "--temperature=0", "--max_new_tokens=30")
+    assert capsys.readouterr().out == first
     for seed in (3, 3):
         run("generate", f"--checkpoint={checkpoint}", "--prompt=[x]", "--temperature=2", f"--seed={seed}")
     a, b = capsys.readouterr().out, capsys.readouterr().out
@@ -125,6 +128,14 @@ def test_exported_models_generate_the_same(trained, capsys, tmp_path):
     assert "no tokenizer" in mistake(capsys, "generate", f"--checkpoint={tmp_path / 'hub'}", *options)
     again = mistake(capsys, "export", f"--checkpoint={trained / 't/version_0'}", f"--folder={tmp_path / 'hub'}")
     assert "holds config.json already; nothing was overwritten" in again
+
+
+def test_speed_leaves_validation_out(corpus, tmp_path):
+    """Rates of the windows with a validation in them are like the others'."""
+    often = ["--trainer.max_epochs=2", "--trainer.val_check_interval=5", "--trainer.log_every_n_steps=5"]
+    run("fit", *small(corpus, tmp_path), *often, "--trainer.callbacks+=tests.dctrain.recorder.SlowValidation")
+    rates = [event.value for event in scalars(tmp_path / "t/version_0")["train/tokens_per_second"]]
+    assert len(rates) == 4 and min(rates) > 5 * 4 * 24 / 2
 
 
 @pytest.mark.parametrize("strategy", [["--trainer.strategy=ddp"], FSDP], ids=["ddp", "fsdp2"])
@@ -207,6 +218,11 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
         ("--trainer.max_epochs=-1", "the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps"),
         ("--trainer.max_epoch=3", "--trainer.max_epoch=3"),
+        ("--trainer.strategy=nope", "trainer: You selected an invalid strategy name"),
+        ("--trainer.devices=0", "trainer: "),
+        ("--trainer.limit_train_batches=0", "trainer.limit_train_batches=0 leaves nothing to train on"),
+        ("--trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_algorithm='value'; accepted: 'norm'"),
+        ("--model.overrides={init_std: x}", "init_std='x' must be of type float or None"),
     ):
         assert message in mistake(capsys, "fit", *arguments, option), option
     assert "--ckpt_path must name a checkpoint" in mistake(capsys, "validate", *arguments)
@@ -220,6 +236,7 @@ def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
         ([checkpoint, "--prompt=[a]", "--top_p=2"], "top_p=2.0 must be in (0, 1]"),
         ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=[a]"], "no checkpoint"),
         ([checkpoint, "--prompts=[a]"], "prompts"),
+        ([checkpoint, "--prompt=a", "--device=nope"], "device='nope' cannot be used"),
         ([checkpoint], "prompt"),
     ):
         assert message in mistake(capsys, "generate", *args), args

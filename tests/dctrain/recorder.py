@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 from lightning.pytorch.callbacks import Callback
 
@@ -49,3 +50,11 @@ class InFloat64(Callback):
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         pl_module.double()
+
+
+class SlowValidation(Callback):
+    """Takes two seconds in each validation."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+        if batch_idx == 0 and not trainer.sanity_checking:
+            time.sleep(2)

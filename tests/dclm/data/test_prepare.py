@@ -2,16 +2,23 @@
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import zstandard
+from filelock import FileLock
 
 from dclm.data import prepare as prepare_module
 from dclm.data.stdlib import stdlib_sources
 from dclm.data.texts import find_inputs, read_documents
 from dclm.data.token_files import Corpus
+from dclm.data.tokenizers import train_bpe
 from dctrain.errors import UserError
+from tests.dctrain.commands import ROOT
 
 from .corpora import jsonl, prepared, texts, write_texts
 
@@ -199,6 +206,73 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     (tmp_path / "t.json").write_text(json.dumps({"no": "tokenizer"}))
     with pytest.raises(UserError, match="the tokenizer cannot be read"):
         prepared(files, tmp_path / "c", tokenizer=str(tmp_path / "t.json"))
+
+
+def test_a_tokenizer_that_cuts_or_pads_does_neither_here(tmp_path):
+    from tokenizers import Tokenizer
+
+    long = "all of this long text " * 20
+    files = write_texts(tmp_path / "in", [long, "a", "the end <|endoftext|> is not here"])
+    tokenizer = Tokenizer.from_str(train_bpe([long], 300).spec)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "t.json"))
+    prepared(files, tmp_path / "out", tokenizer=str(tmp_path / "t.json"), val_fraction=0.0)
+    assert documents_of(tmp_path / "out")["train"] == [file.read_text() for file in files]
+
+
+def test_files_are_taken_once_and_links_are_followed(tmp_path):
+    write_texts(tmp_path / "in", texts(3))
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/sub").symlink_to(tmp_path / "in")
+    (tmp_path / "in/loop").symlink_to(tmp_path / "linked")
+    assert len(find_inputs([tmp_path / "in", tmp_path / "in/000.txt"])) == 3
+    assert len(find_inputs([tmp_path / "linked"])) == 3
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "b.zst", "c.txt.xz"])
+def test_other_compressed_formats_are_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UserError, match="is compressed; of these only .jsonl.zst is read"):
+        prepared([tmp_path / name], tmp_path / "out")
+
+
+def test_a_mistyped_tokenizer_claims_no_folder(tmp_path):
+    files = write_texts(tmp_path / "in", texts(5))
+    for wrong in ("bpe:3x", "bpe:3", "no/such/tokenizer.json"):
+        with pytest.raises(UserError):
+            prepared(files, tmp_path / "out", tokenizer=wrong)
+    prepared(files, tmp_path / "out", tokenizer="bpe:300")
+
+
+def test_two_preparations_of_one_folder_do_not_meet(tmp_path):
+    files = write_texts(tmp_path / "in", texts(5))
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out/.lock"), pytest.raises(UserError, match="is being prepared by another process"):
+        prepared(files, tmp_path / "out")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_killed_with_its_workers_and_run_again_equals_one_run(signum, tmp_path):
+    documents = [f"document {i} " + "word " * (i % 97) for i in range(30000)]
+    for part in range(3):
+        (tmp_path / f"{part}.jsonl").write_bytes(jsonl(documents[part::3]))
+    inputs = [str(tmp_path / f"{part}.jsonl") for part in range(3)]
+    command = [sys.executable, "data/make_tokens.py", *inputs, "--num-workers=2", "--segment-tokens=20000"]
+    process = subprocess.Popen([*command, f"--out={tmp_path}/b"], cwd=ROOT, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("b/parts/*.json")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signum)
+    process.wait(timeout=60)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[signum]
+    assert not (tmp_path / "b/manifest.json").exists()
+    time.sleep(1)  # workers notice that their parent is gone
+    for folder in ("a", "b"):
+        subprocess.run([*command, f"--out={tmp_path}/{folder}"], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "a/manifest.json").read_bytes() == (tmp_path / "b/manifest.json").read_bytes()
+    for path in (tmp_path / "a").glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
 def test_positions_grow_to_the_files_end(tmp_path):

@@ -11,7 +11,7 @@ from dclm.data.token_files import Corpus
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
 
-from .corpora import numbered_corpus, prepared, texts, write_texts
+from .corpora import jsonl, numbered_corpus, prepared, texts, write_texts
 
 
 def module(folder, stage: str = "fit", **options) -> TokenDataModule:
@@ -80,9 +80,21 @@ def test_documents_are_numbered_within_a_sequence(tmp_path):
         assert batch.documents.max() >= 1
 
 
-def test_bytes_per_token_leave_out_the_ends(tmp_path):
+def test_bytes_per_token_are_those_of_the_evaluation(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), "validate")
-    assert data.bytes_per_token == pytest.approx(189 / 200)
+    tokens = data.corpus.split("val")[1 : 6 * 32 + 1]
+    assert data.bytes_per_token == pytest.approx((tokens < 256).mean())
+    documents = ["plain words here " * 30, "\u65e5\u672c\u8a9e" * 90]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(documents * 3))
+    prepared([tmp_path / "in.jsonl"], tmp_path / "b", tokenizer="bpe:300", val_fraction=0.0)
+    manifest = json.loads((tmp_path / "b/manifest.json").read_text())
+    manifest["splits"]["val"] = manifest["splits"]["train"]
+    (tmp_path / "b/manifest.json").write_text(json.dumps(manifest))
+    for val_tokens in (64, None):
+        data = module(tmp_path / "b", "validate", val_tokens=val_tokens, vocab_size=300)
+        count = data.num_val_samples * 32
+        text = data.corpus.tokenizer().decode(data.val_samples.row[1 : count + 1].tolist())
+        assert data.bytes_per_token == pytest.approx(len(text.encode()) / count)
 
 
 def damage(folder, name="train-0000-000.bin", **changes):
