@@ -13,7 +13,7 @@ from measure import environment, interleaved, median_ratio, peak_mib, save
 
 from dcmha import ComposeWeights, composed_attention
 
-IMPLS = ("sdpa", "reference", "compiled")
+IMPLS = ("sdpa", "reference", "compiled", "triton")
 
 
 def make_call(impl: str, backward: bool, options: argparse.Namespace) -> Callable[[], None]:
@@ -54,10 +54,11 @@ def main() -> None:
     parser.add_argument("--window", type=int)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--impls", nargs="+", default=IMPLS, choices=IMPLS)
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all that the device runs")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="file for the raw result")
     options = parser.parse_args()
+    options.impls = options.impls or [impl for impl in IMPLS if impl != "triton" or options.device == "cuda"]
     device = torch.device(options.device)
     results = []
     for backward in (False, True):

@@ -6,9 +6,7 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 
 from dctrain.errors import UserError
@@ -106,13 +104,7 @@ class LanguageModel(TrainingModule):
         T = self.config.context_length
         example = torch.zeros(1, T, dtype=torch.long, device="meta")
         self.forward_flops = forward_flops(Decoder(self.config, device="meta"), example) // T
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        if self.hparams.compile:
-            self.model.compile()
+        self.shard_and_compile(self.model.blocks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Predict every next token: ids [B, T] to logits [B, T, V]."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from .impl.masking import both_visible, visible_keys
 from .weights import ComposeWeights
 
-Impl = Literal["auto", "reference", "compiled"]
-ResolvedImpl = Literal["sdpa", "reference", "compiled"]
+Impl = Literal["auto", "reference", "compiled", "triton"]
+ResolvedImpl = Literal["sdpa", "reference", "compiled", "triton"]
 
 
 def composed_attention(
@@ -59,8 +59,9 @@ def composed_attention(
         scale: Factor on q k^T; 1/sqrt(D) if None.
         dropout_p: Probability of dropping a composed weight.
         num_groups: G; heads mix within G equal groups (section 3.2).
-        impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), or "auto".
-            Second derivatives and torch.func transforms need "reference".
+        impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "triton" (fused
+            kernels; CUDA), or "auto", which chooses "compiled". Second derivatives and torch.func transforms need
+            "reference".
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.
@@ -94,6 +95,8 @@ def composed_attention(
                 from .impl import reference as implementation
             case "compiled":
                 from .impl import compiled as implementation
+            case "triton":
+                from .impl import triton as implementation
         return implementation.attention(q, k, v, pre, post, num_groups=num_groups, **options)
 
 

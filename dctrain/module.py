@@ -1,11 +1,14 @@
 """TrainingModule: the optimiser, its schedule and the step's random numbers, for every network trained here."""
 
 import math
+from collections.abc import Iterable
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from .errors import UserError
 
@@ -21,8 +24,8 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction
 class TrainingModule(L.LightningModule):
     """AdamW with warm-up and cosine by steps, for the network in `self.model`.
 
-    A subclass saves the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction` and
-    `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
+    A subclass saves the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction`,
+    `compile` and `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
 
     Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same.
     """
@@ -52,6 +55,16 @@ class TrainingModule(L.LightningModule):
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         if not all(0 <= beta < 1 for beta in hp.betas):
             raise UserError(f"betas={tuple(hp.betas)} must be in [0, 1).")
+
+    def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
+        """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            mesh = self.device_mesh["data_parallel"]
+            for block in blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        if self.hparams.compile:
+            self.model.compile()
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         """Seed this step's random numbers."""

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms.v2 import MixUp
@@ -117,15 +116,9 @@ class ImageClassifier(TrainingModule):
             return
         size = self.hparams.image_size
         self.forward_flops = forward_flops(self.model, torch.empty(1, 3, size, size, device="meta"))
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            if self.ema is not None:
-                raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
-            mesh = self.device_mesh["data_parallel"]
-            for block in getattr(self.model, "blocks", ()):
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        if self.hparams.compile:
-            self.model.compile()
+        if self.ema is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
+        self.shard_and_compile(getattr(self.model, "blocks", ()))
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify uint8 images [B, 3, size, size]; returns logits [B, num_classes]. Uses averaged weights if kept."""

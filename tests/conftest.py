@@ -1,6 +1,10 @@
-"""Shared fixtures: a private cache, small image shards and folders."""
+"""Shared fixtures: a private cache, small image shards and folders.
+
+Without a GPU the fused kernels run in Triton's interpreter, which must be chosen before anything imports Triton.
+"""
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +12,9 @@ import pytest
 import torch
 from PIL import Image
 from webdataset import TarWriter
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

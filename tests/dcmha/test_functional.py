@@ -374,7 +374,7 @@ MISTAKES = {
     "window": ({"window": 0}, r"window=0 must be at least 1"),
     "dropout": ({"dropout_p": 1.0}, r"dropout_p=1.0 must be in \[0, 1\)"),
     "groups": ({"num_groups": 3}, r"num_groups=3 must be a positive divisor of the 4 heads of q"),
-    "impl": ({"impl": "flash"}, r"impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled'"),
+    "impl": ({"impl": "flash"}, r"impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'triton'"),
     "mask": (
         {"attn_mask": torch.ones(3, 5).bool()},
         r"attn_mask has shape \[3, 5\]; accepted: broadcastable to \[B, H, T, S\] = \[2, 4, 5, 5\]",

@@ -259,7 +259,12 @@ def test_killed_with_its_workers_and_run_again_equals_one_run(signum, tmp_path):
         (tmp_path / f"{part}.jsonl").write_bytes(jsonl(documents[part::3]))
     inputs = [str(tmp_path / f"{part}.jsonl") for part in range(3)]
     command = [sys.executable, "data/make_tokens.py", *inputs, "--num-workers=2", "--segment-tokens=20000"]
-    process = subprocess.Popen([*command, f"--out={tmp_path}/b"], cwd=ROOT, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, f"--out={tmp_path}/b"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )
     while not list(tmp_path.glob("b/parts/*.json")):
         assert process.poll() is None
         time.sleep(0.05)

@@ -1,0 +1,94 @@
+"""The fused implementation as an operator of torch: opaque to compilers, with its own gradient."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+import torch
+from torch import Tensor
+
+from .launch import Call, Operands, backward, forward
+
+
+@torch.library.custom_op("dcmha::composed_attention", mutates_args=())
+def composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre_q: Tensor | None,
+    pre_k: Tensor | None,
+    pre_base: Tensor | None,
+    post_q: Tensor | None,
+    post_k: Tensor | None,
+    post_base: Tensor | None,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    window: int,
+    scale: float,
+    num_groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
+    operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
+    operands = Operands(*(None if w is None else w.contiguous() for w in operands))
+    call = Call(is_causal, window, scale, num_groups)
+    return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
+
+
+@composed.register_fake
+def _(q, k, v, pre_q, pre_k, pre_base, post_q, post_k, post_base, key_mask, is_causal, window, scale, num_groups):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("dcmha::composed_attention_backward", mutates_args=())
+def composed_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre_q: Tensor | None,
+    pre_k: Tensor | None,
+    pre_base: Tensor | None,
+    post_q: Tensor | None,
+    post_k: Tensor | None,
+    post_base: Tensor | None,
+    key_mask: Tensor | None,
+    log_sum: Tensor,
+    is_causal: bool,
+    window: int,
+    scale: float,
+    num_groups: int,
+) -> list[Tensor]:
+    """Compute the gradients of q, k, v and the six operands; empty tensors where there is none."""
+    operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
+    operands = Operands(*(None if w is None else w.contiguous() for w in operands))
+    call = Call(is_causal, window, scale, num_groups)
+    tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
+    dq, dk, dv, grads = backward(*tensors, operands, key_mask, log_sum, call)
+    packed = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads, operands, strict=True)]
+    return [dq, dk, dv, *packed]
+
+
+@composed_backward.register_fake
+def _(
+    d_out, q, k, v, pre_q, pre_k, pre_base, post_q, post_k, post_base, key_mask, log_sum, is_causal, window, scale,
+    num_groups,
+):  # fmt: skip
+    operands = (q, k, v, pre_q, pre_k, pre_base, post_q, post_k, post_base)
+    return [
+        q.new_empty(0) if w is None else torch.empty_like(w, memory_format=torch.contiguous_format) for w in operands
+    ]
+
+
+def _setup(ctx, inputs, output) -> None:
+    *tensors, is_causal, window, scale, num_groups = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.options = (is_causal, window, scale, num_groups)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, d_out: Tensor, _: Tensor | None):
+    *tensors, log_sum = ctx.saved_tensors
+    grads = composed_backward(d_out, *tensors, log_sum, *ctx.options)
+    given = [None if w is None else g for w, g in zip(tensors[:9], grads, strict=True)]
+    return *given, None, None, None, None, None
+
+
+composed.register_autograd(_backward, setup_context=_setup)

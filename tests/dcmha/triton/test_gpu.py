@@ -1,0 +1,105 @@
+"""The fused kernels on a GPU at real sizes and dtypes: exactness, determinism, memory, long sequences."""
+
+import pytest
+import torch
+
+from dcmha import ComposeWeights, composed_attention
+from dcmha.impl.triton import launch
+from tests.dcmha.inputs import relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = [  # B, T, S, H, G, D
+    (2, 197, 197, 6, 1, 64),
+    (2, 256, 256, 12, 1, 32),
+    (1, 700, 700, 16, 1, 64),
+    (2, 63, 197, 3, 1, 48),
+    (1, 1, 300, 16, 1, 128),
+    (2, 300, 300, 32, 4, 80),
+    (1, 520, 520, 24, 3, 96),
+]
+KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 100}, {"window": 64}]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def operands(shape, dtype, seed=0) -> dict[str, torch.Tensor]:
+    B, T, S, H, G, D = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def rand(*size, scale=1.0):
+        return (scale * torch.randn(*size, device="cuda", generator=generator)).to(dtype).requires_grad_()
+
+    tensors = {"q": rand(B, H, T, D), "k": rand(B, H, S, D), "v": rand(B, H, S, D)}
+    for composition in ("pre", "post"):
+        for side, tokens in (("query", T), ("key", S)):
+            tensors[f"{composition}.{side}_down"] = rand(B, tokens, 2, H)
+            tensors[f"{composition}.{side}_up"] = rand(B, tokens, 2, H, scale=0.3)
+            tensors[f"{composition}.{side}_gate"] = rand(B, tokens, H, scale=0.5)
+    return tensors
+
+
+def gradients(tensors, impl, num_groups, **options) -> dict[str, torch.Tensor]:
+    weights = {
+        name: ComposeWeights(**{key.split(".")[1]: x for key, x in tensors.items() if key.startswith(name + ".")})
+        for name in ("pre", "post")
+    }
+    out = composed_attention(*(tensors[name] for name in "qkv"), **weights, num_groups=num_groups, impl=impl, **options)
+    generator = torch.Generator("cuda").manual_seed(9)
+    cotangent = torch.randn(out.shape, device="cuda", generator=generator).to(out.dtype)
+    grads = torch.autograd.grad(out, list(tensors.values()), cotangent)
+    return {"out": out.detach()} | dict(zip(tensors, grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_exact_as_the_reference_in_the_same_dtype(shape, kind, dtype):
+    low = operands(shape, dtype)
+    exact = gradients({n: x.detach().double().requires_grad_() for n, x in low.items()}, "reference", shape[4], **kind)
+    expected, got = (gradients(low, impl, shape[4], **kind) for impl in ("reference", "triton"))
+    for name in exact:
+        bound = 2 * relative_error(expected[name].double(), exact[name]) + torch.finfo(dtype).eps
+        assert relative_error(got[name].double(), exact[name]) < bound, name
+
+
+def test_the_same_bits_twice_on_poisoned_workspaces(monkeypatch):
+    view = launch.Workspace.view
+
+    def poisoned(workspace, *size):
+        x, stride = view(workspace, *size)
+        workspace.buffer.fill_(torch.nan)
+        return x, stride
+
+    monkeypatch.setattr(launch.Workspace, "view", poisoned)
+    tensors = operands(SHAPES[2], torch.bfloat16)
+    first, second = (gradients(tensors, "triton", 1, is_causal=True) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]) and first[name].isfinite().all(), name
+
+
+def peak_mib(T: int, H: int = 16) -> float:
+    tensors = operands((1, T, T, H, 1, 64), torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(tensors, "triton", 1, is_causal=True)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def test_memory_is_linear_in_the_sequence():
+    peak_mib(1024)
+    assert peak_mib(16384) < 2.2 * peak_mib(8192)
+
+
+def test_a_very_long_sequence():
+    assert peak_mib(65536) < 20000
+
+
+def test_under_compile():
+    tensors = operands(SHAPES[0], torch.bfloat16)
+
+    def call(tensors):
+        return gradients(tensors, "triton", 1, is_causal=True)["out"]
+
+    torch.testing.assert_close(torch.compile(call)(tensors), call(tensors))

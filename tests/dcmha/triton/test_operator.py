@@ -1,0 +1,203 @@
+"""The fused kernels against the float64 reference: outputs and every gradient, in the interpreter."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dcmha import DCAttention, composed_attention
+from dcmha.impl.triton import launch
+from dcmha.impl.triton.op import composed
+from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run
+
+SHAPES = [
+    {"B": 1, "T": 17, "S": 17, "H": 16},
+    {"B": 3, "T": 9, "S": 9, "H": 3, "D": 32},
+    {"B": 2, "T": 13, "S": 13, "H": 6, "D": 48},
+    {"B": 1, "T": 12, "S": 20, "H": 8, "G": 2},
+    {"B": 2, "T": 14, "S": 9, "H": 4, "D": 80},  # the first queries see no key where it is causal
+    {"B": 1, "T": 1, "S": 19, "H": 12},
+    {"B": 1, "T": 11, "S": 11, "H": 24, "G": 2},
+    {"B": 1, "T": 10, "S": 10, "H": 32, "G": 4, "D": 8},
+    {"B": 2, "T": 35, "S": 35, "H": 5},
+]
+KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 5}, {"window": 4}, {"mask": "keys"}]
+FORMS = [
+    {},
+    {"compositions": "pre", "R": 1},
+    {"compositions": "post", "branches": "qkg"},
+    {"branches": "qg", "R": 4},
+    {"branches": "kg"},
+    {"branches": "b"},
+    {"branches": "qk"},
+    {"branches": "qkg", "R": 0},
+]
+# every shape with every kind, the forms in turn: each pair of a shape and a kind, and of a kind and a form, occurs
+CASES = [
+    Case(**shape | kind | form)
+    for (shape, kind), form in zip(itertools.product(SHAPES, KINDS), itertools.cycle(FORMS), strict=False)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32_equals_the_reference(case):
+    """Relative errors measured over all cases: at most 1.4e-6."""
+    expected = output_and_gradients(case, "reference")
+    got = output_and_gradients(case, "triton", torch.float32)
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < 3e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0] | {"is_causal": True}, SHAPES[2]], ids=str)
+def test_16_bit_is_as_exact_as_the_reference(shape, dtype):
+    """At most twice the error of the reference in the same dtype, for the output and every gradient."""
+    case = Case(**shape, branches="qkg")
+    rounded = {name: x.detach().to(dtype).double() for name, x in make_operands(case).items()}
+    exact = _gradients(case, {n: x.requires_grad_() for n, x in rounded.items()}, "reference", torch.float64)
+    errors = {}
+    for impl in ("reference", "triton"):
+        operands = {name: x.detach().to(dtype).requires_grad_() for name, x in rounded.items()}
+        got = _gradients(case, operands, impl, dtype)
+        errors[impl] = {name: relative_error(got[name], exact[name]) for name in exact}
+    for name, error in errors["triton"].items():
+        assert error < 2 * errors["reference"][name] + torch.finfo(dtype).eps, name
+
+
+def _gradients(case, operands, impl, dtype):
+    out = run(case, operands, impl)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    gradients = torch.autograd.grad(out, list(operands.values()), cotangent)
+    return {"out": out.detach().double()} | {n: g.double() for n, g in zip(operands, gradients, strict=True)}
+
+
+@pytest.mark.parametrize("kind", [{}, {"is_causal": True}, {"window": 7}, {"is_causal": True, "window": 7}], ids=str)
+def test_chunks_change_nothing_but_rounding(kind, monkeypatch):
+    """On a workspace of 2 KiB, filled with NaN before each use."""
+    case = Case(B=3, T=37, S=45, H=6, D=16, **kind)
+    expected = output_and_gradients(case, "reference")
+    view, used = launch.Workspace.view, []
+
+    def poisoned(workspace, planes, queries, keys):
+        x, stride = view(workspace, planes, queries, keys)
+        workspace.buffer.fill_(torch.nan)
+        used.append(workspace.buffer.numel())
+        return x, stride
+
+    monkeypatch.setattr(launch.Workspace, "view", poisoned)
+    monkeypatch.setattr(launch, "WORKSPACE_MIB", 1 / 32)
+    monkeypatch.setattr(launch, "CHUNK_QUERIES", 16)
+    got = output_and_gradients(case, "triton", torch.float32)
+    assert len(used) > 6 and max(used) * 4 <= 2**20 / 32
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < 3e-6, name
+
+
+def test_gradients_are_the_same_bits_twice():
+    case = Case(B=2, T=19, S=19, H=6, is_causal=True)
+    first, second = (output_and_gradients(case, "triton", torch.float32) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_operands_need_not_be_contiguous():
+    case = Case(B=2, T=9, S=9, H=4, D=16)
+    operands = make_operands(case, torch.float32)
+    strided = {n: x.detach().transpose(0, -1).contiguous().transpose(0, -1) for n, x in operands.items()}
+    torch.testing.assert_close(run(case, strided, "triton"), run(case, operands, "triton"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"static_base": True, "num_groups": 2}, {"key_wise": False, "rank": 1}], ids=str
+)
+def test_all_gradients_of_a_layer(options):
+    torch.manual_seed(0)
+    layer = DCAttention(48, 6, impl="reference", **options)
+    with torch.no_grad():
+        layer.compose.project.mul_(50)
+    x = torch.randn(2, 13, 48)
+
+    def gradients(impl: str) -> dict[str, torch.Tensor]:
+        layer.impl = impl
+        layer.zero_grad()
+        layer(x, is_causal=True).square().sum().backward()
+        return {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+    expected, got = gradients("reference"), gradients("triton")
+    for name in expected:
+        assert relative_error(got[name], expected[name]) < 1e-5, name
+    assert layer.resolved_impl == "reference"  # of the first call
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "inductor", "dynamic", "checkpoint"])
+def test_compiled_and_checkpointed(how):
+    case = Case(B=2, T=9, S=9, H=4, D=16, is_causal=True, branches="qkg")
+    operands = make_operands(case, torch.float32)
+
+    def call(operands):
+        return run(case, operands, "triton")
+
+    expected = torch.autograd.grad(call(operands).square().sum(), list(operands.values()))
+    if how == "checkpoint":
+        out = checkpoint(call, operands, use_reentrant=False)
+    else:
+        backend, dynamic = ("inductor", True) if how == "dynamic" else (how, False)
+        out = torch.compile(call, backend=backend, dynamic=dynamic, fullgraph=True)(operands)
+    for got, wanted in zip(torch.autograd.grad(out.square().sum(), list(operands.values())), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_opcheck():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (7, 9, 9))
+    weights = [torch.randn(2, n, 5, 4, requires_grad=True) for n in (7, 9)]
+    base = torch.randn(1, 4, 4, requires_grad=True)
+    arguments = (q, k, v, *weights, base, weights[0], None, None, None, True, 0, 0.25, 1)
+    torch.library.opcheck(composed, arguments)
+
+
+def test_under_autocast():
+    case = Case(B=1, T=9, S=9, H=4, D=16)
+    operands = make_operands(case, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(case, operands, "triton")
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out.double(), run(case, make_operands(case), "reference")) < 0.03
+    out.sum().backward()
+    assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in operands.values())
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (Case(H=24), {}, "it composes at most 16 heads together, got 24 heads in 1 groups"),
+        (Case(), {"attn_mask": torch.zeros(33, 33)}, "it takes no floating attn_mask"),
+        (Case(), {"attn_mask": torch.ones(33, 33, dtype=torch.bool)}, "of boolean masks it takes those of keys"),
+        (Case(), {"dropout_p": 0.1}, "it has no dropout"),
+    ],
+)
+def test_what_is_not_covered_is_refused(case, options, message):
+    operands = make_operands(case, torch.float32)
+    with pytest.raises(ValueError, match=f"impl='triton' cannot run: {message}.*; use impl='compiled' or 'reference'"):
+        composed_attention(
+            *(operands[name] for name in "qkv"), num_groups=case.G, impl="triton", **_weights(case, operands), **options
+        )
+    with pytest.raises(ValueError, match="it takes float32, bfloat16 and float16, got q in torch.float64"):
+        run(Case(), make_operands(Case()), "triton")
+
+
+def _weights(case, operands):
+    from dcmha import ComposeWeights
+
+    return {"pre": ComposeWeights(**{n.split(".")[1]: x for n, x in operands.items() if n.startswith("pre.")})}
+
+
+def test_masks_of_keys_in_all_their_spellings():
+    case = Case(B=2, T=7, S=9, H=4, D=16, mask="keys")
+    operands, mask = make_operands(case, torch.float32), make_mask(case)
+    expected = run(case, operands, "triton", mask)
+    assert (expected[0] == 0).all() and (expected[1] != 0).any()
+    shared = mask[1].view(9)
+    for spelling in (shared, shared[None], shared[None, None, None]):
+        got = run(case, operands, "triton", spelling)
+        torch.testing.assert_close(got, run(case, operands, "reference", spelling))
