@@ -15,10 +15,12 @@ from measure import environment, interleaved, median_ratio, peak_mib, save
 import dcvision  # noqa: F401  registers the models
 
 
-def make_step(name: str, batch_size: int, device: str, dtype: torch.dtype, compile: bool) -> Callable[[], None]:
+def make_step(
+    name: str, batch_size: int, device: str, dtype: torch.dtype, compile: bool, impl: str
+) -> Callable[[], None]:
     """Make a training step: forward, cross-entropy, backward, AdamW."""
     torch.manual_seed(0)
-    model = timm.create_model(name).to(device)
+    model = timm.create_model(name, **({"impl": impl} if name.startswith("dcvit_") else {})).to(device)
     if compile:
         model.compile()
     size = model.pretrained_cfg["input_size"][-1]
@@ -44,11 +46,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of autocast")
     parser.add_argument("--compile", action="store_true", help="compile both models")
+    parser.add_argument("--impl", default="auto", help="of the composed attention")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="file for the raw result")
     options = parser.parse_args()
     names = [options.model, options.model.replace("dcvit_", "mhavit_")]
-    arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile)
+    arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile, options.impl)
     memory = {name: peak_mib(make_step, name, *arguments) for name in names}
     device = torch.device(options.device)
     times = interleaved({name: make_step(name, *arguments) for name in names}, options.repeats, device)
