@@ -49,6 +49,14 @@ def test_float32_equals_the_reference(case):
         assert relative_error(got[name], expected[name]) < 3e-6, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_combination_equals_the_reference(shape, kind, form):
+    test_float32_equals_the_reference(Case(**shape | kind | form))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0] | {"is_causal": True}, SHAPES[2]], ids=str)
 def test_16_bit_is_as_exact_as_the_reference(shape, dtype):
