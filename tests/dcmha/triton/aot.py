@@ -80,6 +80,8 @@ VARIANTS = {
     "6 heads, bidirectional": {"slots_of_group": 8, "IS_CAUSAL": False},
     "static base": {"PRE_B": 1, "POST_B": 1},
     "query-wise": {"PRE_KR": 0, "PRE_KG": 0, "POST_KR": 0, "POST_KG": 0},
+    "mask of keys": {"HAS_MASK": True},
+    "one query": {"T": 1, "num_queries": 1, "num_groups": 1},  # sizes of 1 are constants of the launch
     "float16": {"dtype": "fp16"},
     "float32": {"dtype": "fp32"},
 }

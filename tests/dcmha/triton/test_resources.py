@@ -9,10 +9,12 @@ import pytest
 
 from tests.dctrain.commands import ROOT
 
+from .aot import VARIANTS
+
 MAX_SPILLS = 64
 MAX_SHARED = 48 * 1024
 SHIPPED = [("80", "16 heads"), ("90", "16 heads"), ("100", "16 heads")]
-OTHERS = ["groups of 8", "6 heads, bidirectional", "static base", "query-wise", "float16", "float32"]
+OTHERS = [name for name in VARIANTS if name != "16 heads"]
 
 
 def resources(capability: str, *variants: str) -> dict[str, dict[str, int]]:
