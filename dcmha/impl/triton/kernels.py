@@ -186,6 +186,15 @@ def composed_weights(
 
 
 @triton.jit
+def _store_base_sum(d_matrices, sums):
+    """Store a program's share of a base's gradient, [16, 16]; the launch adds them up."""
+    slots = tl.arange(0, SLOTS)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    square = slots[:, None] * SLOTS + slots[None, :]
+    tl.store(sums + program.to(tl.int64) * SLOTS * SLOTS + square, tl.sum(d_matrices, 0))
+
+
+@triton.jit
 def post_gradients(
     x, da, log_sum, row_sum, pre_q, pre_k, pre_base, post_q, post_k, post_base, d_post_q, d_post_base, key_mask,
     num_instances, num_groups, group_heads, H, image0, T, S, query0, num_queries, first_key, num_keys, stride, window,
@@ -242,10 +251,7 @@ def post_gradients(
             d_matrices, post_q, d_post_q, offsets, query + query0, H, in_chunk, False, P, POST_QR, POST_QG
         )
     if POST_B:
-        slots = tl.arange(0, SLOTS)
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        square = slots[:, None] * SLOTS + slots[None, :]
-        tl.store(d_post_base + program.to(tl.int64) * SLOTS * SLOTS + square, tl.sum(d_matrices, 0))
+        _store_base_sum(d_matrices, d_post_base)
 
 
 @triton.jit
@@ -319,10 +325,7 @@ def pre_gradients(
             d_matrices, pre_q, d_pre_q, offsets, query + query0, H, in_chunk, False, P, PRE_QR, PRE_QG
         )
     if PRE_B:
-        slots = tl.arange(0, SLOTS)
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        square = slots[:, None] * SLOTS + slots[None, :]
-        tl.store(d_pre_base + program.to(tl.int64) * SLOTS * SLOTS + square, tl.sum(d_matrices, 0))
+        _store_base_sum(d_matrices, d_pre_base)
 
 
 @triton.jit
