@@ -50,12 +50,16 @@ def make_weights(case: Case, dtype=torch.float64, scale: float = 0.5) -> Compose
 
 
 def make_mask(case: Case) -> Tensor | None:
-    """A mask with both hidden and visible cells, and one query that sees nothing (for "keys", all of an image)."""
+    """A mask with both hidden and visible cells, and one query that sees nothing.
+
+    For "keys" the queries of the first of several images see nothing.
+    """
     if case.mask is None:
         return None
     if case.mask == "keys":
         keys = torch.rand(case.B, 1, 1, case.S) > 0.3
-        keys[0] = False
+        keys[0] = case.B == 1
+        keys[0, ..., ::3] = False
         return keys
     visible = torch.rand(case.B, 1, case.T, case.S) > 0.3
     visible[..., 0] = True

@@ -9,44 +9,49 @@ For each chunk of images and queries, and the keys they may see:
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..masking import key_range
 from . import kernels
+from .chunks import ALIGNMENT, Chunk, chunks, fold, key_planes, query_planes, round_up
 
-WORKSPACE_MIB = 256  # of one workspace; the backward pass has two
-ALIGNMENT = 16  # of a workspace's rows and a chunk's first key, in elements: aligned loads and products
-CHUNK_QUERIES = 512  # of a chunk of causal or windowed attention
-# Queries and keys of a tile, warps: what compiles without spills (tests/dcmha/triton/test_resources.py).
+FILL_PROGRAMS = 528  # that fill a GPU: four on each multiprocessor of an H100
+SPLIT_TOKENS = 256  # fewest tokens of a loop that is split between programs
+# Queries and keys of a tile, warps, stages of loads: what spills least (tests/dcmha/triton/test_resources.py).
 TILES = {
-    "row_statistics": (8, 16, 4),
-    "composed_weights": (8, 16, 4),
-    "post_gradients": (8, 16, 4),
-    "pre_gradients": (8, 16, 4),
-    "key_gradients": (16, 8, 8),
+    "row_statistics": (8, 32, 4, 2),
+    "composed_weights": (16, 16, 4, 2),
+    "post_gradients": (8, 16, 4, 2),
+    "pre_gradients": (8, 16, 4, 2),
+    "key_gradients": (16, 8, 4, 1),
 }
 FLOAT32_TILES = {  # products in float32 take more registers
-    "row_statistics": (4, 16, 4),
-    "composed_weights": (4, 16, 8),
-    "post_gradients": (4, 16, 4),
-    "pre_gradients": (2, 16, 8),
-    "key_gradients": (16, 4, 8),
+    "row_statistics": (8, 16, 4, 1),
+    "composed_weights": (4, 16, 8, 1),
+    "post_gradients": (4, 16, 4, 1),
+    "pre_gradients": (4, 16, 8, 1),
+    "key_gradients": (16, 4, 8, 1),
 }
+EMPTY = 1e30  # as in the kernels
 
 
-def tile_of(name: str, itemsize: int) -> tuple[int, int, int]:
-    """Return the queries and keys of a kernel's tile, and its warps, for workspaces of 2 or 4 bytes an element."""
+def tile_of(name: str, itemsize: int) -> tuple[int, int, int, int]:
+    """Return a kernel's tile (queries, keys), warps and stages, for workspaces of 2 or 4 bytes an element."""
     return (FLOAT32_TILES if itemsize == 4 else TILES)[name]
 
 
+def slots_of_group(heads: int) -> int:
+    """Return P, the slots that hold the heads of a group: 4, 8 or 16."""
+    return max(4, triton.next_power_of_2(heads))
+
+
 class Operands(NamedTuple):
-    """The packed weights [B, N, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G]."""
+    """The packed weights [B, N, 2R + gate, G P] of both compositions and sides, and their bases [G, H/G, H/G]."""
 
     pre_q: Tensor | None
     pre_k: Tensor | None
@@ -58,7 +63,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is, apart from its tensors."""
+    """What a call is, apart from its tensors; a window of 0 is none."""
 
     is_causal: bool
     window: int
@@ -66,107 +71,132 @@ class Call:
     num_groups: int
 
 
-class Chunk(NamedTuple):
-    """A range of images, of queries, and of the keys that those may see."""
-
-    images: slice
-    queries: slice
-    keys: slice
-
-
-def chunks(B: int, H: int, T: int, S: int, itemsize: int, call: Call) -> Iterator[Chunk]:
-    """Cut a call so that a workspace stays within its budget: by queries, then by images.
-
-    Where queries see different keys, chunks are short, so that products leave out most of what is hidden.
-    """
-    budget = WORKSPACE_MIB * 2**20 // itemsize
-    window = call.window or None
-    queries = min(T, CHUNK_QUERIES) if call.is_causal or window else T
-    widest = S if window is None else min(S, queries + (1 if call.is_causal else 2) * window)
-    row = H * (widest + ALIGNMENT)
-    queries = max(1, min(queries, int(budget // row)))
-    images = max(1, int(budget // (row * queries)))
-    for b in range(0, B, images):
-        for i in range(0, T, queries):
-            stop = min(T, i + queries)
-            first, last = key_range(i, stop, T, S, call.is_causal, window)
-            yield Chunk(slice(b, min(B, b + images)), slice(i, stop), slice(first // ALIGNMENT * ALIGNMENT, last))
-
-
-class Workspace:
-    """One buffer, seen as [images * H, queries, keys] by each chunk in turn."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.like, self.buffer = like, like.new_empty(0)
-
-    def view(self, planes: int, queries: int, keys: int) -> tuple[Tensor, int]:
-        """Return the chunk's view [planes, queries, keys] and the stride of its rows."""
-        stride = -(-keys // ALIGNMENT) * ALIGNMENT
-        size = planes * queries * stride
-        if self.buffer.numel() < size:
-            self.buffer = self.like.new_empty(size)
-        return self.buffer[:size].view(planes, queries, stride)[:, :, :keys], stride
-
-
 class Mixer:
     """Launches the kernels of a call on its chunks."""
 
     def __init__(self, q: Tensor, S: int, operands: Operands, key_mask: Tensor | None, call: Call) -> None:
-        self.B, self.H, self.T, _ = q.shape
-        self.S, self.call, self.operands = S, call, operands
-        self.group_heads = self.H // call.num_groups
-        self.slots_of_group = max(4, triton.next_power_of_2(self.group_heads))
+        self.q, self.S, self.operands, self.key_mask, self.call = q, S, operands, key_mask, call
+        self.heads = q.shape[1] // call.num_groups
+        self.slots_of_group = slots_of_group(self.heads)
         self.dummy = q.new_empty(1, dtype=torch.float32)
-        self.key_mask = key_mask
         self.dot = _dot_dtype(q)
-        self.log_sum = q.new_empty(self.B, self.H, self.T, dtype=torch.float32)
 
-    def run(self, name: str, chunk: Chunk, stride: int, tensors: list[Tensor | None]) -> None:
-        """Launch one kernel; `tensors` are what comes before and after the operands in its signature."""
-        kernel = getattr(kernels, name)
-        given = [self.dummy if t is None else t for t in tensors]
-        by_keys = name == "key_gradients"
-        num_queries, num_keys = (s.stop - s.start for s in (chunk.queries, chunk.keys))
-        num_images = chunk.images.stop - chunk.images.start
-        query_tile, key_tile, num_warps = tile_of(name, given[0].element_size())
-        num_instances = num_images * self.call.num_groups
-        programs = triton.cdiv(num_keys, key_tile) if by_keys else triton.cdiv(num_queries, query_tile)
-        grid = (programs, self.grid_instances(num_instances))
-        kernel[grid](
-            *given,
-            self.dummy if self.key_mask is None else self.key_mask,
-            *(num_instances, self.call.num_groups, self.group_heads, self.H, chunk.images.start, self.T, self.S),
-            *(chunk.queries.start, num_queries, chunk.keys.start, num_keys, stride, self.call.window),
+    def run(self, name: str, chunk: Chunk, tensors: list[Tensor | None], num_splits: int = 1) -> None:
+        """Launch one kernel; `tensors` are those of its signature that come before the mask of keys."""
+        query_tile, key_tile, num_warps, num_stages = tile_of(name, self.q.element_size())
+        getattr(kernels, name)[(self.num_programs(name, chunk) * num_splits,)](
+            *(self.dummy if t is None else t for t in (*tensors, self.key_mask)),
+            *(chunk.num_images * self.call.num_groups, self.call.num_groups, self.q.shape[1]),
+            *(chunk.images.start, self.q.shape[2], self.S, chunk.queries.start, chunk.num_queries),
+            *(chunk.block, chunk.num_blocks, chunk.plane_blocks, chunk.first_key, chunk.num_keys),
+            *(self.call.window, num_splits),
             P=self.slots_of_group,
+            HEADS=self.heads,
             **self._forms(name),
             IS_CAUSAL=self.call.is_causal,
+            HAS_WINDOW=self.call.window > 0,
             HAS_MASK=self.key_mask is not None,
             DOT=self.dot,
             BQ=query_tile,
             BK=key_tile,
             num_warps=num_warps,
-            num_stages=1,
-            **_fused_multiply_add(given[0]),
+            num_stages=num_stages,
+            **_fused_multiply_add(self.q),
         )
 
-    def run_with_base(
-        self, name: str, chunk: Chunk, stride: int, tensors: list[Tensor | None], d_base: Tensor | None
-    ) -> None:
-        """Launch a kernel that also sums the gradient of a base, per program; add the sums to `d_base`."""
-        if d_base is None:
-            return self.run(name, chunk, stride, [*tensors, None])
-        num_images = chunk.images.stop - chunk.images.start
-        num_instances, P = num_images * self.call.num_groups, self.slots_of_group
-        programs = triton.cdiv(chunk.queries.stop - chunk.queries.start, tile_of(name, tensors[0].element_size())[0])
-        sums = d_base.new_empty(self.grid_instances(num_instances), programs, 16, 16)
-        self.run(name, chunk, stride, [*tensors, sums])
-        blocks = sums.sum(1).view(-1, 16 // P, P, 16 // P, P).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-        real = blocks.flatten(0, 1)[:num_instances, : self.group_heads, : self.group_heads]
-        d_base += real.unflatten(0, (num_images, -1)).sum(0)
+    def num_programs(self, name: str, chunk: Chunk) -> int:
+        """Count the programs of a kernel whose loops are not split."""
+        query_tile, key_tile, *_ = tile_of(name, self.q.element_size())
+        by_keys = name == "key_gradients"
+        tiles = triton.cdiv(chunk.num_keys, key_tile) if by_keys else triton.cdiv(chunk.block, query_tile)
+        return self.num_slot_groups(chunk) * chunk.num_blocks * tiles
 
-    def grid_instances(self, num_instances: int) -> int:
-        """Count the programs that hold so many instances."""
-        return triton.cdiv(num_instances, 16 // self.slots_of_group)
+    def num_slot_groups(self, chunk: Chunk) -> int:
+        """Count the sets of 16 slots that hold a chunk's groups of heads."""
+        return triton.cdiv(chunk.num_images * self.call.num_groups, 16 // self.slots_of_group)
+
+    def num_splits(self, name: str, chunk: Chunk) -> int:
+        """Tell between how many programs a loop is split, so that few long rows fill a GPU too."""
+        length = chunk.block if name == "key_gradients" else chunk.num_keys
+        return max(1, min(FILL_PROGRAMS // self.num_programs(name, chunk), length // SPLIT_TOKENS))
+
+    def statistics(self, chunk: Chunk, num_splits: int) -> Tensor:
+        """Make room for a number per query and head of each split."""
+        return self.dummy.new_empty(num_splits, chunk.num_images, self.q.shape[1], chunk.num_queries)
+
+    def row_statistics(self, chunk: Chunk, x: Tensor, log_sum: Tensor) -> None:
+        """Launch F1 and put the base-2 log-sums of its chunk into `log_sum` [B, H, T]."""
+        num_splits = self.num_splits("row_statistics", chunk)
+        parts = self.statistics(chunk, num_splits)
+        operands = [self.operands.pre_q, self.operands.pre_k, self.operands.pre_base]
+        self.run("row_statistics", chunk, [x, parts, *operands], num_splits)
+        log_sum[chunk.images, :, chunk.queries] = parts[0] if num_splits == 1 else _log_add(parts)
+
+    def composed_weights(self, chunk: Chunk, x: Tensor, log_sum: Tensor) -> None:
+        """Launch F2."""
+        num_splits = self.num_splits("composed_weights", chunk)
+        self.run("composed_weights", chunk, [x, log_sum, *self.operands], num_splits)
+
+    def post_gradients(
+        self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
+    ) -> None:
+        """Launch R1; put its chunk into `row_sum` [B, H, T] and `grads.post_q`, add to `grads.post_base`."""
+        num_splits = self.num_splits("post_gradients", chunk)
+        parts = self.statistics(chunk, num_splits)
+        before = [x, da, log_sum, parts, *self.operands]
+        self._run_with_gradients("post_gradients", chunk, before, num_splits, grads.post_q, grads.post_base)
+        row_sum[chunk.images, :, chunk.queries] = parts.sum(0)
+
+    def pre_gradients(
+        self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
+    ) -> None:
+        """Launch R2; put its chunk into `grads.pre_q`, add to `grads.pre_base`."""
+        before = [x, da, log_sum, row_sum, *self.operands]
+        num_splits = self.num_splits("pre_gradients", chunk)
+        self._run_with_gradients("pre_gradients", chunk, before, num_splits, grads.pre_q, grads.pre_base)
+
+    def _run_with_gradients(
+        self,
+        name: str,
+        chunk: Chunk,
+        tensors: list[Tensor | None],
+        num_splits: int,
+        d_weights: Tensor | None,
+        d_base: Tensor | None,
+    ) -> None:
+        """Launch a kernel that stores gradients per split, and those of a base per program; add them up."""
+        parts = sums = None
+        if d_weights is not None:
+            parts = d_weights.new_empty(num_splits, chunk.num_images, chunk.num_queries, *d_weights.shape[2:])
+        if d_base is not None:
+            sums = d_base.new_empty(self.num_programs(name, chunk) * num_splits, 16, 16)
+        self.run(name, chunk, [*tensors, parts, sums], num_splits)
+        if d_weights is not None:
+            d_weights[chunk.images, chunk.queries] = parts.sum(0)
+        if d_base is not None:
+            self._add_base(chunk, sums, d_base)
+
+    def _add_base(self, chunk: Chunk, sums: Tensor, d_base: Tensor) -> None:
+        """Add the sums of all programs, block matrices of 16 slots, to the gradient of a base."""
+        P, groups = self.slots_of_group, self.num_slot_groups(chunk)
+        blocks = sums.view(groups, -1, 16 // P, P, 16 // P, P).sum(1).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+        real = blocks.flatten(0, 1)[: chunk.num_images * self.call.num_groups, : self.heads, : self.heads]
+        d_base += real.unflatten(0, (chunk.num_images, -1)).sum(0)
+
+    def key_gradients(
+        self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
+    ) -> None:
+        """Launch K; add to `grads.pre_k` and `grads.post_k`."""
+        totals = [grads.pre_k, grads.post_k]
+        if totals == [None, None]:
+            return
+        num_splits = self.num_splits("key_gradients", chunk)
+        size = (num_splits, chunk.num_images, chunk.num_blocks, chunk.num_keys)
+        parts = [None if total is None else total.new_empty(*size, *total.shape[2:]) for total in totals]
+        self.run("key_gradients", chunk, [x, da, log_sum, row_sum, *self.operands, *parts], num_splits)
+        for total, part in zip(totals, parts, strict=True):
+            if total is not None:
+                fold(total[chunk.images].flatten(2), part.sum(0).flatten(3), chunk)
 
     def _forms(self, name: str) -> dict[str, int]:
         """Describe the operands to a kernel: ranks, gates and bases."""
@@ -181,6 +211,12 @@ class Mixer:
         return forms
 
 
+def _log_add(parts: Tensor) -> Tensor:
+    """Add what base-2 logarithms [splits, ...] stand for; where all are -EMPTY, no key is visible: EMPTY."""
+    top = parts.amax(0)
+    return torch.where(top > -EMPTY / 2, top + (parts - top).exp2().sum(0).log2(), EMPTY)
+
+
 def _dot_dtype(q: Tensor):
     """Operands of the products in the kernels; the interpreter cannot multiply bfloat16."""
     import triton.language as tl
@@ -190,47 +226,40 @@ def _dot_dtype(q: Tensor):
     return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16
 
 
-def _fused_multiply_add(tensor: Tensor) -> dict[str, bool]:
-    """Ask the compiler for fused multiply-add, which newer versions no longer take for granted."""
-    return {"enable_fp_fusion": True} if tensor.is_cuda else {}
+def _fused_multiply_add(q: Tensor) -> dict[str, bool]:
+    """Ask for fused multiply-add, which Triton will not choose by itself for ever; the interpreter has no options."""
+    return {"enable_fp_fusion": True} if q.is_cuda else {}
 
 
-def _planes(x: Tensor, chunk: Chunk, tokens: slice) -> Tensor:
-    """See a chunk of [B, H, N, D] as [images * H, tokens, D]."""
-    return x[chunk.images, :, tokens].flatten(0, 1)
+def _multiply(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Multiply batches of matrices: scale a b."""
+    ignored = a.new_empty(1, 1, 1) if out is None else out
+    return torch.baddbmm(ignored, a, b, beta=0.0, alpha=scale, out=out)
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-    """out = scale a b, for batches of matrices."""
-    torch.baddbmm(out, a, b, beta=0.0, alpha=scale, out=out)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-    """Total += scale a b in the total's dtype, float32."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.baddbmm(total, a, b, alpha=scale, out_dtype=total.dtype, out=total)
-    else:
-        total.baddbmm_(a.to(total.dtype), b.to(total.dtype), alpha=scale)
+def _aligned(x: Tensor) -> Tensor:
+    """Pad keys or values with zeros to whole aligned rows of a workspace."""
+    return F.pad(x, (0, 0, 0, round_up(x.shape[2], ALIGNMENT) - x.shape[2])).contiguous()
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, operands: Operands, key_mask: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D] and the base-2 log-sums [B, H, T] of contiguous operands."""
-    B, H, T, D = q.shape
+    B, H, T, _ = q.shape
     S = k.shape[2]
-    mixer, workspace = Mixer(q, S, operands, key_mask, call), Workspace(q)
-    out = torch.empty_like(q)
-    for chunk in chunks(B, H, T, S, q.element_size(), call):
-        keys, values = _planes(k, chunk, chunk.keys), _planes(v, chunk, chunk.keys)
-        queries = _planes(q, chunk, chunk.queries)
-        x, stride = workspace.view(*queries.shape[:2], keys.shape[1])
-        _product(x, queries, keys.mT, call.scale)
-        pre = [operands.pre_q, operands.pre_k, operands.pre_base]
-        mixer.run("row_statistics", chunk, stride, [x, mixer.log_sum, *pre])
-        mixer.run("composed_weights", chunk, stride, [x, mixer.log_sum, *operands])
-        out[chunk.images, :, chunk.queries] = (x @ values).unflatten(0, (-1, H))
-    return out, mixer.log_sum
+    mixer = Mixer(q, S, operands, key_mask, call)
+    plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
+    workspace = q.new_empty(max(chunk.workspace_size(H) for chunk in plan))
+    k, v = _aligned(k), _aligned(v)
+    out, log_sum = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
+    for chunk in plan:
+        x = chunk.workspace(workspace, H)
+        _multiply(query_planes(q, chunk), key_planes(k, chunk).mT, call.scale, out=x)
+        mixer.row_statistics(chunk, x, log_sum)
+        mixer.composed_weights(chunk, x, log_sum)
+        out[chunk.images, :, chunk.queries] = chunk.of_queries(x @ key_planes(v, chunk), H)
+    return out, log_sum
 
 
 def backward(
@@ -244,28 +273,24 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Operands]:
     """Compute the gradients of q, k, v and of the operands."""
-    B, H, T, D = q.shape
+    B, H, T, _ = q.shape
     S = k.shape[2]
     mixer = Mixer(q, S, operands, key_mask, call)
-    mixer.log_sum = log_sum
-    row_sum = torch.empty_like(log_sum)
-    x_space, da_space = Workspace(q), Workspace(q)
-    dq = torch.empty_like(q)
+    plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
+    x_space, da_space = (q.new_empty(max(chunk.workspace_size(H) for chunk in plan)) for _ in range(2))
     dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+    k, v = _aligned(k), _aligned(v)
+    dq, row_sum = torch.empty_like(q), torch.empty_like(log_sum)
     grads = Operands(*(None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in operands))
-    for chunk in chunks(B, H, T, S, q.element_size(), call):
-        keys, values = _planes(k, chunk, chunk.keys), _planes(v, chunk, chunk.keys)
-        queries, d_queries = _planes(q, chunk, chunk.queries), _planes(d_out, chunk, chunk.queries)
-        x, stride = x_space.view(*queries.shape[:2], keys.shape[1])
-        da, _ = da_space.view(*queries.shape[:2], keys.shape[1])
-        _product(x, queries, keys.mT, call.scale)
-        _product(da, d_queries, values.mT)
-        shared = [x, da, log_sum, row_sum, *operands]
-        mixer.run_with_base("post_gradients", chunk, stride, [*shared, grads.post_q], grads.post_base)
-        if grads.pre_k is not None or grads.post_k is not None:
-            mixer.run("key_gradients", chunk, stride, [*shared, grads.pre_k, grads.post_k])
-        mixer.run_with_base("pre_gradients", chunk, stride, [*shared, grads.pre_q], grads.pre_base)
-        dq[chunk.images, :, chunk.queries] = (call.scale * (da @ keys)).unflatten(0, (-1, H))
-        _add_product(_planes(dk, chunk, chunk.keys), da.mT, queries, call.scale)
-        _add_product(_planes(dv, chunk, chunk.keys), x.mT, d_queries)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), grads
+    for chunk in plan:
+        x, da = chunk.workspace(x_space, H), chunk.workspace(da_space, H)
+        queries, d_queries, keys = query_planes(q, chunk), query_planes(d_out, chunk), key_planes(k, chunk)
+        _multiply(queries, keys.mT, call.scale, out=x)
+        _multiply(d_queries, key_planes(v, chunk).mT, 1.0, out=da)
+        mixer.post_gradients(chunk, x, da, log_sum, row_sum, grads)
+        mixer.key_gradients(chunk, x, da, log_sum, row_sum, grads)
+        mixer.pre_gradients(chunk, x, da, log_sum, row_sum, grads)
+        dq[chunk.images, :, chunk.queries] = chunk.of_queries(_multiply(da, keys, call.scale), H)
+        for total, product in ((dk, _multiply(da.mT, queries, call.scale)), (dv, x.mT @ d_queries)):
+            fold(total[chunk.images].flatten(0, 1), chunk.of_keys(product, H), chunk)
+    return dq, dk.to(q.dtype), dv.to(q.dtype), grads

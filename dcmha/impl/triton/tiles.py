@@ -12,167 +12,191 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
+LANES = tl.constexpr(8)  # rows of a product that lie in different threads; the rest of the rows lie in each
 
 
 @triton.jit
-def slot_heads(program, num_instances, num_groups, group_heads, P: tl.constexpr):
-    """Tell which image and head each slot holds, and whether it holds one; a group of one image is an instance."""
+def slot_heads(program, num_instances, num_groups, P: tl.constexpr, HEADS: tl.constexpr):
+    """Tell what each slot holds; a group of one image is an instance.
+
+    Returns:
+        image, head: Of the slot [16].
+        column: Of its packed weights, which have P columns for each group.
+        is_instance: Whether the slot belongs to an instance.
+        is_real: Whether it holds a head.
+    """
     slots = tl.arange(0, SLOTS)
     instance = program * (SLOTS // P) + slots // P
-    position = slots % P
-    image = instance // num_groups
-    head = instance % num_groups * group_heads + position
-    return image, head, (instance < num_instances) & (position < group_heads)
+    group = instance % num_groups
+    is_instance = instance < num_instances
+    is_real = is_instance & (slots % P < HEADS)
+    return instance // num_groups, group * HEADS + slots % P, group * P + slots % P, is_instance, is_real
 
 
 @triton.jit
 def same_group(P: tl.constexpr):
-    """Make the block matrix [16, 16] that is 1 where two slots belong to one group."""
+    """Make the block matrix [16, 16] that tells which slots belong to one group."""
     slots = tl.arange(0, SLOTS)
-    return (slots[:, None] // P == slots[None, :] // P).to(tl.float32)
+    return slots[:, None] // P == slots[None, :] // P
 
 
 @triton.jit
-def load_weight(w, slot_offsets, tokens, row, ROWS: tl.constexpr, H, mask):
-    """Load one row of packed weights [B, tokens, ROWS, H] for a tile's tokens: [tokens, 16], float32."""
-    pointers = w + slot_offsets[None, :] + (tokens * ROWS + row)[:, None] * H
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+def group_sum(N: tl.constexpr, P: tl.constexpr, DOT: tl.constexpr):
+    """Make the matrices [N, 16, 16] whose product sums over a group and puts the sum on each of its slots."""
+    return tl.broadcast_to(same_group(P).to(DOT)[None, :, :], [N, SLOTS, SLOTS])
 
 
 @triton.jit
-def load_base(base, head, group_heads, is_real, P: tl.constexpr):
-    """Load the static base [G, H/G, H/G] as a block matrix [16, 16] (from, to)."""
+def diagonal(gate):
+    """Make diagonal matrices [N, 16, 16] of [N, 16]."""
     slots = tl.arange(0, SLOTS)
-    mask = (slots[:, None] // P == slots[None, :] // P) & is_real[:, None] & is_real[None, :]
-    pointers = base + head[:, None] * group_heads + (head % group_heads)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return tl.where((slots[:, None] == slots[None, :])[None, :, :], gate[:, :, None], 0.0)
 
 
 @triton.jit
-def batch_matrices(w, slot_offsets, tokens, H, mask, P: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr):
-    """Build sum_r down_r^T up_r + diag(gate) for each token: [tokens, 16, 16], float32."""
-    ROWS: tl.constexpr = 2 * RANK + GATE
-    matrices = tl.zeros([tokens.shape[0], SLOTS, SLOTS], tl.float32)
-    for r in tl.static_range(RANK):
-        down = load_weight(w, slot_offsets, tokens, r, ROWS, H, mask)
-        up = load_weight(w, slot_offsets, tokens, RANK + r, ROWS, H, mask)
-        matrices += down[:, :, None] * up[:, None, :]
-    matrices *= same_group(P)[None, :, :]
-    if GATE:
-        gate = load_weight(w, slot_offsets, tokens, 2 * RANK, ROWS, H, mask)
-        slots = tl.arange(0, SLOTS)
-        matrices += tl.where((slots[:, None] == slots[None, :])[None, :, :], gate[:, :, None], 0.0)
-    return matrices
+def load_weights(w, image, num_tokens, column, width, tokens, mask, ROWS: tl.constexpr):
+    """Load the packed weights [B, num_tokens, ROWS, width] of a tile's tokens: a tuple of ROWS times [tokens, 16]."""
+    offsets = image.to(tl.int64) * num_tokens * ROWS * width + column
+    rows = ()
+    for r in tl.static_range(ROWS):
+        pointers = w + offsets[None, :] + ((tokens * ROWS + r) * width)[:, None]
+        rows = rows + (tl.load(pointers, mask=mask, other=0.0),)
+    return rows
 
 
 @triton.jit
-def dot(a, b, acc, DOT: tl.constexpr):
-    """Multiply with operands in DOT, added to a float32 tensor."""
-    return tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
-
-
-@triton.jit
-def row_mix(
-    x, y, w, slot_offsets, tokens, H, mask, P: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr,
-    TRANSPOSED: tl.constexpr, DOT: tl.constexpr,
+def batch_matrices(
+    rows, base, head, is_real, N: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+    GATE: tl.constexpr, BASE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Add to y what the row side's weights make of x [N, M, 16]; TRANSPOSED takes gradients back."""
-    ROWS: tl.constexpr = 2 * RANK + GATE
-    N: tl.constexpr = x.shape[0]
-    M: tl.constexpr = x.shape[1]
-    ones = same_group(P)
+    """Build sum_r down_r^T up_r + diag(gate) + base for each token of the batch side: [N, 16, 16]."""
+    matrices = tl.zeros([N, SLOTS, SLOTS], tl.float32)
     for r in tl.static_range(RANK):
-        down = load_weight(w, slot_offsets, tokens, r, ROWS, H, mask)
-        up = load_weight(w, slot_offsets, tokens, RANK + r, ROWS, H, mask)
-        if TRANSPOSED:
-            inner = x * up[None, :, :]
-        else:
-            inner = x * down[None, :, :]
-        zero = tl.zeros([N * M, SLOTS], tl.float32)
-        summed = tl.reshape(dot(tl.reshape(inner, [N * M, SLOTS]), ones, zero, DOT), [N, M, SLOTS])
-        if TRANSPOSED:
-            y += summed * down[None, :, :]
-        else:
-            y += summed * up[None, :, :]
+        matrices += rows[r].to(tl.float32)[:, :, None] * rows[RANK + r].to(tl.float32)[:, None, :]
+    matrices = tl.where(same_group(P)[None, :, :], matrices, 0.0)
     if GATE:
-        y += x * load_weight(w, slot_offsets, tokens, 2 * RANK, ROWS, H, mask)[None, :, :]
+        matrices += diagonal(rows[2 * RANK].to(tl.float32))
+    if BASE:
+        mask = same_group(P) & is_real[:, None] & is_real[None, :]
+        pointers = base + head[:, None] * HEADS + (head % HEADS)[None, :]
+        matrices += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :, :]
+    return matrices.to(DOT)
+
+
+@triton.jit
+def mix(
+    x, x16, matrices, rows, sums, BATCH: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, DOWN: tl.constexpr,
+    UP: tl.constexpr,
+):  # fmt: skip
+    """Compose a tile: x by the batch side's matrices and the row side's weights, of which DOWN and UP are the first.
+
+    `x` is float32, `x16` the same as products take it. Matrices transposed and DOWN and UP exchanged take gradients
+    back.
+    """
+    y = x
+    if BATCH:
+        y = tl.dot(x16, matrices, y, input_precision="ieee")
+    if GATE:
+        y += x * rows[2 * RANK].to(tl.float32)[None, :, :]
+    for r in tl.static_range(RANK):
+        inner = x16 * rows[DOWN + r].to(x16.dtype)[None, :, :]
+        summed = tl.dot(inner, sums, tl.zeros(x.shape, tl.float32), input_precision="ieee")
+        y += summed * rows[UP + r].to(tl.float32)[None, :, :]
     return y
 
 
 @triton.jit
+def outer_sum(a, b, total):
+    """Add the sums over rows of a^T b, [N, 16, 16]."""
+    return tl.dot(tl.permute(a, (0, 2, 1)), b, total, input_precision="ieee")
+
+
+@triton.jit
+def within_threads(x):
+    """See rows [N, M, 16] as [N, M / 8, 8, 16], of which axis 1 lies within a thread."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES, SLOTS])
+
+
+@triton.jit
 def store_weight_gradients(
-    matrices, w, dw, slot_offsets, tokens, H, mask, ACCUMULATE: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr,
-    GATE: tl.constexpr,
-):  # fmt: skip
-    """Reduce the gradients of the batch matrices [tokens, 16, 16] to those of the packed weights, and store or add."""
-    ROWS: tl.constexpr = 2 * RANK + GATE
-    matrices = matrices * same_group(P)[None, :, :]
-    pointers = dw + slot_offsets[None, :] + (tokens * ROWS)[:, None] * H
+    matrices, rows, pointers, width, mask, P: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr
+):
+    """Reduce the gradients of the batch matrices [N, 16, 16] to those of the packed weights, and store them."""
+    matrices = tl.where(same_group(P)[None, :, :], matrices, 0.0)
     for r in tl.static_range(RANK):
-        down = load_weight(w, slot_offsets, tokens, r, ROWS, H, mask)
-        up = load_weight(w, slot_offsets, tokens, RANK + r, ROWS, H, mask)
-        d_down = tl.sum(matrices * up[:, None, :], 2)
-        d_up = tl.sum(matrices * down[:, :, None], 1)
-        if ACCUMULATE:
-            d_down += tl.load(pointers + r * H, mask=mask, other=0.0)
-            d_up += tl.load(pointers + (RANK + r) * H, mask=mask, other=0.0)
-        tl.store(pointers + r * H, d_down, mask=mask)
-        tl.store(pointers + (RANK + r) * H, d_up, mask=mask)
+        down, up = rows[r].to(tl.float32), rows[RANK + r].to(tl.float32)
+        tl.store(pointers + r * width, tl.sum(matrices * up[:, None, :], 2), mask=mask)
+        tl.store(pointers + (RANK + r) * width, tl.sum(matrices * down[:, :, None], 1), mask=mask)
     if GATE:
         slots = tl.arange(0, SLOTS)
-        d_gate = tl.sum(tl.where((slots[:, None] == slots[None, :])[None, :, :], matrices, 0.0), 2)
-        if ACCUMULATE:
-            d_gate += tl.load(pointers + 2 * RANK * H, mask=mask, other=0.0)
-        tl.store(pointers + 2 * RANK * H, d_gate, mask=mask)
+        gates = tl.where((slots[:, None] == slots[None, :])[None, :, :], matrices, 0.0)
+        tl.store(pointers + 2 * RANK * width, tl.sum(gates, 2), mask=mask)
 
 
 @triton.jit
-def visible(query, key, num_queries, num_keys, first_key, offset, IS_CAUSAL: tl.constexpr, window):
-    """Tell which pairs [queries, keys] of a chunk may attend; a window of 0 is none.
-
-    `offset` is the position of the chunk's first query, S - T included; `first_key` that of its first key.
-    """
-    distance = (query + offset)[:, None] - (key + first_key)[None, :]
-    seen = (query < num_queries)[:, None] & (key < num_keys)[None, :]
+def hidden_bias(position, token, S, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Make -inf where a query at `position` does not see the key `token`, 0 where it does; the two are broadcast."""
+    distance = position - token
+    seen = (token >= 0) & (token < S)
     if IS_CAUSAL:
         seen = seen & (distance >= 0)
-    seen = seen & ((window == 0) | (distance < window))
-    if not IS_CAUSAL:
-        seen = seen & ((window == 0) | (distance > -window))
-    return seen
+    if HAS_WINDOW:
+        seen = seen & (distance < window)
+        if not IS_CAUSAL:
+            seen = seen & (distance > -window)
+    return tl.where(seen, 0.0, -float("inf"))
 
 
 @triton.jit
-def key_bounds(first, last, num_keys, first_key, offset, window, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """Bound the keys of a chunk that its queries [first, last] may see, from a multiple of TILE to an exclusive end."""
-    low = 0
-    high = num_keys
-    if window > 0:
-        low = tl.maximum(0, first + offset - first_key - window + 1) // TILE * TILE
-        high = tl.minimum(num_keys, last + offset - first_key + window)
+def mask_bias(key_mask, image, token, S, mask):
+    """Make -inf where a mask of keys [B, S] hides a token from a slot's image: [tokens, 16]."""
+    seen = tl.load(key_mask + image.to(tl.int64)[None, :] * S + token[:, None], mask=mask, other=0)
+    return tl.where(seen != 0, 0.0, -float("inf"))
+
+
+@triton.jit
+def key_bounds(
+    first, last, num_keys, S, first_key, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr
+):
+    """Bound the keys, of a block's, that queries at positions [first, last] may see: from a multiple of TILE."""
+    low = tl.maximum(0, -first_key)
+    high = tl.minimum(num_keys, S - first_key)
+    if HAS_WINDOW:
+        low = tl.maximum(low, first - first_key - window + 1)
+        high = tl.minimum(high, last - first_key + window)
     if IS_CAUSAL:
-        high = tl.minimum(num_keys, last + offset - first_key + 1)
+        high = tl.minimum(high, last - first_key + 1)
+    low = low // TILE * TILE
     return low, tl.maximum(low, high)
 
 
 @triton.jit
-def query_bounds(first, last, num_queries, first_key, offset, window, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """Bound the queries of a chunk that may see its keys [first, last], likewise."""
+def query_bounds(
+    first, last, num_queries, position0, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr
+):
+    """Bound the queries, of a block's, that may see the keys [first, last], likewise."""
     low = 0
     high = num_queries
-    if window > 0:
-        low = tl.maximum(0, first + first_key - offset - window + 1) // TILE * TILE
-        high = tl.minimum(num_queries, last + first_key - offset + window)
+    if HAS_WINDOW:
+        low = tl.maximum(low, first - position0 - window + 1)
+        high = tl.minimum(high, last - position0 + window)
     if IS_CAUSAL:
-        low = tl.maximum(0, first + first_key - offset) // TILE * TILE
+        low = tl.maximum(low, first - position0)
+    low = low // TILE * TILE
     return low, tl.maximum(low, high)
 
 
 @triton.jit
-def store_zeros(pointers, start, stop, num_keys, mask, TILE: tl.constexpr):
+def split_range(low, high, split, num_splits, TILE: tl.constexpr):
+    """Give a program its share of a range, in whole tiles."""
+    share = tl.cdiv(tl.cdiv(high - low, num_splits), TILE) * TILE
+    return low + split * share, tl.minimum(high, low + (split + 1) * share)
+
+
+@triton.jit
+def store_zeros(rows, start, stop, num_keys, mask, TILE: tl.constexpr):
     """Write zeros to the rows' tiles from `start`, a multiple of TILE, to `stop`."""
     for begin in range(start, stop, TILE):
-        key = begin + tl.arange(0, TILE)
+        key = tl.multiple_of(begin, TILE) + tl.arange(0, TILE)
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
-        place = pointers[:, None, :] + key[None, :, None]
-        tl.store(place, 0.0, mask=inside)
+        tl.store(rows[:, None, :] + key[None, :, None], 0.0, mask=inside)

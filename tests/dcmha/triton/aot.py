@@ -1,4 +1,4 @@
-"""Compiling the kernels for a GPU that need not be there: registers, spills and shared memory of each."""
+"""Compiling the kernels for a GPU that need not be there: registers, spills, shared memory and instructions of each."""
 
 import json
 import re
@@ -15,73 +15,95 @@ from triton.compiler import ASTSource
 from dcmha.impl.triton import kernels, launch
 
 KERNELS = tuple(launch.TILES)
-WORKSPACES = ("x", "da")
-FLOATS = ("log_sum", "row_sum", "d_pre_q", "d_pre_k", "d_pre_base", "d_post_q", "d_post_k", "d_post_base")
-FORMS = {"PRE_QR": 2, "PRE_QG": 1, "PRE_KR": 2, "PRE_KG": 1, "PRE_B": 0} | {
-    "POST_QR": 2,
-    "POST_QG": 1,
-    "POST_KR": 2,
-    "POST_KG": 1,
-    "POST_B": 0,
+FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums")
+ALIGNED = ("num_keys",)  # sizes that are multiples of 16; the others are not specialised
+FORMS = {
+    f"{composition}_{branch}": number
+    for composition in ("PRE", "POST")
+    for branch, number in {"QR": 2, "QG": 1, "KR": 2, "KG": 1, "B": 0}.items()
 }
+DOTS = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}
 
 
 class Resources(NamedTuple):
-    """Of one kernel: registers of a thread, bytes it spills, bytes of shared memory of a block."""
+    """Of one kernel.
+
+    Attributes:
+        registers: Of a thread.
+        spills: Bytes of a thread.
+        shared: Bytes of shared memory of a block.
+        instructions: Of the main loop, for 32 elements (one query, key and head each): issue slots of a warp per 32.
+    """
 
     registers: int
     spills: int
     shared: int
+    instructions: float
 
 
-def compile_kernel(name: str, capability: int, dtype: str = "bf16", slots_of_group: int = 16, **forms) -> Resources:
-    """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..."""
+def compile_kernel(
+    name: str, capability: int, dtype: str = "bf16", tile: tuple[int, int, int, int] | None = None, **forms
+) -> Resources:
+    """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., with its shipped tile or another."""
     kernel = getattr(kernels, name)
-    query_tile, key_tile, num_warps = launch.tile_of(name, 4 if dtype == "fp32" else 2)
-    dot = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}[dtype]
-    constants = FORMS | {"P": slots_of_group, "IS_CAUSAL": True, "HAS_MASK": False, "DOT": dot} | forms
-    constants |= {"BQ": query_tile, "BK": key_tile}
+    query_tile, key_tile, num_warps, num_stages = tile or launch.tile_of(name, 4 if dtype == "fp32" else 2)
+    constants = FORMS | {"P": 16, "HEADS": 16, "IS_CAUSAL": True, "HAS_WINDOW": False, "HAS_MASK": False} | forms
+    constants |= {"DOT": DOTS[dtype], "BQ": query_tile, "BK": key_tile}
     signature, attributes, constexprs = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], constexprs[(index,)] = "constexpr", constants[argument]
-        elif argument in ("key_mask",):
+        elif argument == "key_mask":
             signature[argument] = "*u8"
-        elif argument in FLOATS:
+        elif argument in FLOATS or argument.startswith("d_"):
             signature[argument] = "*fp32"
-        elif argument.startswith(("pre_", "post_", *WORKSPACES)):
+        elif argument in ("x", "da") or argument.startswith(("pre_", "post_")):
             signature[argument] = f"*{dtype}"
         else:
             signature[argument] = "i32"
-        if signature[argument].startswith("*") or argument in ("stride", "first_key"):
+        if signature[argument].startswith("*") or argument in ALIGNED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {
-        "num_warps": num_warps,
-        "num_stages": 1,
-        "enable_fp_fusion": True,
-    }
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+    usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
+    elements = query_tile * key_tile * 16 / (32 * num_warps)  # of a thread
+    return Resources(
+        int(re.search(r"REG:(\d+)", usage)[1]),
+        int(re.search(r"STACK:(\d+)", usage)[1]),
+        compiled.metadata.shared,
+        round(_main_loop(code) / elements, 1),
+    )
 
 
-def _resources(cubin: bytes, shared: int) -> Resources:
+def _dump(cubin: bytes, what: str) -> str:
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([program, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    return Resources(int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1]), shared)
+        return subprocess.run([program, what, file.name], capture_output=True, text=True).stdout
+
+
+def _main_loop(code: str) -> int:
+    """Count the instructions of the shortest loop among those with most products of matrices."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+    instructions = [(int(address, 16), text) for address, text in found]
+    loops = []
+    for address, text in instructions:
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            loops.append([t for a, t in instructions if int(target[1], 16) <= a <= address])
+    return len(max(loops, key=lambda loop: (sum("MMA" in t or "FFMA" in t for t in loop), -len(loop))))
 
 
 VARIANTS = {
     "16 heads": {},
-    "groups of 8": {"slots_of_group": 8},
-    "6 heads, bidirectional": {"slots_of_group": 8, "IS_CAUSAL": False},
+    "groups of 8": {"P": 8, "HEADS": 8},
+    "6 heads, bidirectional": {"P": 8, "HEADS": 6, "IS_CAUSAL": False},
+    "window": {"HAS_WINDOW": True},
     "static base": {"PRE_B": 1, "POST_B": 1},
     "query-wise": {"PRE_KR": 0, "PRE_KG": 0, "POST_KR": 0, "POST_KG": 0},
     "mask of keys": {"HAS_MASK": True},
-    "one query": {"T": 1, "num_queries": 1, "num_groups": 1},  # sizes of 1 are constants of the launch
     "float16": {"dtype": "fp16"},
     "float32": {"dtype": "fp32"},
 }

@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dcmha import DCAttention, composed_attention
-from dcmha.impl.triton import launch
+from dcmha.impl.masking import key_range
+from dcmha.impl.triton import chunks, launch
 from dcmha.impl.triton.op import composed
 from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run
 
@@ -83,26 +84,64 @@ def _gradients(case, operands, impl, dtype):
     return {"out": out.detach().double()} | {n: g.double() for n, g in zip(operands, gradients, strict=True)}
 
 
-@pytest.mark.parametrize("kind", [{}, {"is_causal": True}, {"window": 7}, {"is_causal": True, "window": 7}], ids=str)
-def test_chunks_change_nothing_but_rounding(kind, monkeypatch):
-    """On a workspace of 2 KiB, filled with NaN before each use."""
-    case = Case(B=3, T=37, S=45, H=6, D=16, **kind)
+CHUNKED = [  # and the budget of a workspace, in KiB
+    ({"T": 19, "S": 37}, 4),
+    ({"T": 37, "S": 37, "is_causal": True}, 16),
+    ({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4),
+    ({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000),
+    ({"T": 69, "S": 69, "window": 14}, 60),
+    ({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20),
+    ({"T": 69, "S": 53, "window": 5}, 64),
+]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill what is allocated without values with NaN."""
+    torch.use_deterministic_algorithms(True)  # fills memory; the kernels themselves need no such mode
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("kind", "budget"), CHUNKED, ids=str)
+def test_chunks_blocks_and_splits_change_nothing_but_rounding(kind, budget, monkeypatch):
+    case = Case(B=2, H=3, D=8, R=1, **kind)
     expected = output_and_gradients(case, "reference")
-    view, used = launch.Workspace.view, []
+    plans = []
 
-    def poisoned(workspace, planes, queries, keys):
-        x, stride = view(workspace, planes, queries, keys)
-        workspace.buffer.fill_(torch.nan)
-        used.append(workspace.buffer.numel())
-        return x, stride
+    def plan(*args):
+        plans.append(chunks.chunks(*args))
+        return plans[-1]
 
-    monkeypatch.setattr(launch.Workspace, "view", poisoned)
-    monkeypatch.setattr(launch, "WORKSPACE_MIB", 1 / 32)
-    monkeypatch.setattr(launch, "CHUNK_QUERIES", 16)
+    monkeypatch.setattr(chunks, "WORKSPACE_MIB", budget / 1024)
+    monkeypatch.setattr(chunks, "CHUNK_QUERIES", 64 if case.window else 16)
+    monkeypatch.setattr(chunks, "BLOCK_QUERIES", 16)
+    monkeypatch.setattr(launch, "chunks", plan)
+    monkeypatch.setattr(launch, "SPLIT_TOKENS", 16)
     got = output_and_gradients(case, "triton", torch.float32)
-    assert len(used) > 6 and max(used) * 4 <= 2**20 / 32
+    assert len(plans) == 2 and all(chunk.workspace_size(case.H) * 4 <= budget * 2**10 for chunk in plans[0])
+    assert (case.window is None and len(plans[0]) > 2) or any(chunk.num_blocks > 1 for chunk in plans[0])
     for name in expected:
         assert relative_error(got[name], expected[name]) < 3e-6, name
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window):
+    B, H, S = 3, 8, 3000
+    for T in (1, 300, 3000, 3100):
+        queries = torch.zeros(B, T, dtype=torch.int)
+        for chunk in chunks.chunks(B, H, T, S, 2, is_causal, window):
+            assert chunk.workspace_size(H) * 2 <= chunks.WORKSPACE_MIB * 2**20
+            queries[chunk.images, chunk.queries] += 1
+            for block in range(chunk.num_blocks):
+                start = chunk.queries.start + block * chunk.block
+                stop = min(chunk.queries.stop, start + chunk.block)
+                first, last = key_range(start, stop, T, S, is_causal, window or None)
+                first_key = chunk.first_key + block * chunk.block
+                assert start < stop and first_key <= first and last <= first_key + chunk.num_keys
+        assert (queries == 1).all()
 
 
 def test_gradients_are_the_same_bits_twice():

@@ -1,0 +1,174 @@
+"""How a call is cut into chunks, and how a chunk's operands and results are laid out for products of matrices.
+
+A chunk is a range of images and of queries, in blocks. A chunk of one block has the keys from the first to the last
+that any of its queries may see. Windowed attention has chunks of many: each block of C queries has the K keys around
+it, so that little of what is hidden is computed, and all blocks are items of one batch of products. The keys of
+neighbouring blocks overlap; they are a strided view of one buffer in which planes (images x heads) follow each other.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, C queries and K keys of a block
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..masking import key_range
+
+WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two
+ALIGNMENT = 16  # of a workspace's rows, in elements: aligned loads and products
+CHUNK_QUERIES = 512  # of a chunk of causal attention
+BLOCK_QUERIES = 128  # of a block of windowed attention
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is no less than a number."""
+    return -(-number // multiple) * multiple
+
+
+class Chunk(NamedTuple):
+    """A range of images and queries, and the keys of its blocks.
+
+    Attributes:
+        images: Range of images.
+        queries: Range of queries.
+        first_key: Token of the first block's first key; negative before the first token of all.
+        num_keys: K, keys of a block.
+        block: C, queries of a block; block n starts n C queries and keys later.
+        num_blocks: Blocks that hold the queries.
+        plane_blocks: Blocks of a plane of the workspace: the same, or more, to separate the planes.
+    """
+
+    images: slice
+    queries: slice
+    first_key: int
+    num_keys: int
+    block: int
+    num_blocks: int = 1
+    plane_blocks: int = 1
+
+    @property
+    def num_images(self) -> int:
+        """Count the images."""
+        return self.images.stop - self.images.start
+
+    @property
+    def num_queries(self) -> int:
+        """Count the queries."""
+        return self.queries.stop - self.queries.start
+
+    def workspace_size(self, H: int) -> int:
+        """Count the elements of a workspace."""
+        return self.num_images * H * self.plane_blocks * self.block * self.num_keys
+
+    def workspace(self, buffer: Tensor, H: int) -> Tensor:
+        """See the front of a buffer as the chunk's workspace [images * H * blocks, C, K]."""
+        return buffer[: self.workspace_size(H)].view(-1, self.block, self.num_keys)
+
+    def of_queries(self, x: Tensor, H: int) -> Tensor:
+        """See rows of queries [images * H * blocks, C, D] as [images, H, queries, D]."""
+        return x.view(self.num_images, H, -1, x.shape[-1])[:, :, : self.num_queries]
+
+    def of_keys(self, x: Tensor, H: int) -> Tensor:
+        """See rows of keys [images * H * blocks, K, D] as [images * H, blocks, K, D], those that hold queries."""
+        return x.view(self.num_images * H, -1, *x.shape[1:])[:, : self.num_blocks]
+
+
+def chunks(B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int) -> list[Chunk]:
+    """Cut a call so that a workspace stays within its budget; a window of 0 is none."""
+    budget = int(WORKSPACE_MIB * 2**20 // itemsize)
+    band = _band(B, H, T, S, budget, is_causal, window) if window else []
+    return band or _rectangles(B, H, T, S, budget, is_causal, window)
+
+
+def _rectangles(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int) -> list[Chunk]:
+    """Cut into chunks of one block; short ones where queries see different keys, to leave out what is hidden."""
+    queries = min(T, CHUNK_QUERIES) if is_causal or window else T
+    widest = min(S, queries + (1 if is_causal else 2) * window) if window else S
+    row = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
+    queries = max(1, min(queries, budget // row))
+    images = max(1, budget // (row * queries))
+    plan = []
+    for b in range(0, B, images):
+        for i in range(0, T, queries):
+            stop = min(T, i + queries)
+            first, last = key_range(i, stop, T, S, is_causal, window or None)
+            first = first // ALIGNMENT * ALIGNMENT
+            num_keys = round_up(last - first, ALIGNMENT)
+            plan.append(Chunk(slice(b, min(B, b + images)), slice(i, stop), first, num_keys, stop - i))
+    return plan
+
+
+def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int) -> list[Chunk]:
+    """Cut windowed attention into chunks of blocks, of whole images or of one; empty where that saves nothing.
+
+    The first keys of a whole image's planes and the last are hidden where they reach into another plane, if T = S. Else
+    blocks without queries keep the planes apart.
+    """
+    block, blocks = BLOCK_QUERIES, -(-T // BLOCK_QUERIES)
+    before = round_up(window - 1, block)
+    around = before if is_causal else 2 * before
+    apart = around // block
+    size = H * block * (block + around)
+    images, count, plane_blocks = budget // (size * blocks), blocks, blocks
+    if S != T or images == 0:
+        count = min(blocks, budget // size - apart)
+        images, plane_blocks = max(1, budget // (size * (blocks + apart))), count + apart
+    if block + around >= min(S, CHUNK_QUERIES + around) or count * block < 2 * around:
+        return []
+    plan = []
+    for b in range(0, B, images):
+        for n in range(0, blocks, count):
+            stop, first_key = min(T, (n + count) * block), n * block + S - T - before
+            shape = (first_key, block + around, block, min(count, blocks - n), plane_blocks)
+            plan.append(Chunk(slice(b, min(B, b + images)), slice(n * block, stop), *shape))
+    return plan
+
+
+def query_planes(x: Tensor, chunk: Chunk) -> Tensor:
+    """Lay queries [B, H, T, D] out as the chunk's planes and blocks [images * H * blocks, C, D]; zeros fill up."""
+    part = x[chunk.images, :, chunk.queries]
+    if chunk.plane_blocks == 1:
+        return part.flatten(0, 1)
+    if chunk.plane_blocks * chunk.block > chunk.num_queries:
+        padded = x.new_zeros(*part.shape[:2], chunk.plane_blocks * chunk.block, x.shape[-1])
+        padded[:, :, : chunk.num_queries] = part
+        part = padded
+    return part.reshape(-1, chunk.block, x.shape[-1])
+
+
+def key_planes(x: Tensor, chunk: Chunk) -> Tensor:
+    """Lay keys or values [B, H, S, D] out likewise [images * H * blocks, K, D]; S is padded to whole rows.
+
+    Keys of neighbouring blocks share memory: only to be read.
+    """
+    B, H, S, D = x.shape
+    if chunk.plane_blocks == 1:
+        return x[chunk.images, :, chunk.first_key : chunk.first_key + chunk.num_keys].flatten(0, 1)
+    planes, step = chunk.num_images * H, chunk.plane_blocks * chunk.block
+    buffer = x.new_zeros(planes * step + chunk.num_keys - chunk.block, D)
+    first, last = _key_range(chunk, S)
+    place = buffer.as_strided((planes, last - first, D), (step * D, D, 1), (first - chunk.first_key) * D)
+    place.copy_(x[chunk.images, :, first:last].flatten(0, 1))
+    blocks = planes * chunk.plane_blocks
+    return buffer.as_strided((blocks, chunk.num_keys, D), (chunk.block * D, D, 1))
+
+
+def _key_range(chunk: Chunk, S: int) -> tuple[int, int]:
+    """Bound the tokens that are keys of a chunk."""
+    stop = chunk.first_key + (chunk.num_blocks - 1) * chunk.block + chunk.num_keys
+    return max(0, chunk.first_key), max(0, min(S, stop))
+
+
+def fold(total: Tensor, parts: Tensor, chunk: Chunk) -> None:
+    """Add rows of keys [N, blocks, K, X] to those of all tokens, [N, S, X]."""
+    overlaps = chunk.num_keys // chunk.block
+    if chunk.plane_blocks == 1:
+        rows = parts.flatten(1, 2)
+    else:
+        N, count, _, X = parts.shape
+        rows = total.new_zeros(N, (count + overlaps - 1) * chunk.block, X)
+        for shift in range(overlaps):
+            place = rows[:, shift * chunk.block : (shift + count) * chunk.block].unflatten(1, (count, chunk.block))
+            place += parts[:, :, shift * chunk.block : (shift + 1) * chunk.block]
+    first, last = _key_range(chunk, total.shape[1])
+    total[:, first:last] += rows[:, first - chunk.first_key : last - chunk.first_key]
