@@ -8,12 +8,10 @@ on CPU tensors.
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from ...weights import ComposeWeights
-from .launch import slots_of_group
 from .op import composed
 
 MAX_GROUP_HEADS = 16
@@ -65,21 +63,18 @@ def attention(
     key_mask = None
     if visible is not None:
         key_mask = visible.expand(q.shape[0], 1, 1, k.shape[2])[:, 0, 0].to(torch.uint8).contiguous()
-    operands = [operand for weights in (pre, post) for operand in _operands(weights, num_groups)]
+    operands = [operand for weights in (pre, post) for operand in _operands(weights)]
     return composed(q, k, v, *operands, key_mask, is_causal, window or 0, scale, num_groups)[0]
 
 
-def _operands(weights: ComposeWeights | None, num_groups: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Pack the query side, the key side, and give the base of a composition."""
     if weights is None:
         return None, None, None
-    return _pack(*weights[:3], num_groups), _pack(*weights[3:6], num_groups), weights.base
+    return _pack(*weights[:3]), _pack(*weights[3:6]), weights.base
 
 
-def _pack(down: Tensor | None, up: Tensor | None, gate: Tensor | None, num_groups: int) -> Tensor | None:
-    """Put one side's weights into one tensor [B, N, 2R + gate, G P], of P columns a group."""
+def _pack(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """Put one side's weights into one tensor [B, N, 2R + gate, H]."""
     parts = [part for part in (down, up, None if gate is None else gate.unsqueeze(2)) if part is not None]
-    if not parts:
-        return None
-    packed = torch.cat(parts, 2).unflatten(3, (num_groups, -1))
-    return F.pad(packed, (0, slots_of_group(packed.shape[4]) - packed.shape[4])).flatten(3)
+    return torch.cat(parts, 2) if parts else None

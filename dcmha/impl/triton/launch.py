@@ -51,7 +51,10 @@ def slots_of_group(heads: int) -> int:
 
 
 class Operands(NamedTuple):
-    """The packed weights [B, N, 2R + gate, G P] of both compositions and sides, and their bases [G, H/G, H/G]."""
+    """The packed weights [B, N, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
+
+    The kernels see P columns for each group, some of them empty, and bases as they are.
+    """
 
     pre_q: Tensor | None
     pre_k: Tensor | None
@@ -59,6 +62,29 @@ class Operands(NamedTuple):
     post_q: Tensor | None
     post_k: Tensor | None
     post_base: Tensor | None
+
+    def to_columns(self, num_groups: int) -> "Operands":
+        """Add empty columns [B, N, 2R + gate, G P], for aligned loads."""
+
+        def pad(w: Tensor | None) -> Tensor | None:
+            if w is None or w.dim() == 3:
+                return w if w is None else w.contiguous()
+            groups = w.unflatten(3, (num_groups, -1))
+            return F.pad(groups, (0, slots_of_group(groups.shape[4]) - groups.shape[4])).flatten(3).contiguous()
+
+        return Operands(*map(pad, self))
+
+    def from_columns(self, num_groups: int, heads: int) -> "Operands":
+        """Leave the empty columns of gradients out again."""
+
+        def cut(w: Tensor | None) -> Tensor | None:
+            return (
+                w
+                if w is None or w.dim() == 3
+                else w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
+            )
+
+        return Operands(*map(cut, self))
 
 
 @dataclass(frozen=True)
@@ -248,7 +274,7 @@ def forward(
     """Compute the output [B, H, T, D] and the base-2 log-sums [B, H, T] of contiguous operands."""
     B, H, T, _ = q.shape
     S = k.shape[2]
-    mixer = Mixer(q, S, operands, key_mask, call)
+    mixer = Mixer(q, S, operands.to_columns(call.num_groups), key_mask, call)
     plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
     workspace = q.new_empty(max(chunk.workspace_size(H) for chunk in plan))
     k, v = _aligned(k), _aligned(v)
@@ -275,13 +301,13 @@ def backward(
     """Compute the gradients of q, k, v and of the operands."""
     B, H, T, _ = q.shape
     S = k.shape[2]
-    mixer = Mixer(q, S, operands, key_mask, call)
+    mixer = Mixer(q, S, operands.to_columns(call.num_groups), key_mask, call)
     plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
     x_space, da_space = (q.new_empty(max(chunk.workspace_size(H) for chunk in plan)) for _ in range(2))
     dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
     k, v = _aligned(k), _aligned(v)
     dq, row_sum = torch.empty_like(q), torch.empty_like(log_sum)
-    grads = Operands(*(None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in operands))
+    grads = Operands(*(None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in mixer.operands))
     for chunk in plan:
         x, da = chunk.workspace(x_space, H), chunk.workspace(da_space, H)
         queries, d_queries, keys = query_planes(q, chunk), query_planes(d_out, chunk), key_planes(k, chunk)
@@ -293,4 +319,4 @@ def backward(
         dq[chunk.images, :, chunk.queries] = chunk.of_queries(_multiply(da, keys, call.scale), H)
         for total, product in ((dk, _multiply(da.mT, queries, call.scale)), (dv, x.mT @ d_queries)):
             fold(total[chunk.images].flatten(0, 1), chunk.of_keys(product, H), chunk)
-    return dq, dk.to(q.dtype), dv.to(q.dtype), grads
+    return dq, dk.to(q.dtype), dv.to(q.dtype), grads.from_columns(call.num_groups, mixer.heads)

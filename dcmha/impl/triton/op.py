@@ -27,7 +27,6 @@ def composed(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
     operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
-    operands = Operands(*(None if w is None else w.contiguous() for w in operands))
     call = Call(is_causal, window, scale, num_groups)
     return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
 
@@ -58,7 +57,6 @@ def composed_backward(
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v and the six operands; empty tensors where there is none."""
     operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
-    operands = Operands(*(None if w is None else w.contiguous() for w in operands))
     call = Call(is_causal, window, scale, num_groups)
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     dq, dk, dv, grads = backward(*tensors, operands, key_mask, log_sum, call)

@@ -181,7 +181,7 @@ def test_all_gradients_of_a_layer(options):
 
 @pytest.mark.parametrize("how", ["aot_eager", "inductor", "dynamic", "checkpoint"])
 def test_compiled_and_checkpointed(how):
-    case = Case(B=2, T=9, S=9, H=4, D=16, is_causal=True, branches="qkg")
+    case = Case(B=2, T=9, S=9, H=6, D=16, is_causal=True, branches="qkg")
     operands = make_operands(case, torch.float32)
 
     def call(operands):
