@@ -2,8 +2,9 @@
 
 from .attention import DCAttention
 from .cache import DecodingCache
+from .choice import resolve_impl
 from .complexity import ComposeCost, approximate_overhead, compose_cost
-from .functional import composed_attention, resolve_impl
+from .functional import composed_attention
 from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights
 

@@ -4,12 +4,14 @@
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .functional import Impl, ResolvedImpl, composed_attention, resolve_impl
+from .choice import Impl, ResolvedImpl, check_impl, resolve_impl
+from .functional import composed_attention
 from .weights import ComposeProjection, TokenWeights
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ class DCAttention(nn.Module):
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1 (the query's own position), or None.")
-        resolve_impl(self.impl, is_composed=True)
+        check_impl(self.impl)
         dd = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = attn_head_dim or dim // num_heads
@@ -203,6 +205,7 @@ class DCAttention(nn.Module):
             k, v, key_weights, cache_mask = cache.update(k, v, key_weights)
             attn_mask = _combine_masks(attn_mask, cache_mask)
         pre, post = (None, None) if self.compose is None else self.compose.join(query_weights, key_weights)
+        dropout_p = self.attn_drop.p if self.training else 0.0
         out = composed_attention(
             q,
             k,
@@ -213,11 +216,11 @@ class DCAttention(nn.Module):
             is_causal=is_causal,
             window=self.window,
             scale=self.scale,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
+            dropout_p=dropout_p,
             num_groups=self.num_groups,
             impl=self.impl,
         )
-        self._record_impl()
+        self._record_impl(q, attn_mask, dropout_p)
         out = self.norm(out.transpose(1, 2).reshape(B, T, self.attn_dim))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
@@ -235,12 +238,20 @@ class DCAttention(nn.Module):
         sides = self.compose.token_weights(x)
         return (sides[0] if self.query_wise else None), (sides[-1] if self.key_wise else None)
 
-    def _record_impl(self) -> None:
-        """Remember which implementation ran, and log the first choice of "auto"."""
+    def _record_impl(self, q: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
+        """Remember which implementation ran first, and log it once for all layers alike."""
         if self.resolved_impl is not None or torch.compiler.is_compiling():
             return
-        self.resolved_impl = resolve_impl(self.impl, is_composed=self.compose is not None)
-        logger.info("DCAttention(impl=%r) runs as %r.", self.impl, self.resolved_impl)
+        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups}
+        choice = resolve_impl(self.impl, q, is_composed=self.compose is not None, **options)
+        self.resolved_impl = choice.impl
+        _log_choice(self.impl, *choice)
+
+
+@cache
+def _log_choice(impl: Impl, resolved: ResolvedImpl, reason: str | None) -> None:
+    because = "" if reason is None else f": {reason}"
+    logger.info("DCAttention(impl=%r) runs as %r%s.", impl, resolved, because)
 
 
 def _new_with_options(base: type[DCAttention], options: dict) -> DCAttention:

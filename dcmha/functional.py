@@ -3,17 +3,14 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
 from contextlib import nullcontext
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .choice import Impl, check_impl, resolve_impl
 from .impl.masking import both_visible, visible_keys
 from .weights import ComposeWeights
-
-Impl = Literal["auto", "reference", "compiled", "triton"]
-ResolvedImpl = Literal["sdpa", "reference", "compiled", "triton"]
 
 
 def composed_attention(
@@ -60,17 +57,17 @@ def composed_attention(
         dropout_p: Probability of dropping a composed weight.
         num_groups: G; heads mix within G equal groups (section 3.2).
         impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "triton" (fused
-            kernels; CUDA), or "auto", which chooses "compiled". Second derivatives and torch.func transforms need
-            "reference".
+            kernels; CUDA), or "auto": on CUDA "triton" where it can run, for more than one query, else "compiled".
+            `resolve_impl` tells which. Second derivatives and torch.func transforms need "reference".
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.
 
     Raises:
-        ValueError: If a shape, dtype, device or option does not fit; the message names it.
+        ValueError: If a shape, dtype, device or option does not fit, or "triton" cannot run; the message names it.
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
-    resolved = resolve_impl(impl, is_composed=pre is not None or post is not None)
+    check_impl(impl)
     is_autocast = torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type)
     if is_autocast:
         q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
@@ -79,6 +76,14 @@ def composed_attention(
     _check_weights("pre", pre, q, k, num_groups)
     _check_weights("post", post, q, k, num_groups)
     visible, bias = _split_mask(attn_mask, q, k)
+    choice = resolve_impl(
+        impl,
+        q,
+        is_composed=pre is not None or post is not None,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        num_groups=num_groups,
+    )
     options = {
         "visible": visible,
         "bias": bias,
@@ -88,7 +93,7 @@ def composed_attention(
         "dropout_p": dropout_p,
     }
     with torch.autocast(q.device.type, enabled=False) if is_autocast else nullcontext():
-        match resolved:
+        match choice.impl:
             case "sdpa":
                 return _plain_attention(q, k, v, **options)
             case "reference":
@@ -98,23 +103,6 @@ def composed_attention(
             case "triton":
                 from .impl import triton as implementation
         return implementation.attention(q, k, v, pre, post, num_groups=num_groups, **options)
-
-
-def resolve_impl(impl: Impl, *, is_composed: bool) -> ResolvedImpl:
-    """Tell which implementation a call uses.
-
-    Args:
-        impl: What the caller asked for.
-        is_composed: Whether there is anything to compose; plain attention is always torch's own.
-
-    Raises:
-        ValueError: If `impl` is unknown.
-    """
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl={impl!r} is unknown; accepted: {', '.join(map(repr, get_args(Impl)))}.")
-    if not is_composed:
-        return "sdpa"
-    return "compiled" if impl == "auto" else impl
 
 
 def _plain_attention(

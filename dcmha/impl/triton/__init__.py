@@ -8,33 +8,10 @@ on CPU tensors.
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
 import torch
-import triton
 from torch import Tensor
 
 from ...weights import ComposeWeights
 from .op import composed
-
-MAX_GROUP_HEADS = 16
-IS_INTERPRETED = bool(triton.knobs.runtime.interpret)  # as the kernels, which were defined just now
-
-
-def unsupported(
-    q: Tensor, visible: Tensor | None, bias: Tensor | None, dropout_p: float, num_groups: int
-) -> str | None:
-    """Say why the kernels do not take a call; None if they do."""
-    if not q.is_cuda and not IS_INTERPRETED:
-        return f"it needs a CUDA device (or TRITON_INTERPRET=1), got q on {q.device}"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
-    if q.shape[1] // num_groups > MAX_GROUP_HEADS:
-        return f"it composes at most {MAX_GROUP_HEADS} heads together, got {q.shape[1]} heads in {num_groups} groups"
-    if bias is not None:
-        return "it takes no floating attn_mask"
-    if visible is not None and visible.numel() != visible.shape[-1] * (visible.shape[0] if visible.dim() == 4 else 1):
-        return f"of boolean masks it takes those of keys, [B or 1, 1, 1, S], got shape {list(visible.shape)}"
-    if dropout_p > 0:
-        return "it has no dropout"
-    return None
 
 
 def attention(
@@ -52,14 +29,7 @@ def attention(
     dropout_p: float,
     num_groups: int,
 ) -> Tensor:
-    """Compute composed attention. Arguments are those of `composed_attention`, already checked.
-
-    Raises:
-        ValueError: If the kernels do not take the call; the message says why.
-    """
-    reason = unsupported(q, visible, bias, dropout_p, num_groups)
-    if reason is not None:
-        raise ValueError(f"impl='triton' cannot run: {reason}; use impl='compiled' or 'reference'.")
+    """Compute composed attention. Arguments are those of `composed_attention`, checked: see `why_not_triton`."""
     key_mask = None
     if visible is not None:
         key_mask = visible.expand(q.shape[0], 1, 1, k.shape[2])[:, 0, 0].to(torch.uint8).contiguous()

@@ -1,0 +1,105 @@
+"""Which implementation a call uses."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, G head groups
+
+from importlib.util import find_spec
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Impl = Literal["auto", "reference", "compiled", "triton"]
+ResolvedImpl = Literal["sdpa", "reference", "compiled", "triton"]
+
+MAX_GROUP_HEADS = 16  # that the fused kernels compose together
+
+
+class Choice(NamedTuple):
+    """What a call uses, and why "auto" did not choose the fused kernels, if it might have."""
+
+    impl: ResolvedImpl
+    reason: str | None = None
+
+
+def check_impl(impl: str) -> None:
+    """Raise ValueError if `impl` is unknown."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl={impl!r} is unknown; accepted: {', '.join(map(repr, get_args(Impl)))}.")
+
+
+def resolve_impl(
+    impl: Impl,
+    q: Tensor,
+    *,
+    is_composed: bool,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    num_groups: int = 1,
+) -> Choice:
+    """Tell which implementation a call uses.
+
+    Args:
+        impl: What the caller asked for.
+        q: The queries [B, H, T, D]; their values do not matter.
+        is_composed: Whether there is anything to compose; plain attention is always torch's own.
+        attn_mask: As in `composed_attention`.
+        dropout_p: As in `composed_attention`.
+        num_groups: As in `composed_attention`.
+
+    Raises:
+        ValueError: If `impl` is unknown, or is "triton" and the fused kernels do not take the call.
+    """
+    check_impl(impl)
+    if not is_composed:
+        return Choice("sdpa")
+    if impl == "triton":
+        reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
+        if reason is not None:
+            raise ValueError(f"impl='triton' cannot run: {reason}; use impl='compiled' or 'reference'.")
+    if impl != "auto":
+        return Choice(impl)
+    if not q.is_cuda:
+        return Choice("compiled")
+    if q.shape[2] == 1:
+        return Choice("compiled", "the fused kernels do not repay launching for a single query")
+    reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
+    return Choice("triton") if reason is None else Choice("compiled", f"the fused kernels cannot run: {reason}")
+
+
+def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
+    """Say why the fused kernels do not take a call; None if they do. Arguments are those of `composed_attention`."""
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
+    if q.shape[1] // num_groups > MAX_GROUP_HEADS:
+        return f"it composes at most {MAX_GROUP_HEADS} heads together, got {q.shape[1]} heads in {num_groups} groups"
+    if dropout_p > 0:
+        return "it has no dropout"
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        return "it takes no floating attn_mask"
+    if attn_mask is not None and not _is_mask_of_keys(attn_mask):
+        return f"of boolean masks it takes those of keys, [B or 1, 1, 1, S], got shape {list(attn_mask.shape)}"
+    return _what_is_missing(q.device)
+
+
+def _is_mask_of_keys(attn_mask: Tensor) -> bool:
+    """Tell whether all heads and queries of an image see the same keys."""
+    images = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
+    return attn_mask.dim() > 0 and attn_mask.numel() == attn_mask.shape[-1] * images
+
+
+@torch.compiler.assume_constant_result
+def _what_is_missing(device: torch.device) -> str | None:
+    """Say what a device lacks to run the fused kernels."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        import triton
+
+        if triton.knobs.runtime.interpret:
+            return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"it needs an NVIDIA GPU (or, on a CPU, TRITON_INTERPRET=1), got q on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    return None

@@ -1,0 +1,73 @@
+"""Which implementation a call uses, on devices that need not be there."""
+
+import logging
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dcmha import DCAttention, attention, resolve_impl
+
+
+def queries(*shape: int, device: str = "cuda", dtype=torch.bfloat16) -> torch.Tensor:
+    """Queries without values, on a device that is only pretended."""
+    with FakeTensorMode():
+        return torch.empty(*shape, device=device, dtype=dtype)
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Pretend a GPU of compute capability 9.0, or of what is set."""
+    value = {"capability": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: value["capability"])
+    return value
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize(
+    ("q", "options", "impl", "reason"),
+    [
+        (queries(2, 6, 197, 64), {}, "triton", None),
+        (queries(2, 32, 100, 64), {"num_groups": 4}, "triton", None),
+        (queries(2, 6, 7, 64, dtype=torch.float32), {}, "triton", None),
+        (queries(2, 6, 197, 64), {"attn_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)}, "triton", None),
+        (queries(2, 6, 197, 64), {"attn_mask": torch.ones(9, dtype=torch.bool)}, "triton", None),
+        (queries(2, 6, 197, 64), {"attn_mask": torch.ones(7, 9, dtype=torch.bool)}, "compiled", "masks"),
+        (queries(2, 6, 197, 64), {"attn_mask": torch.zeros(9)}, "compiled", "floating attn_mask"),
+        (queries(2, 6, 197, 64), {"dropout_p": 0.1}, "compiled", "no dropout"),
+        (queries(2, 24, 197, 64), {}, "compiled", "24 heads in 1 groups"),
+        (queries(2, 6, 1, 64), {}, "compiled", "single query"),
+        (queries(2, 6, 9, 64, dtype=torch.float64), {}, "compiled", "float64"),
+        (queries(2, 6, 197, 64, device="cpu"), {}, "compiled", None),
+    ],
+    ids=str,
+)
+def test_auto(q, options, impl, reason):
+    choice = resolve_impl("auto", q, is_composed=True, **options)
+    assert choice.impl == impl
+    assert choice.reason is None if reason is None else reason in choice.reason
+    assert resolve_impl("auto", q, is_composed=False, **options).impl == "sdpa"
+    assert resolve_impl("reference", q, is_composed=True, **options).impl == "reference"
+
+
+def test_an_old_gpu(capability):
+    capability["capability"] = (7, 5)
+    choice = resolve_impl("auto", queries(2, 6, 197, 64), is_composed=True)
+    assert choice.impl == "compiled" and "needs compute capability 8.0, got 7.5" in choice.reason
+    with pytest.raises(ValueError, match="impl='triton' cannot run: it needs compute capability 8.0, got 7.5"):
+        resolve_impl("triton", queries(2, 6, 197, 64), is_composed=True)
+
+
+def test_an_unknown_impl():
+    with pytest.raises(
+        ValueError, match="impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'triton'"
+    ):
+        resolve_impl("flash", queries(2, 6, 9, 64), is_composed=True)
+
+
+def test_a_choice_is_logged_once_for_layers_alike(caplog):
+    attention._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, "dcmha"):
+        for _ in range(2):
+            DCAttention(32, 4)(torch.randn(1, 5, 32))
+    assert [record.message for record in caplog.records] == ["DCAttention(impl='auto') runs as 'compiled'."]
