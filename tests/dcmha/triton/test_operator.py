@@ -1,10 +1,12 @@
 """The fused kernels against the float64 reference: outputs and every gradient, in the interpreter."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dcmha import DCAttention, composed_attention
 from dcmha.impl.masking import key_range
@@ -177,6 +179,41 @@ def test_all_gradients_of_a_layer(options):
     for name in expected:
         assert relative_error(got[name], expected[name]) < 1e-5, name
     assert layer.resolved_impl == "reference"  # of the first call
+
+
+def test_selective_checkpointing_keeps_what_the_policy_says():
+    """With the operator saved, the backward pass does not run its forward again; without, it does."""
+    case = Case(B=1, T=9, S=9, H=4, D=16, is_causal=True, branches="qkg")
+    operands = make_operands(case, torch.float32)
+    expected = torch.autograd.grad(run(case, operands, "triton").square().sum(), list(operands.values()))
+
+    def policy(ctx, op, *args, **kwargs):
+        is_ours = op == torch.ops.dcmha.composed_attention.default
+        return CheckpointPolicy.MUST_SAVE if is_ours and keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for keeps in (True, False):
+        calls = CountCalls()
+        out = checkpoint(
+            lambda operands: run(case, operands, "triton"),
+            operands,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, policy),
+        )
+        with calls:
+            got = torch.autograd.grad(out.square().sum(), list(operands.values()))
+        assert calls.forward == (0 if keeps else 1)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts how often the operator's forward runs."""
+
+    forward = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forward += func == torch.ops.dcmha.composed_attention.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("how", ["aot_eager", "inductor", "dynamic", "checkpoint"])

@@ -1,0 +1,61 @@
+"""Decoders on a GPU: a training step through the fused kernels, and a decode step in a CUDA graph."""
+
+import pytest
+import torch
+
+from dclm import Decoder, decoder_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_a_405m_training_step():
+    """Two layers at full width and length, compiled, with and without recomputation: the compiled path's loss."""
+    losses = {}
+    for impl, recompute in (("compiled", False), ("triton", False), ("triton", True)):
+        torch.manual_seed(0)
+        config = decoder_config("dcformer_pp_405m", num_layers=2, impl=impl)
+        decoder = Decoder(config, recompute=recompute, device="cuda")
+        decoder.compile()
+        optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-3)
+        tokens = torch.randint(config.vocab_size, (4, 2049), device="cuda")
+        for _ in range(3):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = decoder(tokens[:, :-1], targets=tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[impl, recompute] = loss.item()
+    expected = losses.pop(("compiled", False))
+    assert all(loss == pytest.approx(expected, rel=2e-3) for loss in losses.values()), (expected, losses)
+
+
+def test_a_decode_step_in_a_cuda_graph():
+    """A captured step, replayed on new tokens and positions, gives the logits of the step itself."""
+    config = decoder_config("dcformer_pp_debug", vocab_size=257)
+    torch.manual_seed(0)
+    decoder = Decoder(config, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(config.vocab_size, (2, 40), device="cuda")
+    expected = decode_all(decoder, ids, None)
+    graph = torch.cuda.CUDAGraph()
+    torch.testing.assert_close(decode_all(decoder, ids, graph), expected)
+
+
+@torch.no_grad()
+def decode_all(decoder, ids, graph):
+    """Logits of every token after the first eight, one by one, by the step or by a graph captured of it."""
+    cache = decoder.make_cache(ids.shape[1])
+    decoder.decode(ids[:, :8], cache)
+    token, position, logits = ids[:, 8:9].clone(), torch.zeros(1, dtype=torch.long, device="cuda"), []
+    for number in range(8, ids.shape[1]):
+        token.copy_(ids[:, number : number + 1])
+        position.copy_(cache.advance(2, 1, token.device))
+        if graph is None or number < 11:  # warm up
+            out = decoder.step(token, position, cache)
+        elif number == 11:
+            with torch.cuda.graph(graph):
+                out = decoder.step(token, position, cache)
+            graph.replay()
+        else:
+            graph.replay()
+        logits.append(out.clone())
+    return torch.stack(logits)
