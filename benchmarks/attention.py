@@ -5,21 +5,21 @@ python benchmarks/attention.py --batch-size 1 --heads 16 --tokens 1024 --causal 
 """
 
 import argparse
-import statistics
+import itertools
 from collections.abc import Callable
 
 import torch
-from measure import environment, interleaved, median_ratio, peak_mib, save
+from measure import ceilings, environment, measure, save, show
 
 from dcmha import ComposeWeights, composed_attention
 
 IMPLS = ("sdpa", "reference", "compiled", "triton")
 
 
-def make_call(impl: str, backward: bool, options: argparse.Namespace) -> Callable[[], None]:
+def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
     """Make a call of one implementation on random operands of rank 2 with gates, both sides, pre and post."""
     torch.manual_seed(0)
-    B, H, T, D, R = options.batch_size, options.heads, options.tokens, options.head_dim, 2
+    B, H, T, D, R = options.batch_size, options.heads, tokens, options.head_dim, 2
 
     def rand(*shape: int) -> torch.Tensor:
         dtype = getattr(torch, options.dtype)
@@ -27,7 +27,7 @@ def make_call(impl: str, backward: bool, options: argparse.Namespace) -> Callabl
 
     def weights() -> ComposeWeights:
         side = [(B, T, R, H), (B, T, R, H), (B, T, H)]
-        return ComposeWeights(*(rand(*shape) for shape in side + side))
+        return ComposeWeights(*(rand(*shape) for shape in (side if options.query_wise else side + side)))
 
     q, k, v = (rand(B, H, T, D) for _ in range(3))
     pre, post = (None, None) if impl == "sdpa" else (weights(), weights())
@@ -36,11 +36,49 @@ def make_call(impl: str, backward: bool, options: argparse.Namespace) -> Callabl
 
     def call() -> None:
         name = "auto" if impl == "sdpa" else impl
-        out = composed_attention(q, k, v, pre, post, is_causal=options.causal, window=options.window, impl=name)
+        kind = {"is_causal": options.causal, "window": options.window, "num_groups": options.groups}
+        out = composed_attention(q, k, v, pre, post, **kind, impl=name)
         if backward:
             torch.autograd.grad(out, leaves, cotangent)
 
     return call
+
+
+def work(options: argparse.Namespace, tokens: int, backward: bool) -> dict[str, float]:
+    """Count what a call must do: pairs of a query and a visible key, and the FLOPs of the products of matrices.
+
+    And the bytes that the fused kernels and their products move through the workspace: 10 an element forward, 26
+    backward (`dcmha/README.md`).
+    """
+    per_query = min(options.window, tokens) if options.window else tokens / 2 if options.causal else tokens
+    elements = options.batch_size * options.heads * tokens * per_query
+    products, traffic = (7, 36) if backward else (2, 10)
+    return {
+        "elements": elements,
+        "flops": products * 2 * options.head_dim * elements,
+        "bytes": traffic * elements * getattr(torch, options.dtype).itemsize / 2,
+    }
+
+
+def sweep(options: argparse.Namespace, device: torch.device) -> list[dict]:
+    """Measure and print every length and kind."""
+    rows = []
+    for tokens, backward in itertools.product(options.tokens, (False, True)):
+        makers = {impl: (make_call, impl, backward, tokens, options) for impl in options.impls}
+        results = measure(makers, options.repeats, device)
+        kind = "forward + backward" if backward else "forward"
+        for impl, result in results.items():
+            row = {"tokens": tokens, "kind": kind, "impl": impl, "ratio": result.ratio(results[options.impls[0]])}
+            counts = work(options, tokens, backward)
+            if result.median is not None:
+                row |= {f"{name}_per_second": count / result.median for name, count in counts.items()}
+            print(
+                f"{tokens:6} {kind:18} {impl:10} {show(result.median and 1e3 * result.median, '9.2f', ' ms')}"
+                f" {show(row['ratio'], '6.2f', '')} x {options.impls[0]} {show(result.peak_mib, '8.0f', ' MiB')}"
+                f" {show(row.get('flops_per_second', 0) / 1e12 or None, '7.2f', ' TFLOP/s')}"
+            )
+            rows.append(row | {"peak_mib": result.peak_mib, "seconds": result.seconds})
+    return rows
 
 
 def main() -> None:
@@ -48,10 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=196)
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[196], help="lengths")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int)
+    parser.add_argument("--query-wise", action="store_true", help="leave the key side out")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all that the device runs")
@@ -60,19 +100,11 @@ def main() -> None:
     options = parser.parse_args()
     options.impls = options.impls or [impl for impl in IMPLS if impl != "triton" or options.device == "cuda"]
     device = torch.device(options.device)
-    results = []
-    for backward in (False, True):
-        memory = {impl: peak_mib(make_call, impl, backward, options) for impl in options.impls}
-        calls = {impl: make_call(impl, backward, options) for impl in options.impls}
-        times = interleaved(calls, options.repeats, device)
-        for impl in options.impls:
-            kind = "forward + backward" if backward else "forward"
-            ratio = median_ratio(times, impl, options.impls[0])
-            median = 1e3 * statistics.median(times[impl])
-            print(f"{kind:18} {impl:10} {median:9.2f} ms {ratio:6.2f} x {options.impls[0]} {memory[impl]:8.0f} MiB")
-            row = {"kind": kind, "impl": impl, "ratio": ratio, "peak_mib": memory[impl], "seconds": times[impl]}
-            results.append(row)
-    save(options.json, {"environment": environment(device), "options": vars(options), "results": results})
+    best = ceilings(device, getattr(torch, options.dtype))
+    print(f"ceilings: {best['bytes_per_second'] / 1e9:.0f} GB/s, {best['flop_per_second'] / 1e12:.2f} TFLOP/s")
+    results = sweep(options, device)
+    record = {"environment": environment(device), "options": vars(options), "ceilings": best}
+    save(options.json, record | {"results": results})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""What the benchmarks share: interleaved timing, peak memory, and a record of where a number comes from."""
+"""What the benchmarks share: interleaved timing, peak memory, ceilings, and a record of where a number comes from."""
 
 import json
 import multiprocessing
 import platform
-import resource
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+Step = Callable[[], None]
 
 
 def environment(device: torch.device) -> dict:
@@ -21,6 +24,7 @@ def environment(device: torch.device) -> dict:
         "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
         "threads": None if is_cuda else torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": version("triton") if is_cuda else None,
         "python": platform.python_version(),
         "commit": commit,
     }
@@ -32,20 +36,61 @@ def _cpu_name() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-def interleaved(steps: dict[str, Callable[[], None]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Time each step in turn, over and over, so that a noisy machine disturbs all alike; returns seconds."""
-    for step in steps.values():
-        step()
-        step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
+@dataclass
+class Measurement:
+    """Of one step; without `seconds` it ran out of memory.
+
+    Attributes:
+        peak_mib: What a step adds to the memory in use when it has been made.
+        seconds: Of each round.
+    """
+
+    peak_mib: float | None
+    seconds: list[float]
+
+    @property
+    def median(self) -> float | None:
+        """Median seconds."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def ratio(self, base: "Measurement") -> float | None:
+        """Median, over rounds, of the time relative to that of another step in the same round."""
+        if not self.seconds or not base.seconds:
+            return None
+        return statistics.median(a / b for a, b in zip(self.seconds, base.seconds, strict=True))
+
+
+def measure(makers: dict[str, tuple], repeats: int, device: torch.device) -> dict[str, Measurement]:
+    """Time steps in turn, over and over, so that a noisy machine disturbs all alike.
+
+    Args:
+        makers: A function and its arguments, which make each step.
+        repeats: Rounds.
+        device: Where the steps run. A step that runs out of a GPU's memory is left out.
+    """
+    steps, results = {}, {}
+    for name, (make, *args) in makers.items():
+        try:
+            if device.type != "cuda":
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    results[name] = Measurement(pool.apply(_peak_on_cpu, (make, *args)), [])
+            step = make(*args)
+            step()
+            if device.type == "cuda":
+                results[name] = Measurement(_peak_on_cuda(step), [])
+            step()
+            steps[name] = step
+        except torch.cuda.OutOfMemoryError:
+            results[name] = Measurement(None, [])
+            torch.cuda.empty_cache()
     for _ in range(repeats):
         for name, step in steps.items():
             _synchronize(device)
             start = time.perf_counter()
             step()
             _synchronize(device)
-            times[name].append(time.perf_counter() - start)
-    return times
+            results[name].seconds.append(time.perf_counter() - start)
+    return results
 
 
 def _synchronize(device: torch.device) -> None:
@@ -53,34 +98,51 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_ratio(times: dict[str, list[float]], name: str, base: str) -> float:
-    """Return the median, over rounds, of one step's time relative to the base step of the same round."""
-    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+def _peak_on_cuda(step: Step) -> float:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def peak_mib(make_step: Callable[..., Callable[[], None]], *args) -> float:
-    """Measure what two steps add to the memory in use when the step has been made, in MiB, in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_mib, (make_step, *args))
-
-
-def _peak_mib(make_step: Callable[..., Callable[[], None]], *args) -> float:
-    step = make_step(*args)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    before = _resident_mib()
+def _peak_on_cpu(make: Callable[..., Step], *args) -> float:
+    """In a process of its own, so that no step uses what another left."""
+    step = make(*args)
+    Path("/proc/self/clear_refs").write_text("5")  # counts the most memory from now on
+    before = _memory_mib("VmRSS")
     step()
     step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    return _memory_mib("VmHWM") - before
 
 
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+def _memory_mib(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measure what a device does at best: bytes/s of a large copy, FLOP/s of a large product of random matrices."""
+    size, count = (2**31, 8192) if device.type == "cuda" else (2**28, 1024)
+    source = torch.empty(size // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    a, b = (torch.randn(count, count, device=device).to(dtype) for _ in range(2))
+    times = {}
+    for name, step in {"copy": lambda: target.copy_(source), "product": lambda: a @ b}.items():
+        seconds = []
+        for _ in range(8):
+            _synchronize(device)
+            start = time.perf_counter()
+            step()
+            _synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        times[name] = statistics.median(seconds)
+    return {"bytes_per_second": 2 * size / times["copy"], "flop_per_second": 2 * count**3 / times["product"]}
+
+
+def show(value: float | None, form: str, unit: str) -> str:
+    """Write a number that may be missing."""
+    width = len(format(1.0, form))
+    return f"{'-' * 3:>{width}}{unit}" if value is None else f"{value:{form}}{unit}"
 
 
 def save(path: str | None, result: dict) -> None:

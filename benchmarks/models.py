@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from measure import environment, interleaved, median_ratio, peak_mib, save
+from measure import environment, measure, save, show
 
 import dclm
 
@@ -20,18 +19,20 @@ def language_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of the composed attention")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", help="file for the raw result")
     return parser
 
 
-def language_configs(name: str, overrides: dict) -> dict[str, dclm.DecoderConfig]:
-    """Return the composed model, plain attention with the same windows, and plain attention without windows."""
+def language_configs(name: str, overrides: dict, impls: list[str]) -> dict[str, dclm.DecoderConfig]:
+    """Return the composed model by each implementation, and plain attention with the same windows and without."""
     composed = dclm.decoder_config(name, **overrides)
     if not composed.is_composed:
         raise SystemExit(f"--model={name} is not composed; choose a dcformer or dcpythia configuration.")
     same_windows = replace(composed, pre_compose=False, post_compose=False)
-    return {"composed": composed, "plain": same_windows, "plain, all global": replace(same_windows, windows=(None,))}
+    configs = {f"composed, {impl}": replace(composed, impl=impl) for impl in impls}
+    return configs | {"plain": same_windows, "plain, all global": replace(same_windows, windows=(None,))}
 
 
 def compare(make: Callable[..., Callable[[], None]], options: argparse.Namespace, num_tokens: int) -> None:
@@ -42,14 +43,18 @@ def compare(make: Callable[..., Callable[[], None]], options: argparse.Namespace
         options: Of the command line.
         num_tokens: Tokens of a call.
     """
-    configs = language_configs(options.model, options.overrides)
-    memory = {name: peak_mib(make, config, options) for name, config in configs.items()}
+    configs = language_configs(options.model, options.overrides, options.impls)
     device = torch.device(options.device)
-    times = interleaved({name: make(config, options) for name, config in configs.items()}, options.repeats, device)
+    makers = {name: (make, config, options) for name, config in configs.items()}
+    results = measure(makers, options.repeats, device)
+    composed = [name for name in configs if name.startswith("composed")]
+    print(f"{'':22} {'tokens/s':>9} {'MiB':>7}   throughput of {', '.join(composed)} over this")
     ratios = {}
-    for name in configs:
-        rate = num_tokens / statistics.median(times[name])
-        ratios[name] = 1 / median_ratio(times, "composed", name)
-        print(f"{name:18} {rate:9.1f} tokens/s {memory[name]:8.0f} MiB   composed runs at {100 * ratios[name]:5.1f} %")
-    result = {"environment": environment(device), "options": vars(options), "ratios": ratios}
-    save(options.json, result | {"seconds": times, "peak_mib": memory})
+    for name, result in results.items():
+        ratios[name] = {base: result.ratio(results[base]) for base in composed}
+        rate = None if result.median is None else num_tokens / result.median
+        over = "  ".join(show(ratio and 100 * ratio, "6.1f", " %") for ratio in ratios[name].values())
+        print(f"{name:22} {show(rate, '9.1f', '')} {show(result.peak_mib, '7.0f', '')}   {over}")
+    record = {"environment": environment(device), "options": vars(options), "ratios": ratios}
+    seconds = {name: result.seconds for name, result in results.items()}
+    save(options.json, record | {"seconds": seconds, "peak_mib": {n: r.peak_mib for n, r in results.items()}})

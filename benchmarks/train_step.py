@@ -1,16 +1,15 @@
-"""One training step of a model against its plain-attention twin, interleaved: time ratio, time and peak memory.
+"""One training step of a model against its plain-attention twin, in turn: time, ratio and peak memory.
 
 python benchmarks/train_step.py --model dcvit_small_patch16_224 --batch-size 8
 python benchmarks/train_step.py --batch-size 256 --device cuda --dtype bfloat16 --compile
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import timm
 import torch
-from measure import environment, interleaved, median_ratio, peak_mib, save
+from measure import environment, measure, save, show
 
 import dcvision  # noqa: F401  registers the models
 
@@ -46,23 +45,30 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of autocast")
     parser.add_argument("--compile", action="store_true", help="compile both models")
-    parser.add_argument("--impl", default="auto", help="of the composed attention")
+    parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of the composed attention")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="file for the raw result")
     options = parser.parse_args()
-    names = [options.model, options.model.replace("dcvit_", "mhavit_")]
-    arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile, options.impl)
-    memory = {name: peak_mib(make_step, name, *arguments) for name in names}
+    twin = options.model.replace("dcvit_", "mhavit_")
+    arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile)
+    makers = {f"{options.model}, {impl}": (make_step, options.model, *arguments, impl) for impl in options.impls}
+    makers[twin] = (make_step, twin, *arguments, "auto")
     device = torch.device(options.device)
-    times = interleaved({name: make_step(name, *arguments) for name in names}, options.repeats, device)
-    for name in names:
-        median = statistics.median(times[name])
-        print(f"{name:28} {1e3 * median:9.1f} ms {options.batch_size / median:9.1f} images/s {memory[name]:8.0f} MiB")
-    ratio = median_ratio(times, *names)
-    summary = f"step time ratio {ratio:.3f}, throughput {100 / ratio:.1f} % of the twin's"
-    print(f"{summary}, median of {options.repeats} rounds")
-    result = {"environment": environment(device), "options": vars(options), "ratio": ratio}
-    save(options.json, result | {"seconds": times, "peak_mib": memory})
+    results = measure(makers, options.repeats, device)
+    ratios = {}
+    for name, result in results.items():
+        ratios[name] = result.ratio(results[twin])
+        median, ratio = result.median, ratios[name]
+        print(
+            f"{name:36} {show(median and 1e3 * median, '9.1f', ' ms')}"
+            f" {show(median and options.batch_size / median, '9.1f', ' images/s')}"
+            f" {show(result.peak_mib, '8.0f', ' MiB')}"
+            f" {show(ratio and 100 / ratio, '6.1f', ' % of the twin')}"
+        )
+    print(f"medians of {options.repeats} rounds")
+    record = {"environment": environment(device), "options": vars(options), "time_ratios": ratios}
+    seconds = {name: result.seconds for name, result in results.items()}
+    save(options.json, record | {"seconds": seconds, "peak_mib": {n: r.peak_mib for n, r in results.items()}})
 
 
 if __name__ == "__main__":
