@@ -81,9 +81,9 @@ def sweep(options: argparse.Namespace, device: torch.device) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def operator_parser(description: str) -> argparse.ArgumentParser:
+    """Make a parser with the arguments of a call."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--groups", type=int, default=1)
@@ -94,9 +94,15 @@ def main() -> None:
     parser.add_argument("--query-wise", action="store_true", help="leave the key side out")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all that the device runs")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="file for the raw result")
+    return parser
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = operator_parser(__doc__)
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all that the device runs")
     options = parser.parse_args()
     options.impls = options.impls or [impl for impl in IMPLS if impl != "triton" or options.device == "cuda"]
     device = torch.device(options.device)

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Check the fused kernels on a GPU, then measure them: raw results in the folder that is given.
+# About half an hour by estimate; `benchmarks/gpu.sh FOLDER check` and `... kernels|attention|models` run one part.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:?the folder for the results}
+part=${2:-all}
+mkdir -p "$folder"
+wanted() { [[ $part == all || $part == "$1" ]]; }
+gpu=(--device cuda --dtype bfloat16)
+
+if wanted check; then
+    python -m pytest -q tests/dcmha/triton/test_gpu.py tests/dclm/test_gpu.py 2>&1 | tee "$folder/tests.txt" | tail -30
+fi
+if wanted kernels; then
+    causal=(--batch-size 8 --heads 16 --tokens 2048 --causal)
+    vision=(--batch-size 256 --heads 6 --tokens 197)
+    python benchmarks/kernels.py "${causal[@]}" --json "$folder/kernels_causal.json"
+    python benchmarks/kernels.py "${causal[@]}" --window 256 --json "$folder/kernels_window.json"
+    python benchmarks/kernels.py "${causal[@]}" --query-wise --json "$folder/kernels_query_wise.json"
+    python benchmarks/kernels.py "${vision[@]}" --json "$folder/kernels_vision.json"
+    python benchmarks/kernels.py "${vision[@]}" --workspace-mib 32 --json "$folder/kernels_vision_32mib.json"
+    python benchmarks/kernels.py "${causal[@]}" --workspace-mib 64 --json "$folder/kernels_causal_64mib.json"
+    python benchmarks/kernels.py "${causal[@]}" --json "$folder/kernels_causal_other_tiles.json" \
+        --tile row_statistics=16,16,4,2 composed_weights=8,16,4,2 post_gradients=8,16,4,1 pre_gradients=8,16,4,1 \
+        key_gradients=16,16,8,1
+fi
+if wanted attention; then
+    python benchmarks/attention.py "${gpu[@]}" --batch-size 256 --heads 6 --tokens 197 --json "$folder/attention_vision.json"
+    python benchmarks/attention.py "${gpu[@]}" --batch-size 8 --heads 16 --tokens 512 2048 --causal \
+        --json "$folder/attention_causal.json"
+    python benchmarks/attention.py "${gpu[@]}" --batch-size 8 --heads 16 --tokens 2048 --causal --window 256 \
+        --json "$folder/attention_window.json"
+    python benchmarks/attention.py "${gpu[@]}" --batch-size 1 --heads 16 --tokens 8192 16384 65536 --causal --repeats 3 \
+        --impls sdpa compiled triton --json "$folder/attention_long.json"
+fi
+if wanted models; then
+    impls=(--impls triton compiled)
+    compiled=("${gpu[@]}" --compile --repeats 7)
+    python benchmarks/train_step.py --batch-size 256 "${compiled[@]}" "${impls[@]}" --json "$folder/step_dcvit_small.json"
+    python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" "${impls[@]}" --json "$folder/step_405m_1to1.json"
+    python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" --impls triton \
+        --overrides '{"windows": [256, 256, 256, null]}' --json "$folder/step_405m_3to1.json"
+    python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" --impls triton \
+        --overrides '{"key_wise": false}' --json "$folder/step_405m_query_wise.json"
+    # 8 of the 24 layers, so that three models fit one GPU
+    groups=(--model dcformer_pp_1b4 --batch-size 4 "${compiled[@]}" --impls triton)
+    python benchmarks/train_step_lm.py "${groups[@]}" --overrides '{"num_groups": 4, "num_layers": 8}' \
+        --json "$folder/step_1b4_1to1.json"
+    python benchmarks/train_step_lm.py "${groups[@]}" \
+        --overrides '{"num_groups": 4, "num_layers": 8, "windows": [256, 256, 256, null]}' \
+        --json "$folder/step_1b4_3to1.json"
+    python benchmarks/decode.py --model dcformer_pp_405m "${gpu[@]}" --compile --json "$folder/decode_405m.json"
+fi
