@@ -74,7 +74,9 @@ class Chunk(NamedTuple):
 
 
 def chunks(B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int) -> list[Chunk]:
-    """Cut a call so that a workspace stays within its budget; a window of 0 is none."""
+    """Cut a call so that a workspace stays within its budget; a window of 0 is none. No pairs, no chunks."""
+    if B * T * S == 0:
+        return []
     budget = int(WORKSPACE_MIB * 2**20 // itemsize)
     band = _band(B, H, T, S, budget, is_causal, window) if window else []
     return band or _rectangles(B, H, T, S, budget, is_causal, window)

@@ -268,6 +268,16 @@ def _aligned(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, round_up(x.shape[2], ALIGNMENT) - x.shape[2])).contiguous()
 
 
+def _workspace(q: Tensor, plan: list[Chunk]) -> Tensor:
+    """Make room for the largest chunk."""
+    return q.new_empty(max((chunk.workspace_size(q.shape[1]) for chunk in plan), default=0))
+
+
+def _result(q: Tensor, plan: list[Chunk]) -> Tensor:
+    """Make room for what the chunks fill; zeros where there are none."""
+    return torch.empty_like(q) if plan else torch.zeros_like(q)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, operands: Operands, key_mask: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
@@ -276,9 +286,9 @@ def forward(
     S = k.shape[2]
     mixer = Mixer(q, S, operands.to_columns(call.num_groups), key_mask, call)
     plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
-    workspace = q.new_empty(max(chunk.workspace_size(H) for chunk in plan))
+    workspace = _workspace(q, plan)
     k, v = _aligned(k), _aligned(v)
-    out, log_sum = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
+    out, log_sum = _result(q, plan), q.new_empty(B, H, T, dtype=torch.float32)
     for chunk in plan:
         x = chunk.workspace(workspace, H)
         _multiply(query_planes(q, chunk), key_planes(k, chunk).mT, call.scale, out=x)
@@ -303,10 +313,10 @@ def backward(
     S = k.shape[2]
     mixer = Mixer(q, S, operands.to_columns(call.num_groups), key_mask, call)
     plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
-    x_space, da_space = (q.new_empty(max(chunk.workspace_size(H) for chunk in plan)) for _ in range(2))
+    x_space, da_space = _workspace(q, plan), _workspace(q, plan)
     dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
     k, v = _aligned(k), _aligned(v)
-    dq, row_sum = torch.empty_like(q), torch.empty_like(log_sum)
+    dq, row_sum = _result(q, plan), torch.empty_like(log_sum)
     grads = Operands(*(None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in mixer.operands))
     for chunk in plan:
         x, da = chunk.workspace(x_space, H), chunk.workspace(da_space, H)

@@ -28,7 +28,8 @@ def composed(
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
     operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
     call = Call(is_causal, window, scale, num_groups)
-    return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
+    with torch.cuda.device_of(q):
+        return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
 
 
 @composed.register_fake
@@ -59,7 +60,8 @@ def composed_backward(
     operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
     call = Call(is_causal, window, scale, num_groups)
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
-    dq, dk, dv, grads = backward(*tensors, operands, key_mask, log_sum, call)
+    with torch.cuda.device_of(q):
+        dq, dk, dv, grads = backward(*tensors, operands, key_mask, log_sum, call)
     packed = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads, operands, strict=True)]
     return [dq, dk, dv, *packed]
 

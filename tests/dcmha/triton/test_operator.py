@@ -152,6 +152,14 @@ def test_gradients_are_the_same_bits_twice():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)
+def test_nothing_to_attend_to(sizes):
+    case = Case(**({"B": 2, "T": 5, "S": 5, "H": 4} | sizes))
+    got, expected = output_and_gradients(case, "triton", torch.float32), output_and_gradients(case, "reference")
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=name)
+
+
 def test_operands_need_not_be_contiguous():
     case = Case(B=2, T=9, S=9, H=4, D=16)
     operands = make_operands(case, torch.float32)
