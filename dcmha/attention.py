@@ -116,20 +116,15 @@ class DCAttention(nn.Module):
     ) -> None:
         super().__init__()
         given = locals()
-        for name in self.OPTIONS:
-            if given[name] is not None:
-                setattr(self, name, given[name])
+        self._set_options({name: given[name] for name in self.OPTIONS})
         if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
         if attn_head_dim is not None and attn_head_dim < 1:
             raise ValueError(f"attn_head_dim={attn_head_dim} must be at least 1, or None.")
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1 (the query's own position), or None.")
-        check_impl(self.impl)
         dd = {"device": device, "dtype": dtype}
-        self.num_heads = num_heads
+        self.dim, self.num_heads = dim, num_heads
         self.head_dim = attn_head_dim or dim // num_heads
         self.attn_dim = num_heads * self.head_dim
         self.scale = self.head_dim**-0.5
@@ -144,6 +139,15 @@ class DCAttention(nn.Module):
         self.gate = nn.Linear(dim, self.attn_dim, bias=qkv_bias, **dd) if gated else None
         self.proj = nn.Linear(self.attn_dim, dim_out or dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def _set_options(self, options: dict) -> None:
+        """Set the options that are not None; the others stay as the class has them."""
+        for name, value in options.items():
+            if value is not None:
+                setattr(self, name, value)
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1 (the query's own position), or None.")
+        check_impl(self.impl)
 
     def _make_projection(self, dim: int, dd: dict) -> ComposeProjection | None:
         if not (self.pre_compose or self.post_compose):
@@ -196,7 +200,7 @@ class DCAttention(nn.Module):
             ValueError: If `x` or `attn_mask` has a shape that does not fit.
         """
         B, T, _ = self._check_input(x)
-        q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self._project(x)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rope(q, k)
@@ -227,9 +231,14 @@ class DCAttention(nn.Module):
         return self.proj_drop(self.proj(out))
 
     def _check_input(self, x: Tensor) -> torch.Size:
-        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
-            raise ValueError(f"x has shape {list(x.shape)}; accepted: [B, T, C] with C = {self.qkv.in_features}.")
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {list(x.shape)}; accepted: [B, T, C] with C = {self.dim}.")
         return x.shape
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Make q, k and v, each [B, H, T, D]."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
     def _token_weights(self, x: Tensor) -> tuple[KeyWeights, KeyWeights]:
         """Make the query and the key side from the same tokens in one pass."""

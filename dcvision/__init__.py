@@ -3,5 +3,6 @@
 from . import models
 from .classifier import ImageClassifier
 from .data import ImageDataModule
+from .swap import swap_attention
 
-__all__ = ["ImageClassifier", "ImageDataModule", "models"]
+__all__ = ["ImageClassifier", "ImageDataModule", "models", "swap_attention"]

@@ -1,0 +1,159 @@
+"""Composed attention in models of timm that exist: nothing that was learned changes."""
+
+import re
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import LayerScale
+from torch import nn
+
+from dcmha import DCAttention
+from dcvision import swap_attention
+
+MODELS = {  # one of each family, and the forms in which families differ: norms, biases, rotations, prefix tokens
+    "vit_tiny_patch16_224": {"img_size": 32, "depth": 2},
+    "deit3_small_patch16_224": {"img_size": 32, "depth": 2},
+    "beit3_base_patch16_224": {"img_size": 32, "depth": 1},
+    "vit_base_patch16_clip_224": {"img_size": 32, "depth": 1},
+    "vit_base_patch16_siglip_224": {"img_size": 32, "depth": 1},
+    "vit_small_patch14_dinov2": {"img_size": 28, "depth": 2},
+    "eva_giant_patch14_224": {"img_size": 28, "depth": 1},
+    "eva02_tiny_patch14_224": {"img_size": 28, "depth": 2},
+    "vit_small_patch16_dinov3": {"img_size": 64, "depth": 2},
+    "vit_pe_core_tiny_patch16_384": {"img_size": 64, "depth": 2},
+    "beit_base_patch16_224": {"img_size": 32, "depth": 1},
+    "swin_tiny_patch4_window7_224": {"img_size": 112},
+    "naflexvit_base_patch16_gap": {"depth": 1},
+    "naflexvit_base_patch16_siglip": {"depth": 1},
+}
+
+
+def make_model(name: str, **kwargs) -> nn.Module:
+    """A small model with random weights, of which none is at a value that would hide the attention."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **MODELS[name], **kwargs).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, LayerScale):
+                module.gamma.fill_(1.0)
+        for parameter_name, parameter in model.named_parameters():
+            if re.search("gamma_|bias|relative", parameter_name):
+                parameter.add_(0.5 * torch.randn_like(parameter))
+    return model
+
+
+def images(name: str) -> torch.Tensor:
+    size = MODELS[name].get("img_size", 64)
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def zero_compose(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".compose." in name:
+                parameter.zero_()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_swapped_model(name, tmp_path):
+    """At zero it is the model it was; at the start it is near; all gradients are finite; it can be saved and loaded."""
+    model, x = make_model(name), images(name)
+    keys = set(model.state_dict())
+    expected = model(x).detach()
+    assert swap_attention(model) is model
+    started = model(x)
+    assert (started - expected).norm() < 0.15 * expected.norm()
+    started.square().sum().backward()
+    compose = [p for n, p in model.named_parameters() if ".compose." in n]
+    assert len(compose) >= 3 and all(p.grad.isfinite().all() and p.grad.any() for p in compose)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    added = set(model.state_dict()) - keys
+    assert keys <= set(model.state_dict()) and all(".attn.compose." in key for key in added)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    again = swap_attention(timm.create_model(name, num_classes=5, **MODELS[name]).eval())
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    torch.testing.assert_close(again(x), started)
+    zero_compose(model)
+    assert (model(x) - expected).norm() < 3e-6 * expected.norm()
+
+
+def test_some_layers_and_options():
+    model = make_model("vit_tiny_patch16_224")
+    swap_attention(model, layers=[-1], rank=1, post_compose=False, impl="reference")
+    first, last = (block.attn for block in model.blocks)
+    assert not isinstance(first, DCAttention) and isinstance(last, DCAttention)
+    assert last.compose.project.shape == (2, 6, 6) and last.impl == "reference"
+    swap_attention(model)
+    assert isinstance(model.blocks[0].attn, DCAttention) and model.blocks[0].attn.rank == 2
+
+
+def test_what_timm_does_with_its_models():
+    name = "eva02_tiny_patch14_224"
+    model, x = swap_attention(make_model(name)), images(name)
+    expected = model(x)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
+    final, intermediates = model.forward_intermediates(x)
+    assert len(intermediates) == 2 and model.forward_head(final).shape == (2, 5)
+    model.set_grad_checkpointing()
+    model.train()(x).sum().backward()
+    assert model.blocks[0].attn.compose.project.grad.any()
+    features = swap_attention(timm.create_model(name, features_only=True, out_indices=[1], **MODELS[name]).eval())
+    assert [tuple(feature.shape) for feature in features(x)] == [(2, 192, 2, 2)]
+
+
+def test_dropout_and_mode_are_kept():
+    model = make_model("vit_tiny_patch16_224", attn_drop_rate=0.5, proj_drop_rate=0.25).train()
+    swap_attention(model)
+    attention = model.blocks[0].attn
+    assert attention.training and attention.attn_drop.p == 0.5 and attention.proj_drop.p == 0.25
+    x = images("vit_tiny_patch16_224")
+    assert not torch.equal(model(x), model(x))
+
+
+def test_swin_follows_another_image_size():
+    model = make_model("swin_tiny_patch4_window7_224")
+    plain = make_model("swin_tiny_patch4_window7_224")
+    swap_attention(model)
+    zero_compose(model)
+    for m in (model, plain):
+        m.set_input_size((64, 64), window_size=(4, 4))
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: timm.create_model("resnet18"), {}, "ResNet has no self-attention to swap"),
+        (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its attention is composed already"),
+        (
+            lambda: timm.create_model("swinv2_tiny_window8_256"),
+            {},
+            "has WindowAttention; supported are VisionTransformer",
+        ),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; accepted: some of 0 to 1"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, "layers=.*; accepted"),
+        (
+            lambda: make_model("vit_tiny_patch16_224"),
+            {"num_groups": 2},
+            "blocks.0.attn: num_groups=2 must be .* divisor",
+        ),
+        (lambda: make_model("vit_tiny_patch16_224"), {"heads": 2}, r"unknown options \['heads'\]; accepted: rank"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"impl": "flash"}, "impl='flash' is unknown"),
+        (lambda: make_model("swin_tiny_patch4_window7_224"), {"num_groups": 6}, "layers.0.blocks.0.attn: num_groups=6"),
+        (
+            lambda: make_model("vit_tiny_patch16_224"),
+            {"pre_compose": False, "post_compose": False},
+            "nothing to compose",
+        ),
+    ],
+)
+def test_bad_input_leaves_the_model_as_it_was(make, options, message):
+    model = make()
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        swap_attention(model, **options)
+    after = dict(model.named_modules())
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
