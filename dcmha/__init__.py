@@ -4,6 +4,7 @@ from .attention import DCAttention
 from .cache import DecodingCache
 from .choice import resolve_impl
 from .complexity import ComposeCost, approximate_overhead, compose_cost
+from .cross import DCCrossAttention
 from .functional import composed_attention
 from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights
@@ -13,6 +14,7 @@ __all__ = [
     "ComposeProjection",
     "ComposeWeights",
     "DCAttention",
+    "DCCrossAttention",
     "DecodingCache",
     "approximate_overhead",
     "compose_cost",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .choice import Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import composed_attention
+from .impl.masking import combine_masks
 from .weights import ComposeProjection, TokenWeights
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class DCAttention(nn.Module):
         query_weights, key_weights = self._token_weights(x)
         if cache is not None:
             k, v, key_weights, cache_mask = cache.update(k, v, key_weights)
-            attn_mask = _combine_masks(attn_mask, cache_mask)
+            attn_mask = combine_masks(attn_mask, cache_mask)
         pre, post = (None, None) if self.compose is None else self.compose.join(query_weights, key_weights)
         dropout_p = self.attn_drop.p if self.training else 0.0
         out = composed_attention(
@@ -267,10 +268,3 @@ def _new_with_options(base: type[DCAttention], options: dict) -> DCAttention:
     """Make an empty instance, for unpickling."""
     cls = base.with_options(**options)
     return cls.__new__(cls)
-
-
-def _combine_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Combine a user's mask with the cache's boolean one by AND."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b if a.dtype == torch.bool else a.masked_fill(~b, -torch.inf)

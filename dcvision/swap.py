@@ -12,14 +12,16 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timm.layers import apply_rot_embed_cat
+from timm.layers import AttentionPoolLatent, apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.beit import Attention as BeitAttention
 from timm.models.eva import EvaAttention
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
-from dcmha import DCAttention
+from dcmha import DCAttention, DCCrossAttention
+from dcmha.choice import check_impl
+from dcmha.cross import SidedProjection
 
 
 class Adopted(DCAttention):
@@ -32,8 +34,7 @@ class Adopted(DCAttention):
 
     def __init__(self, attention: nn.Module, **options) -> None:
         nn.Module.__init__(self)
-        shared = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(attention).items()}
-        self.__dict__.update(shared)
+        _share(self, attention)
         self._set_options(options)
         projection = attention.qkv if attention.qkv is not None else attention.q_proj
         self.dim, self.attn_dim = projection.in_features, attention.proj.in_features
@@ -123,6 +124,44 @@ class AdoptedWindowAttention(Adopted, WindowAttention):
         return Adopted.forward(self, x, bias)
 
 
+class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
+    """Attention pooling (`global_pool="map"`): learned queries attend to the tokens, composed.
+
+    Args:
+        pooling: The module that it takes the place of, whose parameters it shares.
+        **options: Those of `DCCrossAttention` from `rank` on.
+    """
+
+    def __init__(self, pooling: AttentionPoolLatent, **options) -> None:
+        nn.Module.__init__(self)
+        _share(self, pooling)
+        self.impl = options.pop("impl", "auto")
+        check_impl(self.impl)
+        self.dim, self.context_dim = self.latent_dim, self.kv.in_features
+        self.num_groups = options.get("num_groups", 1)
+        self.attn_drop = nn.Dropout(0.0)
+        given = {name: getattr(DCAttention, name) for name in COMPOSE_OPTIONS} | options
+        dd = {"device": self.kv.weight.device, "dtype": self.kv.weight.dtype}
+        self.compose = SidedProjection(self.dim, self.context_dim, self.num_heads, **given, **dd)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Pool tokens [B, T, C] to [B, out_features]; the mask is broadcastable to [B, H, queries, T]."""
+        if self.pos_embed is not None:
+            x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
+        x = DCCrossAttention.forward(self, self.latent.expand(x.shape[0], -1, -1), x, attn_mask=attn_mask)
+        if self.mlp is not None:
+            x = x + self.mlp(self.norm(x))
+        return {"token": lambda: x[:, 0], "avg": lambda: x.mean(1)}.get(self.pool, lambda: x)()
+
+
+COMPOSE_OPTIONS = tuple(name for name in DCAttention.OPTIONS if name not in ("window", "impl"))
+
+
+def _share(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the parameters, buffers, parts and attributes of another."""
+    module.__dict__.update({n: v.copy() if isinstance(v, dict | set) else v for n, v in vars(other).items()})
+
+
 FAMILIES: dict[type[nn.Module], type[Adopted]] = {
     Attention: AdoptedAttention,
     AttentionRope: AdoptedRopeAttention,
@@ -136,7 +175,9 @@ SUPPORTED = (
 )
 
 
-def swap_attention(model: nn.Module, *, layers: Iterable[int] | None = None, **options) -> nn.Module:
+def swap_attention(
+    model: nn.Module, *, layers: Iterable[int] | None = None, pooling: bool = False, **options
+) -> nn.Module:
     """Replace the self-attention of a timm model by `DCAttention`, in place.
 
     All that was learned stays: projections of q, k, v and output, biases, norms of q and k, scale, dropout, relative
@@ -146,6 +187,7 @@ def swap_attention(model: nn.Module, *, layers: Iterable[int] | None = None, **o
     Args:
         model: A timm model of a supported family; see `SUPPORTED`.
         layers: Which attention layers, counted from the input, from 0 (negative: from the end); all if None.
+        pooling: Compose its attention pooling too (`global_pool="map"`), by `DCCrossAttention`.
         **options: Those of `DCAttention.OPTIONS`, such as `rank`, `num_groups` or `query_wise`.
 
     Returns:
@@ -160,18 +202,28 @@ def swap_attention(model: nn.Module, *, layers: Iterable[int] | None = None, **o
         raise ValueError(f"unknown options {unknown}; accepted: {', '.join(DCAttention.OPTIONS)}.")
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
-    names = _attention_names(model)
     swapped = {}
-    for name in _chosen(names, layers):
+    for name in _chosen(_attention_names(model), layers):
         attention = model.get_submodule(name)
-        try:
-            swapped[name] = FAMILIES[type(attention)](attention, **options)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        swapped[name] = _adopt(name, FAMILIES[type(attention)], attention, options)
+    if pooling:
+        pools = {name: module for name, module in model.named_modules() if type(module) is AttentionPoolLatent}
+        if not pools:
+            raise ValueError(f"pooling=True; {type(model).__name__} has no attention pooling (global_pool='map').")
+        options = {name: value for name, value in options.items() if name != "window"}
+        swapped |= {name: _adopt(name, AdoptedPooling, module, options) for name, module in pools.items()}
     for name, attention in swapped.items():
         attention.train(model.get_submodule(name).training)
         model.set_submodule(name, attention)
     return model
+
+
+def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) -> nn.Module:
+    """Make the counterpart of a module; an error names it."""
+    try:
+        return cls(module, **options)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _attention_names(model: nn.Module) -> list[str]:

@@ -65,6 +65,13 @@ def both_visible(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a & b
 
 
+def combine_masks(attn_mask: Tensor | None, visible: Tensor | None) -> Tensor | None:
+    """Combine a user's mask, boolean or floating, with a boolean one by AND."""
+    if attn_mask is None or visible is None:
+        return visible if attn_mask is None else attn_mask
+    return attn_mask & visible if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~visible, -torch.inf)
+
+
 def masked_softmax(scores: Tensor, visible: Tensor | None, *, may_be_empty: bool) -> Tensor:
     """Softmax over the last axis; a row with nothing visible gives zeros and zero gradients, never NaN.
 

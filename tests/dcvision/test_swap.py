@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from timm.layers import LayerScale
 from torch import nn
 
-from dcmha import DCAttention
+from dcmha import DCAttention, DCCrossAttention
 from dcvision import swap_attention
 
 MODELS = {  # one of each family, and the forms in which families differ: norms, biases, rotations, prefix tokens
@@ -103,6 +103,20 @@ def test_what_timm_does_with_its_models():
     assert [tuple(feature.shape) for feature in features(x)] == [(2, 192, 2, 2)]
 
 
+@pytest.mark.parametrize("name", ["vit_base_patch16_siglip_224", "naflexvit_base_patch16_siglip"])
+def test_attention_pooling(name):
+    model, x = make_model(name), images(name)
+    expected = model(x)
+    swap_attention(model, pooling=True, num_groups=3)
+    assert isinstance(model.attn_pool, DCCrossAttention)
+    started = model(x)
+    assert 0 < (started - expected).norm() < 0.15 * expected.norm()
+    started.square().sum().backward()
+    assert all(p.grad.any() for n, p in model.named_parameters() if n.startswith("attn_pool.compose."))
+    zero_compose(model)
+    assert (model(x) - expected).norm() < 3e-6 * expected.norm()
+
+
 def test_dropout_and_mode_are_kept():
     model = make_model("vit_tiny_patch16_224", attn_drop_rate=0.5, proj_drop_rate=0.25).train()
     swap_attention(model)
@@ -142,6 +156,7 @@ def test_swin_follows_another_image_size():
         ),
         (lambda: make_model("vit_tiny_patch16_224"), {"heads": 2}, r"unknown options \['heads'\]; accepted: rank"),
         (lambda: make_model("vit_tiny_patch16_224"), {"impl": "flash"}, "impl='flash' is unknown"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"pooling": True}, "VisionTransformer has no attention pooling"),
         (lambda: make_model("swin_tiny_patch4_window7_224"), {"num_groups": 6}, "layers.0.blocks.0.attn: num_groups=6"),
         (
             lambda: make_model("vit_tiny_patch16_224"),
