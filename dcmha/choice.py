@@ -83,8 +83,7 @@ def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_gr
 
 def _is_mask_of_keys(attn_mask: Tensor) -> bool:
     """Tell whether all heads and queries of an image see the same keys."""
-    images = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
-    return attn_mask.dim() > 0 and attn_mask.numel() == attn_mask.shape[-1] * images
+    return 1 <= attn_mask.dim() <= 4 and all(size == 1 for size in attn_mask.shape[-3:-1])
 
 
 @torch.compiler.assume_constant_result

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcmha import DCAttention
+from dcmha import DCAttention, DCCrossAttention
 
 
 def forward_flops(model: nn.Module, example: torch.Tensor) -> int:
@@ -18,7 +18,7 @@ def forward_flops(model: nn.Module, example: torch.Tensor) -> int:
     """
     model = copy.deepcopy(model).to("meta").eval()
     for module in model.modules():
-        if isinstance(module, DCAttention):
+        if isinstance(module, DCAttention | DCCrossAttention):
             module.impl = "reference"
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(example)

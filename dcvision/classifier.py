@@ -20,22 +20,29 @@ from dctrain.flops import forward_flops
 from dctrain.module import TrainingModule
 
 from .data import Batch
+from .swap import swap_attention
 
 
-def build_model(name: str, num_classes: int, image_size: int, model_kwargs: dict) -> nn.Module:
-    """Create a timm model by name.
+def build_model(
+    name: str, num_classes: int, image_size: int, model_kwargs: dict, swap: dict[str, Any] | None = None
+) -> nn.Module:
+    """Create a timm model by name, and with `swap` put composed attention into it by those options.
 
     Raises:
-        UserError: If the name is unknown or an argument does not fit the model.
+        UserError: If the name is unknown, or an argument or option does not fit the model.
     """
     if name not in timm.list_models():
         close = difflib.get_close_matches(name, timm.list_models(), n=4)
         raise UserError(f"model {name!r} is unknown to timm; close names: {', '.join(close) or 'none'}.")
     size = {"img_size": image_size} if timm.get_pretrained_cfg(name).fixed_input_size else {}
     try:
-        return timm.create_model(name, num_classes=num_classes, **size, **model_kwargs)
+        model = timm.create_model(name, num_classes=num_classes, **size, **model_kwargs)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"model {name!r} cannot be built with {model_kwargs | size}: {error}") from error
+    try:
+        return model if swap is None else swap_attention(model, **swap)
+    except ValueError as error:
+        raise UserError(f"swap={swap}: {error}") from error
 
 
 class ImageClassifier(TrainingModule):
@@ -46,6 +53,8 @@ class ImageClassifier(TrainingModule):
         num_classes: Classes of the head.
         image_size: Side of the images, in pixels.
         model_kwargs: More arguments for the model; options of `DCAttention` are accepted by `dcvit_*`.
+        swap: Options of `swap_attention`, to put composed attention into a model of timm's; {} takes the defaults, None
+            leaves the model as it is.
         lr: Peak learning rate.
         weight_decay: As torch's AdamW: multiplied by the learning rate. 1e-4 in big_vision's units is 0.1 at lr 1e-3.
         betas: AdamW's.
@@ -70,6 +79,7 @@ class ImageClassifier(TrainingModule):
         num_classes: int = 10,
         image_size: int = 8,
         model_kwargs: dict[str, Any] | None = None,
+        swap: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -91,7 +101,7 @@ class ImageClassifier(TrainingModule):
             raise UserError(f"{num_classes=} must be at least 2 and {mixup_alpha=} not negative.")
         if not 0 < (0.5 if ema_decay is None else ema_decay) < 1:
             raise UserError(f"{ema_decay=} must be in (0, 1).")
-        self.model = build_model(model, num_classes, image_size, model_kwargs or {})
+        self.model = build_model(model, num_classes, image_size, model_kwargs or {}, swap)
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
         cfg = self.model.pretrained_cfg

@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...` and `python -m dcvision export`."""
+"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...`, `export` and `compare`."""
 
 import argparse
 import csv
@@ -7,10 +7,14 @@ from pathlib import Path
 from dctrain.cli import TrainerCLI, relative, run_command, run_lightning
 
 from .classifier import ImageClassifier
+from .compare import compare_command
 from .data import ImageDataModule
 from .export import export
 
-EXPORT_HELP = "One more subcommand, export CHECKPOINT FOLDER, writes a checkpoint as a timm model folder."
+MORE_HELP = (
+    "Two more subcommands: export CHECKPOINT FOLDER writes a checkpoint as a timm model folder; compare trains several "
+    "models with one recipe and writes a table and a plot."
+)
 
 
 class VisionCLI(TrainerCLI):
@@ -23,7 +27,7 @@ class VisionCLI(TrainerCLI):
     best_name = "best-epoch={epoch}-top1={val/top1:.4f}"
 
     def __init__(self, args: list[str]) -> None:
-        super().__init__(ImageClassifier, ImageDataModule, args, f"Image classification with DCMHA. {EXPORT_HELP}")
+        super().__init__(ImageClassifier, ImageDataModule, args, f"Image classification with DCMHA. {MORE_HELP}")
 
     def describe_score(self, score: float) -> str:
         """Write the accuracy in percent."""
@@ -60,6 +64,8 @@ def _export_command(args: list[str]) -> None:
 def _command(args: list[str]) -> None:
     if args[:1] == ["export"]:
         _export_command(args[1:])
+    elif args[:1] == ["compare"]:
+        compare_command(args[1:])
     else:
         run_lightning(lambda: VisionCLI(args))
 

@@ -33,7 +33,8 @@ def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
     hp = content.get("hyper_parameters", {})
     if "model" not in hp or "state_dict" not in content:
         raise UserError(f"{path} is no checkpoint of dcvision: it names no model.")
-    model = build_model(hp["model"], hp["num_classes"], hp["image_size"], hp["model_kwargs"] or {})
+    kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
+    model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
     averaged = hp["ema_decay"] is not None and not raw
     prefix = "ema.module." if averaged else "model."
     weights = {k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)}

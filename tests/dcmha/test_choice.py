@@ -33,6 +33,7 @@ def capability(monkeypatch):
         (queries(2, 6, 197, 64), {"attn_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)}, "triton", None),
         (queries(2, 6, 197, 64), {"attn_mask": torch.ones(9, dtype=torch.bool)}, "triton", None),
         (queries(2, 6, 197, 64), {"attn_mask": torch.ones(7, 9, dtype=torch.bool)}, "compiled", "masks"),
+        (queries(2, 6, 7, 64), {"attn_mask": torch.ones(2, 1, 7, 0, dtype=torch.bool)}, "compiled", "masks"),
         (queries(2, 6, 197, 64), {"attn_mask": torch.zeros(9)}, "compiled", "floating attn_mask"),
         (queries(2, 6, 197, 64), {"dropout_p": 0.1}, "compiled", "no dropout"),
         (queries(2, 24, 197, 64), {}, "compiled", "24 heads in 1 groups"),

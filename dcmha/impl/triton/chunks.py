@@ -115,7 +115,8 @@ def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: 
     if S != T or images == 0:
         count = min(blocks, budget // size - apart)
         images, plane_blocks = max(1, budget // (size * (blocks + apart))), count + apart
-    if block + around >= min(S, CHUNK_QUERIES + around) or count * block < 2 * around:
+    saves_nothing = block + around >= min(S, CHUNK_QUERIES + around) or count * block < 2 * around
+    if saves_nothing or count < 1 or plane_blocks < 2:
         return []
     plan = []
     for b in range(0, B, images):

@@ -21,11 +21,12 @@ from .tiles import (
     LANES,
     SLOTS,
     batch_matrices,
+    exponents,
     group_sum,
     hidden_bias,
     key_bounds,
     load_weights,
-    mask_bias,
+    mask_of_keys,
     mix,
     outer_sum,
     query_bounds,
@@ -36,7 +37,6 @@ from .tiles import (
     within_threads,
 )
 
-LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(1e30)  # the log-sum of a query with no visible key: its weights become 0
 
 # Sizes that differ from call to call: no kernel is compiled anew for them.
@@ -82,14 +82,21 @@ def _query_tile(
 @triton.jit
 def _key_tile(
     key_mask, image, is_instance, position, token, S, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Tell which keys and slots there are [keys, 16], and make the bias of the visible [queries, keys, 1 or 16]."""
+    """Prepare a tile of keys.
+
+    Returns:
+        mask: Which keys and slots there are [keys, 16].
+        bias: -inf where a key is hidden from a query [queries, keys, 1].
+        seen: Which keys a mask lets the slots' images see [1, keys, 1 or 16].
+    """
     mask = ((token >= 0) & (token < S))[:, None] & is_instance[None, :]
     bias = hidden_bias(position[:, None], token[None, :], S, window, IS_CAUSAL, HAS_WINDOW)[:, :, None]
+    seen = mask
     if HAS_MASK:
-        bias = bias + mask_bias(key_mask, image, token, S, mask)[None, :, :]
-    return mask, bias
+        seen = mask_of_keys(key_mask, image, token, S, is_instance, P)
+    return mask, bias, seen[None, :, :]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -116,14 +123,24 @@ def row_statistics(
     low, high = split_range(low, high, split, num_splits, BK)
     for start in range(low, high, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias = _key_tile(
-            key_mask, image, is_instance, query0 + query + S - T, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK
+        real, bias, seen = _key_tile(
+            key_mask,
+            image,
+            is_instance,
+            query0 + query + S - T,
+            key0 + key,
+            S,
+            window,
+            IS_CAUSAL,
+            HAS_WINDOW,
+            HAS_MASK,
+            P,
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         x16 = tl.load(x + rows[:, None, :] + key[None, :, None], mask=inside, other=0.0).to(DOT)
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
-        y = within_threads(y * LOG2E + bias)
+        y = within_threads(exponents(y, bias, seen, HAS_MASK))
         new_largest = tl.maximum(largest, tl.max(y, 1))
         total = total * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(y - new_largest[:, None, :, :]), 1)
         largest = new_largest
@@ -162,8 +179,18 @@ def composed_weights(
     start0, stop = split_range(low, high, split, num_splits, BK)
     for start in range(start0, stop, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias = _key_tile(
-            key_mask, image, is_instance, query0 + query + S - T, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK
+        real, bias, seen = _key_tile(
+            key_mask,
+            image,
+            is_instance,
+            query0 + query + S - T,
+            key0 + key,
+            S,
+            window,
+            IS_CAUSAL,
+            HAS_WINDOW,
+            HAS_MASK,
+            P,
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         place = x + rows[:, None, :] + key[None, :, None]
@@ -171,7 +198,7 @@ def composed_weights(
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
         y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
-        weights = tl.exp2(y * LOG2E + bias - log_sum_tile)
+        weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
         composed = mix(
             weights,
             weights.to(DOT),
@@ -228,8 +255,18 @@ def post_gradients(
     low, high = split_range(low, high, split, num_splits, BK)
     for start in range(low, high, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias = _key_tile(
-            key_mask, image, is_instance, query0 + query + S - T, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK
+        real, bias, seen = _key_tile(
+            key_mask,
+            image,
+            is_instance,
+            query0 + query + S - T,
+            key0 + key,
+            S,
+            window,
+            IS_CAUSAL,
+            HAS_WINDOW,
+            HAS_MASK,
+            P,
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         place = rows[:, None, :] + key[None, :, None]
@@ -238,7 +275,7 @@ def post_gradients(
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
         y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
-        weights = tl.exp2(y * LOG2E + bias - log_sum_tile)
+        weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
         d_weights = mix(
             da16.to(tl.float32),
             da16,
@@ -295,8 +332,18 @@ def pre_gradients(
     start0, stop = split_range(low, high, split, num_splits, BK)
     for start in range(start0, stop, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias = _key_tile(
-            key_mask, image, is_instance, query0 + query + S - T, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK
+        real, bias, seen = _key_tile(
+            key_mask,
+            image,
+            is_instance,
+            query0 + query + S - T,
+            key0 + key,
+            S,
+            window,
+            IS_CAUSAL,
+            HAS_WINDOW,
+            HAS_MASK,
+            P,
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         place = rows[:, None, :] + key[None, :, None]
@@ -305,7 +352,7 @@ def pre_gradients(
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
         y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
-        weights = tl.exp2(y * LOG2E + bias - log_sum_tile)
+        weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
         composed = mix(
             weights,
             weights.to(DOT),
@@ -398,8 +445,9 @@ def key_gradients(
         bias = hidden_bias((position0 + in_block)[None, :], token[:, None], S, window, IS_CAUSAL, HAS_WINDOW)[
             :, :, None
         ]
+        seen = mask
         if HAS_MASK:
-            bias = bias + mask_bias(key_mask, image, token, S, mask)[:, None, :]
+            seen = mask_of_keys(key_mask, image, token, S, is_instance, P)
         inside = ((key < num_keys)[:, None] & is_real[None, :])[:, None, :] & (in_block < num_real)[None, :, None]
         place = columns[:, None, :] + (in_block * num_keys)[None, :, None]
         x16 = tl.load(x + place, mask=inside, other=0.0).to(DOT)
@@ -410,7 +458,7 @@ def key_gradients(
         log_sum_tile = tl.load(log_sum + statistics, mask=real, other=EMPTY)[None, :, :]
         row_sum_tile = tl.load(row_sum + statistics, mask=real, other=0.0)[None, :, :]
         y = mix(x16.to(tl.float32), x16, pre, pre_queries, sums, PRE_KR + PRE_KG + PRE_B > 0, PRE_QR, PRE_QG, 0, PRE_QR)
-        weights = tl.exp2(y * LOG2E + bias - log_sum_tile)
+        weights = tl.exp2(exponents(y, bias, seen[:, None, :], HAS_MASK) - log_sum_tile)
         if POST_KR + POST_KG > 0:
             d_post = outer_sum(weights.to(DOT), da16, d_post)
         if PRE_KR + PRE_KG > 0:

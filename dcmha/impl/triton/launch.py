@@ -30,6 +30,11 @@ TILES = {
     "pre_gradients": (8, 16, 4, 2),
     "key_gradients": (16, 8, 4, 1),
 }
+MASKED_TILES = TILES | {  # masks of keys take more registers
+    "composed_weights": (8, 16, 4, 1),
+    "pre_gradients": (8, 16, 4, 1),
+    "key_gradients": (16, 16, 8, 1),
+}
 FLOAT32_TILES = {  # products in float32 take more registers
     "row_statistics": (8, 16, 4, 1),
     "composed_weights": (4, 16, 8, 1),
@@ -40,9 +45,11 @@ FLOAT32_TILES = {  # products in float32 take more registers
 EMPTY = 1e30  # as in the kernels
 
 
-def tile_of(name: str, itemsize: int) -> tuple[int, int, int, int]:
+def tile_of(name: str, itemsize: int, has_mask: bool) -> tuple[int, int, int, int]:
     """Return a kernel's tile (queries, keys), warps and stages, for workspaces of 2 or 4 bytes an element."""
-    return (FLOAT32_TILES if itemsize == 4 else TILES)[name]
+    if itemsize == 4:
+        return FLOAT32_TILES[name]
+    return (MASKED_TILES if has_mask else TILES)[name]
 
 
 def slots_of_group(heads: int) -> int:
@@ -109,7 +116,7 @@ class Mixer:
 
     def run(self, name: str, chunk: Chunk, tensors: list[Tensor | None], num_splits: int = 1) -> None:
         """Launch one kernel; `tensors` are those of its signature that come before the mask of keys."""
-        query_tile, key_tile, num_warps, num_stages = tile_of(name, self.q.element_size())
+        query_tile, key_tile, num_warps, num_stages = tile_of(name, self.q.element_size(), self.key_mask is not None)
         getattr(kernels, name)[(self.num_programs(name, chunk) * num_splits,)](
             *(self.dummy if t is None else t for t in (*tensors, self.key_mask)),
             *(chunk.num_images * self.call.num_groups, self.call.num_groups, self.q.shape[1]),
@@ -132,7 +139,7 @@ class Mixer:
 
     def num_programs(self, name: str, chunk: Chunk) -> int:
         """Count the programs of a kernel whose loops are not split."""
-        query_tile, key_tile, *_ = tile_of(name, self.q.element_size())
+        query_tile, key_tile, *_ = tile_of(name, self.q.element_size(), self.key_mask is not None)
         by_keys = name == "key_gradients"
         tiles = triton.cdiv(chunk.num_keys, key_tile) if by_keys else triton.cdiv(chunk.block, query_tile)
         return self.num_slot_groups(chunk) * chunk.num_blocks * tiles

@@ -27,7 +27,7 @@ def composed(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
     operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
-    call = Call(is_causal, window, scale, num_groups)
+    call = Call(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
     with torch.cuda.device_of(q):
         return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
 
@@ -58,7 +58,7 @@ def composed_backward(
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v and the six operands; empty tensors where there is none."""
     operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
-    call = Call(is_causal, window, scale, num_groups)
+    call = Call(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
         dq, dk, dv, grads = backward(*tensors, operands, key_mask, log_sum, call)

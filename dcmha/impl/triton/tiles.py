@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
+LOG2E = tl.constexpr(1.4426950408889634)
 LANES = tl.constexpr(8)  # rows of a product that lie in different threads; the rest of the rows lie in each
 
 
@@ -148,10 +149,24 @@ def hidden_bias(position, token, S, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW:
 
 
 @triton.jit
-def mask_bias(key_mask, image, token, S, mask):
-    """Make -inf where a mask of keys [B, S] hides a token from a slot's image: [tokens, 16]."""
-    seen = tl.load(key_mask + image.to(tl.int64)[None, :] * S + token[:, None], mask=mask, other=0)
-    return tl.where(seen != 0, 0.0, -float("inf"))
+def mask_of_keys(key_mask, image, token, S, is_instance, P: tl.constexpr):
+    """Tell which tokens a mask of keys [B, S] lets the slots' images see: [tokens, 16], or [tokens, 1] of one image."""
+    is_token = (token >= 0) & (token < S)
+    if P == SLOTS:
+        seen = tl.load(key_mask + tl.min(image, 0).to(tl.int64) * S + token, mask=is_token, other=0)[:, None]
+    else:
+        pointers = key_mask + image.to(tl.int64)[None, :] * S + token[:, None]
+        seen = tl.load(pointers, mask=is_token[:, None] & is_instance[None, :], other=0)
+    return seen != 0
+
+
+@triton.jit
+def exponents(y, bias, seen, HAS_MASK: tl.constexpr):
+    """Turn scores into exponents of 2, -inf where the bias is; what a mask of keys hides may hold anything."""
+    y = y * LOG2E + bias
+    if HAS_MASK:
+        y = tl.where(seen, y, -float("inf"))
+    return y
 
 
 @triton.jit

@@ -46,7 +46,8 @@ def compile_kernel(
 ) -> Resources:
     """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., with its shipped tile or another."""
     kernel = getattr(kernels, name)
-    query_tile, key_tile, num_warps, num_stages = tile or launch.tile_of(name, 4 if dtype == "fp32" else 2)
+    shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, forms.get("HAS_MASK", False))
+    query_tile, key_tile, num_warps, num_stages = tile or shipped
     constants = FORMS | {"P": 16, "HEADS": 16, "IS_CAUSAL": True, "HAS_WINDOW": False, "HAS_MASK": False} | forms
     constants |= {"DOT": DOTS[dtype], "BQ": query_tile, "BK": key_tile}
     signature, attributes, constexprs = {}, {}, {}
@@ -104,6 +105,7 @@ VARIANTS = {
     "static base": {"PRE_B": 1, "POST_B": 1},
     "query-wise": {"PRE_KR": 0, "PRE_KG": 0, "POST_KR": 0, "POST_KG": 0},
     "mask of keys": {"HAS_MASK": True},
+    "mask of keys, groups of 8": {"HAS_MASK": True, "P": 8, "HEADS": 8},
     "float16": {"dtype": "fp16"},
     "float32": {"dtype": "fp32"},
 }

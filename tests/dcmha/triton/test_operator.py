@@ -25,6 +25,12 @@ SHAPES = [
     {"B": 1, "T": 10, "S": 10, "H": 32, "G": 4, "D": 8},
     {"B": 2, "T": 35, "S": 35, "H": 5},
 ]
+WINDOWS = [  # of a size that leaves nothing out, and of one
+    Case(T=9, S=9, H=4, window=2**31 - 1, is_causal=True),
+    Case(T=9, S=9, H=4, window=2**63 - 1),
+    Case(B=1, T=5, S=150, H=2, R=1, D=8, window=1),
+    Case(B=1, T=5, S=150, H=2, R=1, D=8, window=1, is_causal=True),
+]
 KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 5}, {"window": 4}, {"mask": "keys"}]
 FORMS = [
     {},
@@ -50,7 +56,7 @@ def worst_error(case: Case) -> float:
     return max(relative_error(got[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + WINDOWS, ids=str)
 def test_float32_equals_the_reference(case):
     assert worst_error(case) < 3e-6
 
@@ -150,6 +156,17 @@ def test_gradients_are_the_same_bits_twice():
     case = Case(B=2, T=19, S=19, H=6, is_causal=True)
     first, second = (output_and_gradients(case, "triton", torch.float32) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_hidden_keys_may_hold_anything():
+    case = Case(B=2, T=5, S=9, H=4)
+    operands, mask = make_operands(case, torch.float32), torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[:, ..., -2:] = False
+    expected = run(case, operands, "triton", mask)
+    with torch.no_grad():
+        operands["k"][:, :, -1] = torch.inf
+        operands["k"][:, :, -2] = torch.nan
+    assert torch.equal(run(case, operands, "triton", mask), expected)
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)

@@ -1,0 +1,150 @@
+"""Train several models with one recipe, over seeds, and write what came out: `python -m dcvision compare`.
+
+Every run is a process of its own (`dcvision fit`), one after another. What has finished is kept in `results.json` of
+the folder; the same command again goes on where it stopped, in the middle of a run too. A run that fails leaves the
+others alone.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.errors import UserError
+from dctrain.flops import forward_flops
+
+from .classifier import build_model
+from .report import write_report
+
+CURVES = ("val/top1", "val/top5", "val/loss", "train/loss")
+
+
+def compare(config: str, models: list[str], seeds: list[int], folder: str, extra: list[str]) -> bool:
+    """Train what has not been trained yet, and write the report.
+
+    Args:
+        config: The recipe, a configuration of `dcvision fit`.
+        models: Models, each a name of timm's and settings of `model` behind it, such as
+            "dcvit_small_patch4_32 model_kwargs.rank=1".
+        seeds: Seeds of weights and data; models share the order of the data of a seed.
+        folder: Where runs, results, table and plot go.
+        extra: More arguments for every run.
+
+    Returns:
+        Whether all runs have finished.
+
+    Raises:
+        UserError: If the folder holds a comparison by another recipe, or the configuration does not exist.
+    """
+    root = Path(folder)
+    state = _load(root, config, extra)
+    runs = [(model, seed) for seed in seeds for model in models]
+    for number, (model, seed) in enumerate(runs, 1):
+        key = f"{model} | seed {seed}"
+        said = f"{number}/{len(runs)} {key}"
+        if "error" not in state["runs"].get(key, {"error": ""}):
+            print(f"{said}: finished before, top-1 {100 * state['runs'][key]['curves']['val/top1'][-1][1]:.2f} %")
+            continue
+        print(f"{said} ...", flush=True)
+        start = time.monotonic()
+        state["runs"][key] = {"model": model, "seed": seed} | _train(root / "runs", config, model, seed, extra)
+        _save(root, state)
+        result = state["runs"][key]
+        outcome = result.get("error") or f"top-1 {100 * result['curves']['val/top1'][-1][1]:.2f} %"
+        print(f"{said}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
+    finished = [run for run in state["runs"].values() if "error" not in run]
+    if finished:
+        print(write_report(finished, root))
+    return len(finished) == len(state["runs"])
+
+
+def _load(root: Path, config: str, extra: list[str]) -> dict:
+    """Read what the folder holds already, if it was trained by the same recipe."""
+    if not Path(config).is_file():
+        raise UserError(f"--config={config} does not exist; accepted: a YAML file of dcvision fit.")
+    recipe = {"config": Path(config).read_text(), "extra": extra}
+    file = root / "results.json"
+    if not file.is_file():
+        return {"recipe": recipe, "runs": {}}
+    state = json.loads(file.read_text())
+    if state["recipe"] != recipe:
+        raise UserError(
+            f"{root} holds a comparison by another recipe (configuration or arguments); give another --folder."
+        )
+    return state
+
+
+def _save(root: Path, state: dict) -> None:
+    """Replace the results at once, so that a crash leaves the old ones."""
+    root.mkdir(parents=True, exist_ok=True)
+    part = root / "results.json.part"
+    part.write_text(json.dumps(state, indent=1) + "\n")
+    part.replace(root / "results.json")
+
+
+def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> dict:
+    """Train one model, or go on with it; return its curves and costs, or its error."""
+    name, *settings = model.split()
+    slug = re.sub(r"[^\w.=-]+", "_", model) + f"-seed{seed}"
+    command = [sys.executable, "-m", "dcvision", "fit", "--config", config, f"--name={slug}", f"--model.model={name}"]
+    command += [f"--model.{setting}" for setting in settings]
+    command += [f"--seed_everything={seed}", f"--data.seed={seed}", f"--trainer.default_root_dir={root}", *extra]
+    run = root / slug / "version_0"
+    if any(run.rglob("last-*.ckpt")):
+        command.append(f"--resume={run}")
+    log = root / f"{slug}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        try:
+            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+        except KeyboardInterrupt:
+            raise UserError("stopped; the same command goes on.") from None
+    if status:
+        lines = log.read_text().strip().splitlines() or [""]
+        said = [line for line in lines if line.startswith("error:")] or lines
+        return {"error": f"failed with status {status}: {said[-1]} (see {log})"}
+    if "go on with --resume" in log.read_text().strip().splitlines()[-1]:
+        raise UserError("stopped; the same command goes on.")
+    return _read(run)
+
+
+def _read(run: Path) -> dict:
+    """Read a run's curves, as (step, value), its speed, parameters and FLOPs."""
+    log = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    tags = log.Tags()["scalars"]
+    curves = {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in CURVES if tag in tags}
+    hp = load_checkpoint(find_checkpoint(str(run)))["hyper_parameters"]
+    kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
+    model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
+    speeds = (
+        [event.value for event in log.Scalars("train/images_per_second")] if "train/images_per_second" in tags else []
+    )
+    return {
+        "curves": curves,
+        "images_per_second": statistics.median(speeds) if speeds else None,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flops": forward_flops(model, torch.empty(1, 3, hp["image_size"], hp["image_size"], device="meta")),
+    }
+
+
+def compare_command(args: list[str]) -> None:
+    """Run `dcvision compare`; arguments after -- go to every run."""
+    parser = argparse.ArgumentParser(
+        "dcvision compare", description="Train several models with one recipe, over seeds, and compare them."
+    )
+    parser.add_argument("--config", required=True, help="the recipe: a configuration of dcvision fit")
+    parser.add_argument("--models", nargs="+", required=True, help='names, or "NAME model_kwargs.rank=1 lr=5e-4"')
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--folder", required=True, help="for runs, results.json, table and plot; goes on if it exists")
+    at = args.index("--") if "--" in args else len(args)
+    options, extra = parser.parse_args(args[:at]), args[at + 1 :]
+    if not compare(options.config, options.models, options.seeds, options.folder, extra):
+        raise UserError("not all runs have finished; the same command tries them again.")
