@@ -39,7 +39,7 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
         extra: More arguments for every run.
 
     Returns:
-        Whether all runs have finished.
+        Whether all these runs have finished.
 
     Raises:
         UserError: If the folder holds a comparison by another recipe, or the configuration does not exist.
@@ -63,7 +63,7 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
     finished = [run for run in state["runs"].values() if "error" not in run]
     if finished:
         print(write_report(finished, root))
-    return len(finished) == len(state["runs"])
+    return all("error" not in state["runs"][f"{model} | seed {seed}"] for model, seed in runs)
 
 
 def _load(root: Path, config: str, extra: list[str]) -> dict:

@@ -235,7 +235,9 @@ def _attention_names(model: nn.Module) -> list[str]:
     names = [name for name, module in modules.items() if type(module) in FAMILIES]
     if not names:
         has = (
-            "its attention is composed already" if any(isinstance(m, DCAttention) for m in modules.values()) else "none"
+            "its layers are DCAttention already"
+            if any(isinstance(m, DCAttention) for m in modules.values())
+            else "none"
         )
         raise ValueError(f"{type(model).__name__} has no self-attention to swap ({has}); supported are {SUPPORTED}.")
     return names

@@ -141,7 +141,7 @@ def test_swin_follows_another_image_size():
     ("make", "options", "message"),
     [
         (lambda: timm.create_model("resnet18"), {}, "ResNet has no self-attention to swap"),
-        (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its attention is composed already"),
+        (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its layers are DCAttention already"),
         (
             lambda: timm.create_model("swinv2_tiny_window8_256"),
             {},

@@ -1,0 +1,71 @@
+"""Comparing models: finished runs are kept, failing ones leave the others alone, and the report says what ran."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+from torchvision.io import decode_image
+
+from dcvision.compare import compare
+from dcvision.report import write_report
+from tests.dcvision.commands import run
+
+SHORT = [
+    *("--trainer.max_epochs=2", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+    *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--model.warmup_steps=1"),
+    "--trainer.log_every_n_steps=1",
+]
+CONFIG = "configs/vision/digits.yaml"
+MODELS = ["dcvit_digits_patch2_8 model_kwargs.depth=1", "dcvit_nothing"]
+
+
+def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
+    assert not compare(CONFIG, MODELS, [0], str(tmp_path), SHORT)
+    out = capsys.readouterr().out
+    assert "2/2 dcvit_nothing | seed 0: failed with status 2: error: model 'dcvit_nothing' is unknown to timm" in out
+    assert "| dcvit_digits_patch2_8 model_kwargs.depth=1 | 1 |" in out
+    results = (tmp_path / "results.json").read_text()
+    first = json.loads(results)["runs"][f"{MODELS[0]} | seed 0"]
+    assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["flops"] > 1e5
+    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    assert "1/1 dcvit_digits_patch2_8 model_kwargs.depth=1 | seed 0: finished before" in capsys.readouterr().out
+    (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
+    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    again = json.loads((tmp_path / "results.json").read_text())["runs"][f"{MODELS[0]} | seed 0"]
+    assert again["curves"]["train/loss"] == first["curves"]["train/loss"]
+    assert again["curves"]["val/top1"][-1] == first["curves"]["val/top1"][-1]
+
+
+def test_another_recipe_is_refused(tmp_path, capsys):
+    (tmp_path / "results.json").write_text('{"recipe": {"config": "", "extra": []}, "runs": {}}')
+    with pytest.raises(SystemExit) as exit_info:
+        run("compare", "--config", CONFIG, "--models", "a", "--folder", str(tmp_path), "--", "--trainer.max_epochs=1")
+    assert exit_info.value.code == 2
+    assert "holds a comparison by another recipe" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("compare", "--config", "nowhere.yaml", "--models", "a", "--folder", str(tmp_path))
+    assert "--config=nowhere.yaml does not exist" in capsys.readouterr().err
+
+
+def make_run(model: str, seed: int, top1: list[float]) -> dict:
+    curve = [(10 * number, value) for number, value in enumerate(top1)]
+    curves = {"val/top1": curve, "val/top5": [(step, 1.0) for step, _ in curve]}
+    return {"model": model, "seed": seed, "curves": curves, "images_per_second": 5.0, "parameters": 7, "flops": 2e9}
+
+
+def test_the_report(tmp_path):
+    runs = [make_run("a", 0, [0.1, 0.6, 0.5]), make_run("a", 1, [0.2, 0.5, 0.7]), make_run("b", 0, [0.3, 0.3, 0.4])]
+    table = write_report(runs, tmp_path)
+    assert "| a | 2 | 7 | 2.00 | 5 | 60.00 | 14.14 | 100.00 | 65.00 |" in table and "| b | 1 | 7 |" in table
+    with open(tmp_path / "table.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert math.isclose(float(rows[0]["top1_sd"]), 100 * 0.2 / 2**0.5) and rows[1]["top1_sd"] == ""
+    with open(tmp_path / "curves.csv") as file:
+        assert len(list(csv.DictReader(file))) == 3 * 2 * 3
+    picture = decode_image(str(tmp_path / "curves.png"))[:3].float()
+    assert picture.shape[1:] == (600, 960) and (picture.flatten(1).std(1) > 10).all()
+    blue, orange = torch.tensor([31, 119, 180]), torch.tensor([255, 127, 14])  # both models' lines are there
+    for color in (blue, orange):
+        assert ((picture - color[:, None, None]).abs().sum(0) < 10).sum() > 50
