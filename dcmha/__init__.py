@@ -6,6 +6,7 @@ from .choice import resolve_impl
 from .complexity import ComposeCost, approximate_overhead, compose_cost
 from .cross import DCCrossAttention
 from .functional import composed_attention
+from .recording import record_attention
 from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights
 
@@ -19,6 +20,7 @@ __all__ = [
     "approximate_overhead",
     "compose_cost",
     "composed_attention",
+    "record_attention",
     "resolve_impl",
     "rotary_embedding",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .choice import Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import composed_attention
 from .impl.masking import combine_masks
-from .weights import ComposeProjection, TokenWeights
+from .weights import ComposeProjection, ComposeWeights, TokenWeights
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +210,23 @@ class DCAttention(nn.Module):
             k, v, key_weights, cache_mask = cache.update(k, v, key_weights)
             attn_mask = combine_masks(attn_mask, cache_mask)
         pre, post = (None, None) if self.compose is None else self.compose.join(query_weights, key_weights)
+        out = self._attend(q, k, v, pre, post, attn_mask, is_causal)
+        out = self.norm(out.transpose(1, 2).reshape(B, T, self.attn_dim))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pre: ComposeWeights | None,
+        post: ComposeWeights | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """Call the operator with this layer's options: [B, H, T, D]."""
         dropout_p = self.attn_drop.p if self.training else 0.0
         out = composed_attention(
             q,
@@ -226,10 +243,7 @@ class DCAttention(nn.Module):
             impl=self.impl,
         )
         self._record_impl(q, attn_mask, dropout_p)
-        out = self.norm(out.transpose(1, 2).reshape(B, T, self.attn_dim))
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
+        return out
 
     def _check_input(self, x: Tensor) -> torch.Size:
         if x.dim() != 3 or x.shape[-1] != self.dim:

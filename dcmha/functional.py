@@ -75,7 +75,7 @@ def composed_attention(
     _check_options(q, window, dropout_p, num_groups)
     _check_weights("pre", pre, q, k, num_groups)
     _check_weights("post", post, q, k, num_groups)
-    visible, bias = _split_mask(attn_mask, q, k)
+    visible, bias = split_mask(attn_mask, q, k)
     choice = resolve_impl(
         impl,
         q,
@@ -143,7 +143,7 @@ def _autocast(q, k, v, pre, post, attn_mask):
     return cast(q), cast(k), cast(v), pre, post, cast(attn_mask)
 
 
-def _split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Split a checked mask into what it hides (boolean, -inf included) and what it adds (finite)."""
     if attn_mask is None:
         return None, None

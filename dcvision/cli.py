@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...`, `export` and `compare`."""
+"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...`, `export`, `compare` and `look`."""
 
 import argparse
 import csv
@@ -10,10 +10,11 @@ from .classifier import ImageClassifier
 from .compare import compare_command
 from .data import ImageDataModule
 from .export import export
+from .look import look_command
 
 MORE_HELP = (
-    "Two more subcommands: export CHECKPOINT FOLDER writes a checkpoint as a timm model folder; compare trains several "
-    "models with one recipe and writes a table and a plot."
+    "More subcommands: export CHECKPOINT FOLDER writes a checkpoint as a timm model folder; compare trains several "
+    "models with one recipe and writes a table and a plot; look CHECKPOINT IMAGE FOLDER draws what composition does."
 )
 
 
@@ -66,6 +67,8 @@ def _command(args: list[str]) -> None:
         _export_command(args[1:])
     elif args[:1] == ["compare"]:
         compare_command(args[1:])
+    elif args[:1] == ["look"]:
+        look_command(args[1:])
     else:
         run_lightning(lambda: VisionCLI(args))
 

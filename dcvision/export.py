@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from timm.models import save_for_hf
+from torch import nn
 
 from dctrain.checkpoint import load_checkpoint
 from dctrain.errors import UserError
@@ -24,11 +25,23 @@ def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
     Raises:
         UserError: If the checkpoint cannot be read or is none of ours, or the folder is taken.
     """
-    path, target = Path(checkpoint), Path(folder)
-    if not path.is_file():
-        raise UserError(f"the checkpoint {path} does not exist.")
+    target = Path(folder)
     if (target / "model.safetensors").exists():
         raise UserError(f"{target} holds an exported model already; nothing was overwritten.")
+    model, size = load_network(checkpoint, raw)
+    save_for_hf(model, str(target), data_config={"input_size": (3, size, size)}, safe_serialization=True)
+    return target
+
+
+def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int]:
+    """Build the network of a checkpoint with its weights; return it with its image size.
+
+    Raises:
+        UserError: If the checkpoint cannot be read or is none of ours.
+    """
+    path = Path(checkpoint)
+    if not path.is_file():
+        raise UserError(f"the checkpoint {path} does not exist.")
     content = load_checkpoint(path)
     hp = content.get("hyper_parameters", {})
     if "model" not in hp or "state_dict" not in content:
@@ -39,6 +52,4 @@ def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
     prefix = "ema.module." if averaged else "model."
     weights = {k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)}
     model.load_state_dict(weights)
-    size = hp["image_size"]
-    save_for_hf(model, str(target), data_config={"input_size": (3, size, size)}, safe_serialization=True)
-    return target
+    return model, hp["image_size"]

@@ -6,6 +6,8 @@ DCMHA, ICML 2024, https://arxiv.org/abs/2405.08553
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,49 @@ def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
     return out.flatten(1, 2)
 
 
+class AttentionMaps(NamedTuple):
+    """What attention does to every pair, each [B, H, T, S].
+
+    Attributes:
+        scores: Scaled q k^T.
+        composed_scores: The same after the pre-composition and a floating mask.
+        weights: Softmax over the visible keys; zeros where there is none.
+        composed_weights: The same after the post-composition.
+    """
+
+    scores: Tensor
+    composed_scores: Tensor
+    weights: Tensor
+    composed_weights: Tensor
+
+
+def attention_maps(
+    q: Tensor,
+    k: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    num_groups: int,
+) -> AttentionMaps:
+    """Compute every step of composed attention. Arguments are those of `composed_attention`, already checked."""
+    T, S = q.shape[-2], k.shape[-2]
+    scores = composed_scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
+    if pre is not None:
+        composed_scores = compose(scores, pre, num_groups)
+    if bias is not None:
+        composed_scores = composed_scores + bias
+    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
+    weights = composed_weights = masked_softmax(composed_scores, both_visible(block, visible), may_be_empty=True)
+    if post is not None:
+        composed_weights = compose(weights, post, num_groups)
+    return AttentionMaps(scores, composed_scores, weights, composed_weights)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -58,15 +103,17 @@ def attention(
     num_groups: int,
 ) -> Tensor:
     """Compute composed attention densely. Arguments are those of `composed_attention`, already checked."""
-    T, S = q.shape[-2], k.shape[-2]
-    scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
-    if pre is not None:
-        scores = compose(scores, pre, num_groups)
-    if bias is not None:
-        scores = scores + bias
-    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
-    weights = masked_softmax(scores, both_visible(block, visible), may_be_empty=True)
-    if post is not None:
-        weights = compose(weights, post, num_groups)
-    weights = torch.dropout(weights, dropout_p, train=dropout_p > 0.0)
+    maps = attention_maps(
+        q,
+        k,
+        pre,
+        post,
+        visible=visible,
+        bias=bias,
+        is_causal=is_causal,
+        window=window,
+        scale=scale,
+        num_groups=num_groups,
+    )
+    weights = torch.dropout(maps.composed_weights, dropout_p, train=dropout_p > 0.0)
     return torch.einsum("bhts,bhsd->bhtd", weights, v)

@@ -1,0 +1,109 @@
+"""Looking at what composition does: attention maps before and after it, and the composition itself, averaged.
+
+Recording computes the maps by the reference, beside what the layer computes; layers that are not recorded pay nothing.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, G head groups
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .attention import DCAttention
+from .functional import split_mask
+from .impl.reference import AttentionMaps, attention_maps
+from .weights import ComposeWeights
+
+
+@dataclass
+class Recorded:
+    """One call of one layer.
+
+    Attributes:
+        maps: Scores and weights of every pair, before and after composition, float32.
+        pre_composition: The pre-composition averaged over all pairs [H, H], from (rows) to (columns); None if off.
+        post_composition: The same of the post-composition.
+    """
+
+    maps: AttentionMaps
+    pre_composition: Tensor | None
+    post_composition: Tensor | None
+
+
+@contextmanager
+def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
+    """Record the last call of every `DCAttention` of a model, by name, while the context is open.
+
+        with torch.no_grad(), record_attention(model) as recorded:
+            model(images)
+        recorded["blocks.0.attn"].maps.composed_weights      # [B, H, T, T]
+
+    The model computes what it always does. Not for compiled models.
+
+    Raises:
+        ValueError: If the model has no `DCAttention`.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, DCAttention)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no DCAttention to record.")
+    recorded: dict[str, Recorded] = {}
+    for name, layer in layers.items():
+        layer._attend = _recording(layer, name, recorded)
+    try:
+        yield recorded
+    finally:
+        for layer in layers.values():
+            del layer._attend
+
+
+def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
+    attend = layer._attend
+
+    def record(q, k, v, pre, post, attn_mask, is_causal) -> Tensor:
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            visible, bias = split_mask(attn_mask, q, k)
+            maps = attention_maps(
+                q.float(),
+                k.float(),
+                _float(pre),
+                _float(post),
+                visible=visible,
+                bias=None if bias is None else bias.float(),
+                is_causal=is_causal,
+                window=layer.window,
+                scale=layer.scale,
+                num_groups=layer.num_groups,
+            )
+            means = (mean_composition(weights, layer.num_heads, layer.num_groups) for weights in (pre, post))
+            recorded[name] = Recorded(maps, *means)
+        return attend(q, k, v, pre, post, attn_mask, is_causal)
+
+    return record
+
+
+def _float(weights: ComposeWeights | None) -> ComposeWeights | None:
+    return None if weights is None else ComposeWeights(*(w if w is None else w.float() for w in weights))
+
+
+def mean_composition(weights: ComposeWeights | None, num_heads: int, num_groups: int) -> Tensor | None:
+    """Average a composition over images and pairs: I + base + mean over queries of Mq + mean over keys of Mk.
+
+    Returns:
+        [H, H], row: old head, column: new head, zero between groups; None for no composition.
+    """
+    if weights is None:
+        return None
+    weights = _float(weights)
+    device = next(w.device for w in weights if w is not None)
+    total = torch.eye(num_heads, device=device)
+    group = torch.arange(num_heads, device=device) // (num_heads // num_groups)
+    same = group[:, None] == group[None, :]
+    for down, up, gate in (weights[:3], weights[3:6]):
+        if down is not None:
+            total = total + same * torch.einsum("btrh,btrg->hg", down, up) / (down.shape[0] * down.shape[1])
+        if gate is not None:
+            total = total + gate.mean((0, 1)).diag()
+    return total if weights.base is None else total + torch.block_diag(*weights.base)

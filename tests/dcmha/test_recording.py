@@ -1,0 +1,60 @@
+"""Recorded maps are those of the definition, and recording changes nothing."""
+
+import pytest
+import torch
+
+from dcmha import DCAttention, record_attention
+from dcmha.impl.reference import compose
+from dcmha.recording import mean_composition
+from tests.dcmha.inputs import Case, make_weights
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3, "num_groups": 2}, {"post_compose": False, "static_base": True}])
+def test_maps_make_the_output(options):
+    torch.manual_seed(0)
+    layer = DCAttention(32, 4, **options)
+    with torch.no_grad():
+        layer.compose.project.mul_(100)
+    model, x = torch.nn.Sequential(layer), torch.randn(2, 7, 32)
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    mask[1, ..., 5:] = False
+    expected = layer(x, mask)
+    values = layer.qkv(x).unflatten(-1, (3, 4, 8))[:, :, 2].transpose(1, 2)
+    with record_attention(model) as recorded:
+        assert torch.equal(layer(x, mask), expected)
+    assert "_attend" not in vars(layer)
+    maps, pre, post = recorded["0"].maps, recorded["0"].pre_composition, recorded["0"].post_composition
+    out = layer.proj((maps.composed_weights @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(maps.weights.sum(-1), torch.ones(2, 4, 7))
+    assert (maps.weights[1, ..., 5:] == 0).all() and not torch.equal(maps.scores, maps.composed_scores)
+    assert pre.shape == (4, 4) and not torch.equal(pre, torch.eye(4))
+    assert (post is None) == ("post_compose" in options)
+
+
+def test_the_mean_composition_is_the_mean_over_pairs():
+    """Composing a one-hot of each head and averaging over all pairs gives the rows."""
+    case = Case(B=2, T=5, S=6, H=4, G=2)
+    torch.manual_seed(0)
+    weights = make_weights(case)
+    rows = []
+    for head in range(4):
+        one = torch.zeros(2, 4, 5, 6, dtype=torch.float64)
+        one[:, head] = 1.0
+        rows.append(compose(one, weights, 2).mean((0, 2, 3)))
+    torch.testing.assert_close(mean_composition(weights, 4, 2).double(), torch.stack(rows), rtol=1e-5, atol=1e-6)
+
+
+def test_only_while_the_context_is_open():
+    layer = DCAttention(32, 4)
+    with pytest.raises(RuntimeError, match="stop"), record_attention(layer) as recorded:
+        layer(torch.randn(1, 3, 32))
+        raise RuntimeError("stop")
+    first = recorded[""]
+    layer(torch.randn(1, 3, 32))
+    assert recorded[""] is first
+    with (
+        pytest.raises(ValueError, match="Linear has no DCAttention to record"),
+        record_attention(torch.nn.Linear(2, 2)),
+    ):
+        pass

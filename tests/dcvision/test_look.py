@@ -1,0 +1,52 @@
+"""Pictures of what composition does, as files and in TensorBoard."""
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchvision.io import decode_image
+
+from tests.dcvision.commands import run
+
+SHORT = [
+    *("--config=configs/vision/digits.yaml", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"),
+    *("--trainer.limit_val_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
+    *("--model.warmup_steps=0", "--model.model_kwargs.depth=2", "--name=t"),
+]
+
+
+@pytest.fixture
+def image(tmp_path):
+    path = tmp_path / "image.png"
+    Image.fromarray(torch.randint(255, (12, 20, 3), dtype=torch.uint8).numpy()).save(path)
+    return str(path)
+
+
+def test_pictures_of_every_layer(tmp_path, image, capsys):
+    run("fit", *SHORT, f"--trainer.default_root_dir={tmp_path}")
+    checkpoint, folder = str(tmp_path / "t/version_0"), tmp_path / "pictures"
+    run("look", checkpoint, image, str(folder), "--query=3")
+    names = ["blocks.0.attn", "blocks.1.attn", "compositions"]
+    out = capsys.readouterr().out
+    for name in names:
+        assert str(folder / f"{name}.png") in out
+        picture = decode_image(str(folder / f"{name}.png"))[:3].float()
+        assert min(picture.shape[1:]) > 300 and (picture.flatten(1).std(1) > 5).all()
+    log = EventAccumulator(str(folder)).Reload()
+    assert sorted(log.Tags()["images"]) == names
+    for arguments, message in (
+        ([checkpoint, image, "--query=16"], "--query=16; accepted: 0 to 15, the patches of 4 x 4"),
+        ([checkpoint, str(tmp_path / "none.png")], "none.png cannot be read"),
+        ([str(tmp_path / "nowhere"), image], "no checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            run("look", *arguments[:2], str(folder), *arguments[2:])
+        assert exit_info.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_model_without_composition_layers(tmp_path, image, capsys):
+    model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
+    run("fit", *SHORT[:-2], *model, "--name=t", f"--trainer.default_root_dir={tmp_path}")
+    with pytest.raises(SystemExit):
+        run("look", str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
+    assert "VisionTransformer has no DCAttention to record" in capsys.readouterr().err
