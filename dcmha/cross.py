@@ -74,6 +74,9 @@ class DCCrossAttention(nn.Module):
         super().__init__()
         if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
+        for name, width in (("context_dim", context_dim), ("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
+            if width is not None and width < 1:
+                raise ValueError(f"{name}={width} must be at least 1, or None.")
         if qk_norm and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm needs a norm layer, such as torch.nn.LayerNorm.")
         check_impl(impl)

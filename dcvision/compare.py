@@ -8,11 +8,14 @@ others alone.
 import argparse
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from hashlib import sha1
 from pathlib import Path
+from typing import IO
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,6 +27,7 @@ from dctrain.flops import forward_flops
 from .classifier import build_model
 from .report import write_report
 
+STOPPED = "stopped; the same command goes on."
 CURVES = ("val/top1", "val/top5", "val/loss", "train/loss")
 
 
@@ -45,6 +49,9 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
         UserError: If the folder holds a comparison by another recipe, or the configuration does not exist.
     """
     root = Path(folder)
+    models = [" ".join(model.split()) for model in models]
+    if not all(models):
+        raise UserError("--models holds an empty name; accepted: names of models, with settings behind them.")
     state = _load(root, config, extra)
     runs = [(model, seed) for seed in seeds for model in models]
     for number, (model, seed) in enumerate(runs, 1):
@@ -74,8 +81,12 @@ def _load(root: Path, config: str, extra: list[str]) -> dict:
     file = root / "results.json"
     if not file.is_file():
         return {"recipe": recipe, "runs": {}}
-    state = json.loads(file.read_text())
-    if state["recipe"] != recipe:
+    try:
+        state = json.loads(file.read_text())
+        other = state["recipe"] != recipe
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); remove it to read the finished runs again.") from error
+    if other:
         raise UserError(
             f"{root} holds a comparison by another recipe (configuration or arguments); give another --folder."
         )
@@ -84,7 +95,6 @@ def _load(root: Path, config: str, extra: list[str]) -> dict:
 
 def _save(root: Path, state: dict) -> None:
     """Replace the results at once, so that a crash leaves the old ones."""
-    root.mkdir(parents=True, exist_ok=True)
     part = root / "results.json.part"
     part.write_text(json.dumps(state, indent=1) + "\n")
     part.replace(root / "results.json")
@@ -93,34 +103,56 @@ def _save(root: Path, state: dict) -> None:
 def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> dict:
     """Train one model, or go on with it; return its curves and costs, or its error."""
     name, *settings = model.split()
-    slug = re.sub(r"[^\w.=-]+", "_", model) + f"-seed{seed}"
+    slug = re.sub(r"[^\w.=-]+", "_", model) + f"-{sha1(model.encode()).hexdigest()[:6]}-seed{seed}"
     command = [sys.executable, "-m", "dcvision", "fit", "--config", config, f"--name={slug}", f"--model.model={name}"]
     command += [f"--model.{setting}" for setting in settings]
     command += [f"--seed_everything={seed}", f"--data.seed={seed}", f"--trainer.default_root_dir={root}", *extra]
-    run = root / slug / "version_0"
-    if any(run.rglob("last-*.ckpt")):
+    run = _newest(root / slug)
+    if run is not None:
         command.append(f"--resume={run}")
     log = root / f"{slug}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a") as file:
-        try:
-            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-        except KeyboardInterrupt:
-            raise UserError("stopped; the same command goes on.") from None
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as file:
+            status = _run(command, file)
+    except OSError as error:
+        raise UserError(f"cannot write to {root}: {error}") from error
+    lines = log.read_text().strip().splitlines() or [""]
     if status:
-        lines = log.read_text().strip().splitlines() or [""]
         said = [line for line in lines if line.startswith("error:")] or lines
         return {"error": f"failed with status {status}: {said[-1]} (see {log})"}
-    if "go on with --resume" in log.read_text().strip().splitlines()[-1]:
-        raise UserError("stopped; the same command goes on.")
-    return _read(run)
+    if "go on with --resume" in lines[-1]:
+        raise UserError(STOPPED)
+    return _read(_newest(root / slug))
+
+
+def _run(command: list[str], log: IO[str]) -> int:
+    """Run a process and return its status; when this one is told to stop, let it save its checkpoint first."""
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise UserError(STOPPED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _newest(experiment: Path) -> Path | None:
+    """Find the newest version of a run that has a checkpoint; one that was killed before its first has none."""
+    versions = {path.parent.parent for path in experiment.glob("version_*/checkpoints/last-*.ckpt")}
+    return max(versions, key=lambda path: int(path.name.removeprefix("version_")), default=None)
 
 
 def _read(run: Path) -> dict:
     """Read a run's curves, as (step, value), its speed, parameters and FLOPs."""
     log = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     tags = log.Tags()["scalars"]
-    curves = {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in CURVES if tag in tags}
+    curves = {tag: _curve(log, tag) for tag in CURVES if tag in tags}
+    if "val/top1" not in curves:
+        return {"error": f"no validation was logged; give data.val and let it run (see {run})"}
     hp = load_checkpoint(find_checkpoint(str(run)))["hyper_parameters"]
     kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
     model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
@@ -133,6 +165,11 @@ def _read(run: Path) -> dict:
         "parameters": sum(p.numel() for p in model.parameters()),
         "flops": forward_flops(model, torch.empty(1, 3, hp["image_size"], hp["image_size"], device="meta")),
     }
+
+
+def _curve(log: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    """Read a curve; of steps that were taken again after a kill, the last time counts."""
+    return sorted({event.step: event.value for event in log.Scalars(tag)}.items())
 
 
 def compare_command(args: list[str]) -> None:

@@ -197,13 +197,14 @@ def swap_attention(
         ValueError: If the model has no self-attention or one that is not supported, a layer is out of range, an option
             is unknown or its value does not fit (heads that do not divide into groups). The model is then as it was.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     unknown = sorted(set(options) - set(DCAttention.OPTIONS))
     if unknown:
         raise ValueError(f"unknown options {unknown}; accepted: {', '.join(DCAttention.OPTIONS)}.")
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
     swapped = {}
-    for name in _chosen(_attention_names(model), layers):
+    for name in _chosen(model, layers, pooling):
         attention = model.get_submodule(name)
         swapped[name] = _adopt(name, FAMILIES[type(attention)], attention, options)
     if pooling:
@@ -222,7 +223,7 @@ def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) ->
     """Make the counterpart of a module; an error names it."""
     try:
         return cls(module, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from error
 
 
@@ -232,12 +233,10 @@ def _attention_names(model: nn.Module) -> list[str]:
     others = {type(m).__name__ for m in modules.values() if _is_other_attention(m)}
     if others:
         raise ValueError(f"{type(model).__name__} has {', '.join(sorted(others))}; supported are {SUPPORTED}.")
-    names = [name for name, module in modules.items() if type(module) in FAMILIES]
+    names = [name for name, m in modules.items() if type(m) in FAMILIES or isinstance(m, Adopted)]
     if not names:
         has = (
-            "its layers are DCAttention already"
-            if any(isinstance(m, DCAttention) for m in modules.values())
-            else "none"
+            "its layers are DCAttention" if any(isinstance(m, DCAttention) for m in modules.values()) else "none found"
         )
         raise ValueError(f"{type(model).__name__} has no self-attention to swap ({has}); supported are {SUPPORTED}.")
     return names
@@ -251,12 +250,21 @@ def _is_other_attention(module: nn.Module) -> bool:
     return is_attention and not is_pooling and type(module) not in FAMILIES and not isinstance(module, DCAttention)
 
 
-def _chosen(names: list[str], layers: Iterable[int] | None) -> list[str]:
-    """Return the names of the layers that are asked for."""
+def _chosen(model: nn.Module, layers: Iterable[int] | None, pooling: bool) -> list[str]:
+    """Return the names of the layers that are asked for; without `layers`, of all that are not swapped yet."""
+    names = _attention_names(model)
+    swapped = [isinstance(model.get_submodule(name), Adopted) for name in names]
     if layers is None:
-        return names
-    layers = list(layers)
-    wrong = [layer for layer in layers if not -len(names) <= layer < len(names)]
-    if wrong or not layers:
-        raise ValueError(f"layers={layers}; accepted: some of 0 to {len(names) - 1}, the model's attention layers.")
-    return [names[layer] for layer in layers]
+        left = [name for name, done in zip(names, swapped, strict=True) if not done]
+        if not left and not pooling:
+            raise ValueError(f"the attention layers of {type(model).__name__} are swapped already.")
+        return left
+    accepted = f"accepted: some of 0 to {len(names) - 1}, the model's attention layers"
+    layers = list(layers) if isinstance(layers, Iterable) else [layers]
+    is_integer = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+    if not layers or not is_integer or not all(-len(names) <= layer < len(names) for layer in layers):
+        raise ValueError(f"layers={layers}; {accepted}.")
+    done = sorted({layer for layer in layers if swapped[layer]})
+    if done:
+        raise ValueError(f"layers={layers}; {accepted}, of which {done} are swapped already.")
+    return list(dict.fromkeys(names[layer] for layer in layers))

@@ -98,3 +98,6 @@ def test_bad_input():
         make(query_wise=False, key_wise=False)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):
         DCCrossAttention(30, 4)
+    for name in ("context_dim", "attn_head_dim", "dim_out"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be at least 1, or None"):
+            DCCrossAttention(32, 4, **{name: 0})

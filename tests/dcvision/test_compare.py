@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchvision.io import decode_image
 
+from dctrain.errors import UserError
 from dcvision.compare import compare
 from dcvision.report import write_report
 from tests.dcvision.commands import run
@@ -35,7 +36,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
     again = json.loads((tmp_path / "results.json").read_text())["runs"][f"{MODELS[0]} | seed 0"]
     assert again["curves"]["train/loss"] == first["curves"]["train/loss"]
-    assert again["curves"]["val/top1"][-1] == first["curves"]["val/top1"][-1]
+    assert again["curves"]["val/top1"] == first["curves"]["val/top1"]
 
 
 def test_another_recipe_is_refused(tmp_path, capsys):
@@ -47,6 +48,31 @@ def test_another_recipe_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("compare", "--config", "nowhere.yaml", "--models", "a", "--folder", str(tmp_path))
     assert "--config=nowhere.yaml does not exist" in capsys.readouterr().err
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    (tmp_path / "results.json").unlink()
+    for checkpoint in (tmp_path / "runs").rglob("*.ckpt"):
+        checkpoint.unlink()
+    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    assert len(list((tmp_path / "runs").glob("*/version_1/checkpoints/last-*.ckpt"))) == 1
+
+
+def test_bad_folders_and_names(tmp_path):
+    (tmp_path / "results.json").write_text("{")
+    for models, folder, message in (
+        (MODELS, tmp_path, "results.json cannot be read"),
+        ([" "], tmp_path / "new", "--models holds an empty name"),
+        (MODELS, "/proc/nowhere", "cannot write to /proc/nowhere"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compare(CONFIG, models, [0], str(folder), SHORT)
+
+
+def test_without_validation_a_run_is_no_result(tmp_path, capsys):
+    assert not compare(CONFIG, MODELS[:1], [0], str(tmp_path), [*SHORT, "--trainer.limit_val_batches=0"])
+    assert "no validation was logged" in capsys.readouterr().out
 
 
 def make_run(model: str, seed: int, top1: list[float]) -> dict:

@@ -85,7 +85,7 @@ def test_some_layers_and_options():
     first, last = (block.attn for block in model.blocks)
     assert not isinstance(first, DCAttention) and isinstance(last, DCAttention)
     assert last.compose.project.shape == (2, 6, 6) and last.impl == "reference"
-    swap_attention(model)
+    swap_attention(model, layers=0, rank=None)
     assert isinstance(model.blocks[0].attn, DCAttention) and model.blocks[0].attn.rank == 2
 
 
@@ -107,6 +107,7 @@ def test_what_timm_does_with_its_models():
 def test_attention_pooling(name):
     model, x = make_model(name), images(name)
     expected = model(x)
+    swap_attention(model, num_groups=3)
     swap_attention(model, pooling=True, num_groups=3)
     assert isinstance(model.attn_pool, DCCrossAttention)
     started = model(x)
@@ -141,7 +142,7 @@ def test_swin_follows_another_image_size():
     ("make", "options", "message"),
     [
         (lambda: timm.create_model("resnet18"), {}, "ResNet has no self-attention to swap"),
-        (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its layers are DCAttention already"),
+        (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its layers are DCAttention"),
         (
             lambda: timm.create_model("swinv2_tiny_window8_256"),
             {},
@@ -149,6 +150,10 @@ def test_swin_follows_another_image_size():
         ),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; accepted: some of 0 to 1"),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, "layers=.*; accepted"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": [1.0]}, "layers=.*; accepted"),
+        (lambda: swap_attention(make_model("vit_tiny_patch16_224")), {}, "VisionTransformer are swapped already"),
+        (lambda: swap_attention(make_model("vit_tiny_patch16_224")), {"layers": [1]}, r"of which \[1\] are swapped"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"rank": "2"}, "blocks.0.attn: "),
         (
             lambda: make_model("vit_tiny_patch16_224"),
             {"num_groups": 2},
