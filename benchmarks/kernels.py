@@ -7,6 +7,7 @@ An element is a query, a visible key and a head; a clock is one of a multiproces
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from attention import make_call, operator_parser, work
@@ -18,7 +19,7 @@ from dcmha.impl.triton import chunks, launch
 CLOCK = 1.755e9
 
 
-def seconds_of_kernels(call, repeats: int) -> tuple[dict[str, float], dict[str, int]]:
+def seconds_of_kernels(call: Callable[[], None], repeats: int) -> tuple[dict[str, float], dict[str, int]]:
     """Profile a call: seconds and launches of each kernel, of products of matrices, and of the rest."""
     call()
     call()
@@ -58,7 +59,7 @@ def apply(options: argparse.Namespace) -> None:
 def main() -> None:
     """Measure and print."""
     parser = operator_parser(__doc__)
-    parser.add_argument("--tile", nargs="*", default=[], help="NAME=queries,keys,warps,stages")
+    parser.add_argument("--tile", nargs="*", default=[], help="NAME=queries,keys,warps,stages, in 16 bit")
     parser.add_argument("--workspace-mib", type=int)
     parser.set_defaults(device="cuda", dtype="bfloat16", tokens=[2048])
     options = parser.parse_args()

@@ -42,7 +42,7 @@ FLOAT32_TILES = {  # products in float32 take more registers
     "pre_gradients": (4, 16, 8, 1),
     "key_gradients": (16, 4, 8, 1),
 }
-EMPTY = 1e30  # as in the kernels
+EMPTY = kernels.EMPTY.value
 
 
 def tile_of(name: str, itemsize: int, has_mask: bool) -> tuple[int, int, int, int]:
@@ -74,8 +74,10 @@ class Operands(NamedTuple):
         """Add empty columns [B, N, 2R + gate, G P], for aligned loads."""
 
         def pad(w: Tensor | None) -> Tensor | None:
-            if w is None or w.dim() == 3:
-                return w if w is None else w.contiguous()
+            if w is None:
+                return None
+            if w.dim() == 3:
+                return w.contiguous()
             groups = w.unflatten(3, (num_groups, -1))
             return F.pad(groups, (0, slots_of_group(groups.shape[4]) - groups.shape[4])).flatten(3).contiguous()
 
@@ -85,11 +87,9 @@ class Operands(NamedTuple):
         """Leave the empty columns of gradients out again."""
 
         def cut(w: Tensor | None) -> Tensor | None:
-            return (
-                w
-                if w is None or w.dim() == 3
-                else w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
-            )
+            if w is None or w.dim() == 3:
+                return w
+            return w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
 
         return Operands(*map(cut, self))
 
