@@ -147,7 +147,7 @@ DDP = ["--trainer.strategy=ddp"]
         pytest.param(DDP, "auto", 1e-10, id="ddp"),
         pytest.param(FSDP, "auto", 1e-10, id="fsdp2"),
         pytest.param(DDP, "triton", 1e-5, id="ddp-triton", marks=pytest.mark.slow),
-        pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton"),
+        pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, tolerance):
