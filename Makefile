@@ -11,7 +11,7 @@ train-lm: $(VENV)/installed
 	$(BIN)/python -m dclm fit --config configs/lm/stdlib.yaml
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

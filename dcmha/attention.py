@@ -264,7 +264,7 @@ class DCAttention(nn.Module):
 
     def _record_impl(self, q: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
         """Remember which implementation ran first, and log it once for all layers alike."""
-        if self.resolved_impl is not None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.resolved_impl is not None:
             return
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups}
         choice = resolve_impl(self.impl, q, is_composed=self.compose is not None, **options)

@@ -41,7 +41,7 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
             model(images)
         recorded["blocks.0.attn"].maps.composed_weights      # [B, H, T, T]
 
-    The model computes what it always does. Not for compiled models.
+    The model computes what it always does; compiled ones run eagerly while the context is open.
 
     Raises:
         ValueError: If the model has no `DCAttention`.
@@ -53,7 +53,8 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
     for name, layer in layers.items():
         layer._attend = _recording(layer, name, recorded)
     try:
-        yield recorded
+        with torch.compiler.set_stance("force_eager"):
+            yield recorded
     finally:
         for layer in layers.values():
             del layer._attend

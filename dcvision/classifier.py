@@ -132,8 +132,12 @@ class ImageClassifier(TrainingModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify uint8 images [B, 3, size, size]; returns logits [B, num_classes]. Uses averaged weights if kept."""
-        network = self.model if self.ema is None or self.training else self.ema.module
-        return network(self.normalise(images))
+        return (self.model if self.training else self.evaluated)(self.normalise(images))
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network that is evaluated: the averaged one if kept."""
+        return self.model if self.ema is None else self.ema.module
 
     def normalise(self, images: Tensor) -> Tensor:
         """Scale uint8 images to the model's mean and standard deviation, on their device."""

@@ -1,27 +1,62 @@
-"""See what composition does to an image: `python -m dcvision look CHECKPOINT IMAGE FOLDER`.
-
-For each layer one picture: where a query patch looks, per head, before the post-composition and after it. For the model
-one more: the compositions, averaged over all pairs. As PNG files, and as images for TensorBoard.
-"""
+"""See what composition does to an image: `python -m dcvision look CHECKPOINT IMAGE FOLDER`, or during training."""
 
 import argparse
 from pathlib import Path
 
-import numpy as np
+import lightning as L
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2.functional import center_crop, resize
 
-from dcmha import record_attention
-from dcmha.recording import Recorded
+from dcmha import DCAttention, record_attention
 from dctrain.checkpoint import find_checkpoint
 from dctrain.errors import UserError
 
+from .classifier import ImageClassifier
 from .export import load_network
+from .pictures import draw_attention, log_pictures, read_image
+
+
+class AttentionImages(Callback):
+    """Draws attention on an image into TensorBoard at every validation, and before the first step.
+
+        python -m dcvision fit ... --trainer.callbacks+=AttentionImages --trainer.callbacks.image=photo.jpg
+
+    Averaged weights are looked at if the run keeps them. Steps of training are as without it.
+
+    Args:
+        image: An image file; it is resized and cropped to the model's size.
+        query: Which patch looks, counted row by row; the middle one if None.
+
+    Raises:
+        UserError: Before training starts, if the image cannot be read, the model has no `DCAttention` or the run no
+            TensorBoard logger; at the first validation, if the patches are no square or there is no such patch.
+    """
+
+    def __init__(self, image: str, query: int | None = None) -> None:
+        self.image = image
+        self.query = query
+
+    def setup(self, trainer: L.Trainer, pl_module: ImageClassifier, stage: str) -> None:
+        """Read the image, and see whether there is something to draw and a place for it."""
+        _check_layers(pl_module.evaluated)
+        self._pixels = read_image(self.image, pl_module.hparams.image_size)
+        if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            raise UserError("AttentionImages needs a TensorBoard logger; leave trainer.logger as it is.")
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: ImageClassifier) -> None:
+        """Draw: all ranks compute, for they may hold the weights together, and the first one writes."""
+        images = self._pixels[None].to(pl_module.device)
+        with trainer.precision_plugin.forward_context(), record_attention(pl_module.evaluated) as recorded:
+            pl_module(images)
+        if not trainer.is_global_zero:
+            return
+        figures = draw_attention(recorded, self._pixels, _prefix(pl_module.evaluated), self.query)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                log_pictures(logger.experiment, figures, trainer.global_step)
 
 
 def look(checkpoint: str, image: str, folder: str, query: int | None = None) -> list[Path]:
@@ -41,101 +76,34 @@ def look(checkpoint: str, image: str, folder: str, query: int | None = None) -> 
             patch.
     """
     model, size = load_network(str(find_checkpoint(checkpoint)))
-    pixels = _read_image(image, size)
+    _check_layers(model)
+    pixels = read_image(image, size)
     mean, std = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
-    try:
-        with torch.no_grad(), record_attention(model.eval()) as recorded:
-            model(((pixels / 255 - mean) / std)[None])
-    except ValueError as error:
-        raise UserError(f"{checkpoint}: {error}") from error
-    side, prefix = _patches(recorded, getattr(model, "num_prefix_tokens", 0))
-    query = side * (side // 2) + side // 2 if query is None else query
-    if not 0 <= query < side * side:
-        raise UserError(f"--query={query}; accepted: 0 to {side * side - 1}, the patches of {side} x {side}.")
-    figures = {name: _draw_layer(name, one, pixels, side, prefix, query) for name, one in recorded.items()}
-    figures["compositions"] = _draw_compositions(recorded)
+    with torch.no_grad(), record_attention(model.eval()) as recorded:
+        model(((pixels / 255 - mean) / std)[None])
+    figures = draw_attention(recorded, pixels, _prefix(model), query)
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    paths = []
+    for name, figure in figures.items():
+        figure.savefig(root / f"{name}.png", dpi=100)
     with SummaryWriter(str(root)) as writer:
-        for name, figure in figures.items():
-            paths.append(root / f"{name}.png")
-            figure.savefig(paths[-1], dpi=100)
-            writer.add_image(name, _as_array(figure), dataformats="HWC")
-    return paths
+        log_pictures(writer, figures, step=0)
+    return [root / f"{name}.png" for name in figures]
 
 
-def _read_image(path: str, size: int) -> Tensor:
-    """Read an image, resized and cropped to the model's size: uint8 [3, size, size]."""
-    try:
-        pixels = decode_image(path, mode=ImageReadMode.RGB)
-    except RuntimeError as error:
-        raise UserError(f"the image {path} cannot be read: {error}") from error
-    return center_crop(resize(pixels, [size], antialias=True), [size, size])
+def _check_layers(model: nn.Module) -> None:
+    """Check that there is something to look at.
+
+    Raises:
+        UserError: If not.
+    """
+    if not any(isinstance(module, DCAttention) for module in model.modules()):
+        raise UserError(f"{type(model).__name__} has no DCAttention to look at.")
 
 
-def _patches(recorded: dict[str, Recorded], prefix: int) -> tuple[int, int]:
-    """Return the side of the square of patches and the number of tokens before it."""
-    tokens = next(iter(recorded.values())).maps.weights.shape[-1] - prefix
-    side = round(max(tokens, 0) ** 0.5)
-    if side * side != tokens or not side:
-        raise UserError(f"the model attends to {tokens} patches, which are no square.")
-    return side, prefix
-
-
-def _draw_layer(name: str, one: Recorded, pixels: Tensor, side: int, prefix: int, query: int) -> Figure:
-    """Draw, for every head, where the query looks before the post-composition and after it."""
-    rows = [
-        ("weights", one.maps.weights[0, :, prefix + query, prefix:]),
-        ("composed", one.maps.composed_weights[0, :, prefix + query, prefix:]),
-    ]
-    heads = len(rows[0][1])
-    limit = max(float(values.abs().max()) for _, values in rows)
-    figure = Figure(figsize=(1.6 * (heads + 1), 3.8), layout="constrained")
-    figure.suptitle(f"{name}: where patch {query} looks (red: positive, blue: negative)")
-    axes = figure.subplots(2, heads + 1, squeeze=False)
-    for line, (label, values) in zip(axes, rows, strict=True):
-        line[0].imshow(pixels.permute(1, 2, 0).numpy())
-        scale = pixels.shape[-1] / side
-        line[0].plot((query % side + 0.5) * scale - 0.5, (query // side + 0.5) * scale - 0.5, "r+", markersize=12)
-        line[0].set_title(label, fontsize=9)
-        for head, cell in enumerate(line[1:]):
-            drawn = cell.imshow(values[head].view(side, side).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
-            cell.set_title(f"head {head}", fontsize=9)
-        for cell in line:
-            cell.set_axis_off()
-    figure.colorbar(drawn, ax=axes[:, -1].tolist(), shrink=0.8)
-    return figure
-
-
-def _draw_compositions(recorded: dict[str, Recorded]) -> Figure:
-    """Draw the compositions of all layers, without the identity, averaged over the pairs of the image."""
-    matrices = [(one.pre_composition, one.post_composition) for one in recorded.values()]
-    changes = [[None if m is None else m - torch.eye(len(m)) for m in pair] for pair in matrices]
-    limit = max((float(m.abs().max()) for pair in changes for m in pair if m is not None), default=1.0) or 1.0
-    figure = Figure(figsize=(1.8 * len(changes) + 1.2, 4.4), layout="constrained")
-    figure.suptitle("mean composition less the identity: from head (row) to head (column)")
-    axes = figure.subplots(2, len(changes), squeeze=False)
-    drawn = None
-    for column, (name, pair) in enumerate(zip(recorded, changes, strict=True)):
-        for line, label, matrix in zip(axes, ("pre", "post"), pair, strict=True):
-            cell = line[column]
-            cell.set_title(f"{name}\n{label}" if label == "pre" else label, fontsize=8)
-            if matrix is None:
-                cell.set_axis_off()
-                continue
-            drawn = cell.imshow(matrix.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
-            cell.set(xticks=[], yticks=[])
-    if drawn is not None:
-        figure.colorbar(drawn, ax=axes[:, -1].tolist(), shrink=0.8)
-    return figure
-
-
-def _as_array(figure: Figure) -> np.ndarray:
-    """Render a figure: uint8 [height, width, 3]."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3]
+def _prefix(model: nn.Module) -> int:
+    """Count the tokens before the patches."""
+    return getattr(model, "num_prefix_tokens", 0)
 
 
 def look_command(args: list[str]) -> None:

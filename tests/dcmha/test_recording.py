@@ -32,6 +32,18 @@ def test_maps_make_the_output(options):
     assert (post is None) == ("post_compose" in options)
 
 
+def test_compiled_models_are_recorded():
+    model = torch.nn.Sequential(DCAttention(32, 4), DCAttention(32, 4))
+    model.compile(backend="eager")
+    x = torch.randn(2, 7, 32)
+    expected = model(x)
+    with record_attention(model) as recorded:
+        torch.testing.assert_close(model(x), expected)
+    assert list(recorded) == ["0", "1"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(model(x), expected)
+
+
 def test_the_mean_composition_is_the_mean_over_pairs():
     """Composing a one-hot of each head and averaging over all pairs gives the rows."""
     case = Case(B=2, T=5, S=6, H=4, G=2)

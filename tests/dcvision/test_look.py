@@ -9,8 +9,8 @@ from torchvision.io import decode_image
 from tests.dcvision.commands import run
 
 SHORT = [
-    *("--config=configs/vision/digits.yaml", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"),
-    *("--trainer.limit_val_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
+    *("--config=configs/vision/digits.yaml", "--trainer.max_epochs=1", "--trainer.limit_train_batches=2"),
+    *("--trainer.limit_val_batches=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
     *("--model.warmup_steps=0", "--model.model_kwargs.depth=2", "--name=t"),
 ]
 
@@ -33,9 +33,9 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
         picture = decode_image(str(folder / f"{name}.png"))[:3].float()
         assert min(picture.shape[1:]) > 300 and (picture.flatten(1).std(1) > 5).all()
     log = EventAccumulator(str(folder)).Reload()
-    assert sorted(log.Tags()["images"]) == names
+    assert sorted(log.Tags()["images"]) == [f"attention/{name}" for name in names]
     for arguments, message in (
-        ([checkpoint, image, "--query=16"], "--query=16; accepted: 0 to 15, the patches of 4 x 4"),
+        ([checkpoint, image, "--query=16"], "query=16; accepted: 0 to 15, the patches of 4 x 4"),
         ([checkpoint, str(tmp_path / "none.png")], "none.png cannot be read"),
         ([str(tmp_path / "nowhere"), image], "no checkpoint"),
     ):
@@ -49,4 +49,44 @@ def test_a_model_without_composition_layers(tmp_path, image, capsys):
     run("fit", *SHORT[:-2], *model, "--name=t", f"--trainer.default_root_dir={tmp_path}")
     with pytest.raises(SystemExit):
         run("look", str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
-    assert "VisionTransformer has no DCAttention to record" in capsys.readouterr().err
+    assert "VisionTransformer has no DCAttention to look at" in capsys.readouterr().err
+
+
+def read_run(folder) -> EventAccumulator:
+    return EventAccumulator(str(folder / "version_0"), size_guidance={"images": 0}).Reload()
+
+
+@pytest.mark.parametrize("more", [[], ["--model.ema_decay=0.9"]], ids=["raw", "averaged"])
+def test_pictures_during_training(tmp_path, image, more):
+    """At the start and after every epoch, of the weights evaluated; the steps are those of a run without them."""
+    callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
+    root = [f"--trainer.default_root_dir={tmp_path}", "--trainer.log_every_n_steps=1", "--trainer.max_epochs=2"]
+    run("fit", *SHORT, *root, *more, "--name=plain")
+    run("fit", *SHORT, *root, *more, *callback, "--name=looked")
+    plain, looked = read_run(tmp_path / "plain"), read_run(tmp_path / "looked")
+    assert plain.Tags()["images"] == []
+    for tag in ("train/loss", "train/grad_norm", "val/loss"):
+        assert [(e.step, e.value) for e in looked.Scalars(tag)] == [(e.step, e.value) for e in plain.Scalars(tag)]
+    for name in ("blocks.0.attn", "blocks.1.attn", "compositions"):
+        events = looked.Images(f"attention/{name}")
+        assert [event.step for event in events] == [0, 2, 4]
+        assert len({event.encoded_image_string for event in events}) == 3
+
+
+def test_bad_input_during_training(tmp_path, image, capsys):
+    other = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
+    for arguments, message in (
+        ([f"--trainer.callbacks.image={tmp_path}/none.png"], "none.png cannot be read"),
+        ([f"--trainer.callbacks.image={image}", "--trainer.callbacks.query=-1"], "query=-1; accepted: 0 to 15"),
+        ([f"--trainer.callbacks.image={image}", *other], "VisionTransformer has no DCAttention to look at"),
+        ([f"--trainer.callbacks.image={image}", "--trainer.logger=false"], "needs a TensorBoard logger"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            run(
+                "fit",
+                *SHORT,
+                "--trainer.callbacks+=AttentionImages",
+                *arguments,
+                f"--trainer.default_root_dir={tmp_path}",
+            )
+        assert exit_info.value.code == 2 and message in capsys.readouterr().err
