@@ -24,11 +24,13 @@ class Recorded:
 
     Attributes:
         maps: Scores and weights of every pair, before and after composition, float32.
+        uncomposed_weights: What the weights would be without any composition: the softmax of `maps.scores`.
         pre_composition: The pre-composition averaged over all pairs [H, H], from (rows) to (columns); None if off.
         post_composition: The same of the post-composition.
     """
 
     maps: AttentionMaps
+    uncomposed_weights: Tensor
     pre_composition: Tensor | None
     post_composition: Tensor | None
 
@@ -66,20 +68,19 @@ def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
     def record(q, k, v, pre, post, attn_mask, is_causal) -> Tensor:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             visible, bias = split_mask(attn_mask, q, k)
-            maps = attention_maps(
-                q.float(),
-                k.float(),
-                _float(pre),
-                _float(post),
-                visible=visible,
-                bias=None if bias is None else bias.float(),
-                is_causal=is_causal,
-                window=layer.window,
-                scale=layer.scale,
-                num_groups=layer.num_groups,
-            )
+            q32, k32 = q.float(), k.float()
+            options = {
+                "visible": visible,
+                "bias": None if bias is None else bias.float(),
+                "is_causal": is_causal,
+                "window": layer.window,
+                "scale": layer.scale,
+                "num_groups": layer.num_groups,
+            }
+            maps = attention_maps(q32, k32, _float(pre), _float(post), **options)
+            uncomposed = attention_maps(q32, k32, None, None, **options).weights
             means = (mean_composition(weights, layer.num_heads, layer.num_groups) for weights in (pre, post))
-            recorded[name] = Recorded(maps, *means)
+            recorded[name] = Recorded(maps, uncomposed, *means)
         return attend(q, k, v, pre, post, attn_mask, is_causal)
 
     return record

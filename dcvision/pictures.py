@@ -1,7 +1,7 @@
 """Pictures of what composition does to an image.
 
-For each layer one: where a query patch looks, per head, before the post-composition and after it. For the model one
-more: the compositions, averaged over all pairs.
+For each layer one: where a query patch looks, per head, before and after each composition. For the model one more: the
+compositions, averaged over all pairs.
 """
 
 import numpy as np
@@ -72,23 +72,25 @@ def _side(recorded: dict[str, Recorded], prefix: int) -> int:
 
 
 def _draw_layer(name: str, one: Recorded, pixels: Tensor, side: int, prefix: int, query: int) -> Figure:
-    """Draw, for every head, where the query looks before the post-composition and after it."""
-    rows = [
-        ("weights", one.maps.weights[0, :, prefix + query, prefix:]),
-        ("composed", one.maps.composed_weights[0, :, prefix + query, prefix:]),
-    ]
-    heads = len(rows[0][1])
-    limit = max(float(values.abs().max()) for _, values in rows)
-    figure = Figure(figsize=(1.6 * (heads + 1), 3.8), layout="constrained")
+    """Draw, for every head, where the query looks before any composition, after the first, and after both."""
+    rows = {
+        "uncomposed": one.uncomposed_weights,
+        "pre-composed": one.maps.weights,
+        "pre- and post-composed": one.maps.composed_weights,
+    }
+    rows = {label: maps[0, :, prefix + query, prefix:].cpu() for label, maps in rows.items()}
+    heads = len(rows["uncomposed"])
+    limit = max(float(values.abs().max()) for values in rows.values())
+    figure = Figure(figsize=(1.6 * (heads + 1), 1.8 * len(rows) + 0.3), layout="constrained")
     figure.suptitle(f"{name}: where patch {query} looks (red: positive, blue: negative)")
-    axes = figure.subplots(2, heads + 1, squeeze=False)
-    for line, (label, values) in zip(axes, rows, strict=True):
+    axes = figure.subplots(len(rows), heads + 1, squeeze=False)
+    for line, (label, values) in zip(axes, rows.items(), strict=True):
         line[0].imshow(pixels.permute(1, 2, 0).numpy())
         scale = pixels.shape[-1] / side
         line[0].plot((query % side + 0.5) * scale - 0.5, (query // side + 0.5) * scale - 0.5, "r+", markersize=12)
         line[0].set_title(label, fontsize=9)
         for head, cell in enumerate(line[1:]):
-            drawn = cell.imshow(values[head].view(side, side).cpu().numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
+            drawn = cell.imshow(values[head].view(side, side).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
             cell.set_title(f"head {head}", fontsize=9)
         for cell in line:
             cell.set_axis_off()
