@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from measure import ceilings, environment, measure, save, show
+from measure import ceilings, measure, save, show
 
 from dcmha import ComposeWeights, composed_attention
+from dctrain.environment import environment
 
 IMPLS = ("sdpa", "reference", "compiled", "triton")
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import torch
 from attention import make_call, operator_parser, work
-from measure import environment, save
+from measure import save
 from torch.profiler import ProfilerActivity, profile
 
 from dcmha.impl.triton import chunks, launch
+from dctrain.environment import environment
 
 CLOCK = 1.755e9
 

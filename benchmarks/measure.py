@@ -1,39 +1,16 @@
-"""What the benchmarks share: interleaved timing, peak memory, ceilings, and a record of where a number comes from."""
+"""What the benchmarks share: interleaved timing, peak memory, ceilings, and the record of a measurement."""
 
 import json
 import multiprocessing
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 Step = Callable[[], None]
-
-
-def environment(device: torch.device) -> dict:
-    """Describe the machine and versions of a measurement."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    is_cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
-        "threads": None if is_cuda else torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": version("triton") if is_cuda else None,
-        "python": platform.python_version(),
-        "commit": commit,
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
 @dataclass

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from measure import environment, measure, save, show
+from measure import measure, save, show
 
 import dclm
+from dctrain.environment import environment
 
 
 def language_parser(description: str) -> argparse.ArgumentParser:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import timm
 import torch
-from measure import environment, measure, save, show
+from measure import measure, save, show
 
 import dcvision  # noqa: F401  registers the models
+from dctrain.environment import environment
 
 
 def make_step(

@@ -13,9 +13,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from measure import environment, save
+from measure import save
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
+
+from dctrain.environment import environment
 
 FINAL = ("val/loss", "val/bits_per_byte", "train/tokens_per_second")
 PLAIN = "pre_compose=false post_compose=false"  # the composed model's twin in attention alone

@@ -1,6 +1,7 @@
 """The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
 
 import gc
+import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,11 +16,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks import GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
 from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from .environment import environment
 from .errors import UserError
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves what was configured, without the one-off `resume`, so that the file serves every subcommand."""
+    """Saves what was configured, without the one-off `resume`, so that the file serves every subcommand, and beside it
+    what it runs on (`environment.json`).
+    """
 
     def __init__(self, parser, config, **kwargs) -> None:
         config = config.clone()
@@ -30,8 +34,13 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Save for training runs only."""
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        if stage != "fit" or self.already_saved:
+            return
+        super().setup(trainer, pl_module, stage)
+        path = Path(trainer.log_dir) / "environment.json"  # a broadcast: all ranks ask
+        if trainer.is_global_zero:
+            where = environment(trainer.strategy.root_device) | {"devices": trainer.world_size}
+            path.write_text(json.dumps(where, indent=1) + "\n")
 
 
 class TrainerCLI(LightningCLI):

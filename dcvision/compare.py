@@ -147,7 +147,7 @@ def _newest(experiment: Path) -> Path | None:
 
 
 def _read(run: Path) -> dict:
-    """Read a run's curves, as (step, value), its speed, parameters and FLOPs."""
+    """Read where a run ran, its curves, as (step, value), its speed, parameters and FLOPs."""
     log = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     tags = log.Tags()["scalars"]
     curves = {tag: _curve(log, tag) for tag in CURVES if tag in tags}
@@ -160,6 +160,7 @@ def _read(run: Path) -> dict:
         [event.value for event in log.Scalars("train/images_per_second")] if "train/images_per_second" in tags else []
     )
     return {
+        "environment": json.loads((run / "environment.json").read_text()),
         "curves": curves,
         "images_per_second": statistics.median(speeds) if speeds else None,
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -76,7 +76,7 @@ def _draw_layer(name: str, one: Recorded, pixels: Tensor, side: int, prefix: int
     rows = {
         "uncomposed": one.uncomposed_weights,
         "pre-composed": one.maps.weights,
-        "pre- and post-composed": one.maps.composed_weights,
+        "then post-composed": one.maps.composed_weights,
     }
     rows = {label: maps[0, :, prefix + query, prefix:].cpu() for label, maps in rows.items()}
     heads = len(rows["uncomposed"])

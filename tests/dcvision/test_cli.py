@@ -1,6 +1,7 @@
 """The command line: runs, evaluation, export, strategies, configs, and one message for each mistake."""
 
 import csv
+import json
 import sys
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def test_fit_learns_logs_and_leaves_checkpoints(trained):
     keys = load_checkpoint(find_checkpoint(str(trained)))["state_dict"].keys()
     assert not any("_orig_mod" in key for key in keys)
     assert (trained / "config.yaml").exists()
+    where = json.loads((trained / "environment.json").read_text())
+    assert where["torch"] == torch.__version__ and where["devices"] == 1 and where["device"]
 
 
 def test_validate_and_predict_give_what_training_reported(trained, tmp_path, capsys):

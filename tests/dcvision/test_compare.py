@@ -30,6 +30,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     results = (tmp_path / "results.json").read_text()
     first = json.loads(results)["runs"][f"{MODELS[0]} | seed 0"]
     assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["flops"] > 1e5
+    assert first["environment"]["torch"] == torch.__version__
     assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
     assert "1/1 dcvit_digits_patch2_8 model_kwargs.depth=1 | seed 0: finished before" in capsys.readouterr().out
     (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
