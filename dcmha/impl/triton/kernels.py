@@ -10,6 +10,8 @@ sum_j P dP. What a program cannot sum by itself it stores, and the launch adds u
     post_gradients      x, da -> row_sum, gradients of the query side of the post-composition
     key_gradients       x, da -> gradients of the key side of both compositions
     pre_gradients       x, da -> gradients of the query side of the pre-composition; x -> A, da -> dX, in place
+
+PRE and POST tell whether the batch side (or a base) takes part in a composition.
 """
 
 # B batch, T query tokens, S key tokens, H heads, P slots of a group
@@ -109,6 +111,7 @@ def row_statistics(
     HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """F1: the base-2 logarithm of the sum of exp(composed scores), per query and head, of each split of the keys."""
+    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
     local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
         num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
         window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
@@ -120,26 +123,17 @@ def row_statistics(
     sums = group_sum(BQ, P, DOT)
     largest = tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32)
     total = tl.zeros([BQ, LANES, SLOTS], tl.float32)
+    position = query0 + query + S - T
     low, high = split_range(low, high, split, num_splits, BK)
     for start in range(low, high, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
         real, bias, seen = _key_tile(
-            key_mask,
-            image,
-            is_instance,
-            query0 + query + S - T,
-            key0 + key,
-            S,
-            window,
-            IS_CAUSAL,
-            HAS_WINDOW,
-            HAS_MASK,
-            P,
+            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         x16 = tl.load(x + rows[:, None, :] + key[None, :, None], mask=inside, other=0.0).to(DOT)
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
+        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
         y = within_threads(exponents(y, bias, seen, HAS_MASK))
         new_largest = tl.maximum(largest, tl.max(y, 1))
         total = total * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(y - new_largest[:, None, :, :]), 1)
@@ -163,6 +157,8 @@ def composed_weights(
     HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """F2: scores to composed weights, in place."""
+    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
+    POST: tl.constexpr = POST_QR + POST_QG + POST_B > 0
     local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
         num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
         window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
@@ -176,41 +172,21 @@ def composed_weights(
     sums = group_sum(BQ, P, DOT)
     statistics = ((image.to(tl.int64) * H + head) * T)[None, :] + (query0 + query)[:, None]
     log_sum_tile = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[:, None, :]
+    position = query0 + query + S - T
     start0, stop = split_range(low, high, split, num_splits, BK)
     for start in range(start0, stop, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
         real, bias, seen = _key_tile(
-            key_mask,
-            image,
-            is_instance,
-            query0 + query + S - T,
-            key0 + key,
-            S,
-            window,
-            IS_CAUSAL,
-            HAS_WINDOW,
-            HAS_MASK,
-            P,
+            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         place = x + rows[:, None, :] + key[None, :, None]
         x16 = tl.load(place, mask=inside, other=0.0).to(DOT)
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
+        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
         weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
-        composed = mix(
-            weights,
-            weights.to(DOT),
-            post,
-            post_keys,
-            sums,
-            POST_QR + POST_QG + POST_B > 0,
-            POST_KR,
-            POST_KG,
-            0,
-            POST_KR,
-        )
+        composed = mix(weights, weights.to(DOT), post, post_keys, sums, POST, POST_KR, POST_KG, 0, POST_KR)
         tl.store(place, composed.to(x.dtype.element_ty), mask=inside)
     if split == 0:
         store_zeros(x + rows, 0, low, num_keys, mask, BK)
@@ -236,6 +212,8 @@ def post_gradients(
     HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """R1: sum_j P dP, and the gradients of the post-composition's query side and base, of each split of the keys."""
+    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
+    POST: tl.constexpr = POST_QR + POST_QG + POST_B > 0
     local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
         num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
         window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
@@ -252,21 +230,12 @@ def post_gradients(
     log_sum_tile = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[:, None, :]
     row_sum = tl.zeros([BQ, LANES, SLOTS], tl.float32)
     d_post = tl.zeros([BQ, SLOTS, SLOTS], tl.float32)
+    position = query0 + query + S - T
     low, high = split_range(low, high, split, num_splits, BK)
     for start in range(low, high, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
         real, bias, seen = _key_tile(
-            key_mask,
-            image,
-            is_instance,
-            query0 + query + S - T,
-            key0 + key,
-            S,
-            window,
-            IS_CAUSAL,
-            HAS_WINDOW,
-            HAS_MASK,
-            P,
+            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         place = rows[:, None, :] + key[None, :, None]
@@ -274,22 +243,11 @@ def post_gradients(
         da16 = tl.load(da + place, mask=inside, other=0.0).to(DOT)
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
+        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
         weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
-        d_weights = mix(
-            da16.to(tl.float32),
-            da16,
-            post,
-            post_keys,
-            sums,
-            POST_QR + POST_QG + POST_B > 0,
-            POST_KR,
-            POST_KG,
-            POST_KR,
-            0,
-        )
+        d_weights = mix(da16.to(tl.float32), da16, post, post_keys, sums, POST, POST_KR, POST_KG, POST_KR, 0)
         row_sum += tl.sum(within_threads(weights * d_weights), 1)
-        if POST_QR + POST_QG + POST_B > 0:
+        if POST:
             d_post = outer_sum(weights.to(DOT), da16, d_post)
     local_images = num_instances // num_groups
     place = (split * local_images + local) * H + head
@@ -313,6 +271,8 @@ def pre_gradients(
     HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """R2: gradients of the pre-composition's query side and base, of each split of the keys; x -> A, da -> dX."""
+    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
+    POST: tl.constexpr = POST_QR + POST_QG + POST_B > 0
     local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
         num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
         window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
@@ -329,21 +289,12 @@ def pre_gradients(
     log_sum_tile = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[:, None, :]
     row_sum_tile = tl.load(row_sum + statistics, mask=mask, other=0.0)[:, None, :]
     d_pre = tl.zeros([BQ, SLOTS, SLOTS], tl.float32)
+    position = query0 + query + S - T
     start0, stop = split_range(low, high, split, num_splits, BK)
     for start in range(start0, stop, BK):
         key = tl.multiple_of(start, BK) + tl.arange(0, BK)
         real, bias, seen = _key_tile(
-            key_mask,
-            image,
-            is_instance,
-            query0 + query + S - T,
-            key0 + key,
-            S,
-            window,
-            IS_CAUSAL,
-            HAS_WINDOW,
-            HAS_MASK,
-            P,
+            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
         )
         inside = mask[:, None, :] & (key < num_keys)[None, :, None]
         place = rows[:, None, :] + key[None, :, None]
@@ -351,38 +302,16 @@ def pre_gradients(
         da16 = tl.load(da + place, mask=inside, other=0.0).to(DOT)
         pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
         post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, 0, PRE_KR)
+        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
         weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
-        composed = mix(
-            weights,
-            weights.to(DOT),
-            post,
-            post_keys,
-            sums,
-            POST_QR + POST_QG + POST_B > 0,
-            POST_KR,
-            POST_KG,
-            0,
-            POST_KR,
-        )
+        composed = mix(weights, weights.to(DOT), post, post_keys, sums, POST, POST_KR, POST_KG, 0, POST_KR)
         tl.store(x + place, composed.to(x.dtype.element_ty), mask=inside)
-        d_weights = mix(
-            da16.to(tl.float32),
-            da16,
-            post_back,
-            post_keys,
-            sums,
-            POST_QR + POST_QG + POST_B > 0,
-            POST_KR,
-            POST_KG,
-            POST_KR,
-            0,
-        )
+        d_weights = mix(da16.to(tl.float32), da16, post_back, post_keys, sums, POST, POST_KR, POST_KG, POST_KR, 0)
         dy = weights * (d_weights - row_sum_tile)
         dy16 = dy.to(DOT)
-        if PRE_QR + PRE_QG + PRE_B > 0:
+        if PRE:
             d_pre = outer_sum(x16, dy16, d_pre)
-        dx = mix(dy, dy16, pre_back, pre_keys, sums, PRE_QR + PRE_QG + PRE_B > 0, PRE_KR, PRE_KG, PRE_KR, 0)
+        dx = mix(dy, dy16, pre_back, pre_keys, sums, PRE, PRE_KR, PRE_KG, PRE_KR, 0)
         tl.store(da + place, dx.to(da.dtype.element_ty), mask=inside)
     if split == 0:
         for workspace in tl.static_range(2):
@@ -411,6 +340,8 @@ def key_gradients(
 
     Keys are the batch side, queries the row side.
     """
+    PRE: tl.constexpr = PRE_KR + PRE_KG + PRE_B > 0
+    POST: tl.constexpr = POST_KR + POST_KG + POST_B > 0
     num_tiles = tl.cdiv(num_keys, BK)
     tile = tl.program_id(0) % num_tiles
     part = tl.program_id(0) // num_tiles % (num_blocks * num_splits)
@@ -457,22 +388,13 @@ def key_gradients(
         statistics = ((image.to(tl.int64) * H + head) * T)[None, :] + query[:, None]
         log_sum_tile = tl.load(log_sum + statistics, mask=real, other=EMPTY)[None, :, :]
         row_sum_tile = tl.load(row_sum + statistics, mask=real, other=0.0)[None, :, :]
-        y = mix(x16.to(tl.float32), x16, pre, pre_queries, sums, PRE_KR + PRE_KG + PRE_B > 0, PRE_QR, PRE_QG, 0, PRE_QR)
+        y = mix(x16.to(tl.float32), x16, pre, pre_queries, sums, PRE, PRE_QR, PRE_QG, 0, PRE_QR)
         weights = tl.exp2(exponents(y, bias, seen[:, None, :], HAS_MASK) - log_sum_tile)
         if POST_KR + POST_KG > 0:
             d_post = outer_sum(weights.to(DOT), da16, d_post)
         if PRE_KR + PRE_KG > 0:
             d_weights = mix(
-                da16.to(tl.float32),
-                da16,
-                post_back,
-                post_queries,
-                sums,
-                POST_KR + POST_KG + POST_B > 0,
-                POST_QR,
-                POST_QG,
-                POST_QR,
-                0,
+                da16.to(tl.float32), da16, post_back, post_queries, sums, POST, POST_QR, POST_QG, POST_QR, 0
             )
             dy = weights * (d_weights - row_sum_tile)
             d_pre = outer_sum(x16, dy.to(DOT), d_pre)
