@@ -34,6 +34,10 @@ def build_model(
     if name not in timm.list_models():
         close = difflib.get_close_matches(name, timm.list_models(), n=4)
         raise UserError(f"model {name!r} is unknown to timm; close names: {', '.join(close) or 'none'}.")
+    if name == "dcmha_swapped":
+        raise UserError(
+            "model='dcmha_swapped' is for loading; to train, name the base and give model.swap its options."
+        )
     size = {"img_size": image_size} if timm.get_pretrained_cfg(name).fixed_input_size else {}
     try:
         model = timm.create_model(name, num_classes=num_classes, **size, **model_kwargs)

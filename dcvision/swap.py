@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
+import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent, apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
+from timm.models import build_model_with_cfg, register_model
 from timm.models.beit import Attention as BeitAttention
 from timm.models.eva import EvaAttention
 from timm.models.swin_transformer import WindowAttention
@@ -182,7 +184,8 @@ def swap_attention(
 
     All that was learned stays: projections of q, k, v and output, biases, norms of q and k, scale, dropout, relative
     position bias, rotary positions. The compose weights start as the paper says (section 3.4), near the identity. To
-    load a checkpoint of a swapped model: create the model, swap with the same options, `load_state_dict`.
+    load a state dict of a swapped model: create the model, swap with the same options, `load_state_dict`. What
+    `timm.models.save_for_hf` writes is made again by `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
     Args:
         model: A timm model of a supported family; see `SUPPORTED`.
@@ -203,6 +206,7 @@ def swap_attention(
         raise ValueError(f"unknown options {unknown}; accepted: {', '.join(DCAttention.OPTIONS)}.")
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
+    layers = list(layers) if isinstance(layers, Iterable) else layers
     swapped = {}
     for name in _chosen(model, layers, pooling):
         attention = model.get_submodule(name)
@@ -211,11 +215,50 @@ def swap_attention(
         pools = {name: module for name, module in model.named_modules() if type(module) is AttentionPoolLatent}
         if not pools:
             raise ValueError(f"pooling=True; {type(model).__name__} has no attention pooling (global_pool='map').")
-        options = {name: value for name, value in options.items() if name != "window"}
-        swapped |= {name: _adopt(name, AdoptedPooling, module, options) for name, module in pools.items()}
+        pool_options = {name: value for name, value in options.items() if name != "window"}
+        swapped |= {name: _adopt(name, AdoptedPooling, module, pool_options) for name, module in pools.items()}
     for name, attention in swapped.items():
         attention.train(model.get_submodule(name).training)
         model.set_submodule(name, attention)
+    _record(model, {"layers": layers, "pooling": pooling} | options)
+    return model
+
+
+def _record(model: nn.Module, options: dict) -> None:
+    """Tell timm how to make a model of its own again: the entry point, the model it was, and the options, in turn."""
+    cfg, args = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
+    if cfg is None or args is None:
+        return
+    if cfg["architecture"] != dcmha_swapped.__name__:
+        args = args | {"base": cfg["architecture"], "swaps": []}
+    model._model_args = args | {"swaps": [*args["swaps"], options]}
+    model.pretrained_cfg = model.default_cfg = cfg | {"architecture": dcmha_swapped.__name__}
+
+
+@register_model
+def dcmha_swapped(
+    pretrained: bool = False, *, base: str, swaps: Iterable[dict] = ({},), pretrained_cfg: dict | None = None, **kwargs
+) -> nn.Module:
+    """Any supported model of timm's with composed attention; saved ones are loaded by this name.
+
+    Args:
+        pretrained: Take the base's pretrained weights, or of a saved model its own.
+        base: The model's name in timm.
+        swaps: Options of `swap_attention`, of each call in turn.
+        pretrained_cfg: Of a saved model.
+        **kwargs: The base's.
+    """
+    if pretrained_cfg is None:
+        return _make_swapped(base, swaps, pretrained=pretrained, **kwargs)
+    return build_model_with_cfg(
+        partial(_make_swapped, base, swaps), dcmha_swapped.__name__, pretrained, pretrained_cfg=pretrained_cfg, **kwargs
+    )
+
+
+def _make_swapped(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
+    model = timm.create_model(base, **kwargs)
+    for options in swaps:
+        swap_attention(model, **options)
     return model
 
 

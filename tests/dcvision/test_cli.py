@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dcmha import DCAttention
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
@@ -88,6 +90,23 @@ def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("export", str(checkpoint), str(tmp_path / "raw"))
     assert "holds an exported model already; nothing was overwritten" in capsys.readouterr().err
+
+
+def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
+    model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 2, patch_size: 4}"]
+    run("fit", *small(shards, tmp_path), *model, "--model.swap={rank: 1, layers: [-1]}", "--trainer.max_steps=3")
+    checkpoint = find_checkpoint(str(tmp_path / "t/version_0"))
+    run("export", str(checkpoint), str(tmp_path / "exported"))
+    for classes in (10, 3):
+        model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True, num_classes=classes)
+        assert [isinstance(block.attn, DCAttention) for block in model.blocks] == [False, True]
+        assert model.blocks[1].attn.rank == 1 and model(torch.randn(1, 3, 8, 8)).shape == (1, classes)
+        state = load_checkpoint(checkpoint)["state_dict"]
+        for key, value in model.state_dict().items():
+            assert key.startswith("head.") and classes == 3 or torch.equal(value, state[f"model.{key}"]), key
+    Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
+    run("look", str(checkpoint), str(tmp_path / "image.png"), str(tmp_path / "pictures"))
+    assert (tmp_path / "pictures/blocks.1.attn.png").exists()
 
 
 @pytest.mark.parametrize("limit", ["6", "0.6"])
@@ -234,6 +253,8 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "validate", *arguments, "--ckpt_path=nofile.ckpt")
     assert "no checkpoint: nofile.ckpt does not exist" in error
     for option, message in (
+        ("--model.model=dcmha_swapped", "is for loading; to train, name the base"),
+        ("--model.swap.rank=2", "DCAttention"),
         ("--model.lr=-1", "lr=-1.0 must not be negative"),
         ("--model.betas=[0.9,1.5]", "betas=(0.9, 1.5) must be in [0, 1)"),
         ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),

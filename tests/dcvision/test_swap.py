@@ -5,8 +5,8 @@ import re
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save_file
 from timm.layers import LayerScale
+from timm.models import VisionTransformer, save_for_hf
 from torch import nn
 
 from dcmha import DCAttention, DCCrossAttention
@@ -71,9 +71,11 @@ def test_a_swapped_model(name, tmp_path):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     added = set(model.state_dict()) - keys
     assert keys <= set(model.state_dict()) and all(".attn.compose." in key for key in added)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
     again = swap_attention(timm.create_model(name, num_classes=5, **MODELS[name]).eval())
-    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(x), started)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     torch.testing.assert_close(again(x), started)
     zero_compose(model)
     assert (model(x) - expected).norm() < 3e-6 * expected.norm()
@@ -116,6 +118,24 @@ def test_attention_pooling(name):
     assert all(p.grad.any() for n, p in model.named_parameters() if n.startswith("attn_pool.compose."))
     zero_compose(model)
     assert (model(x) - expected).norm() < 3e-6 * expected.norm()
+
+
+def test_made_and_loaded_by_timm(tmp_path):
+    """By its name with options of several calls, which a saved model remembers."""
+    calls = [{"layers": [0], "rank": 1}, {"pooling": True, "num_groups": 3, "post_compose": False}]
+    name = "vit_base_patch16_siglip_224"
+    made = timm.create_model("dcmha_swapped", base=name, swaps=calls, num_classes=5, img_size=32, depth=2)
+    model = timm.create_model(name, num_classes=5, img_size=32, depth=2)
+    for options in calls:
+        swap_attention(model, **options)
+    assert {k: v.shape for k, v in made.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    for number, each in enumerate((made, model)):
+        save_for_hf(each, str(tmp_path / str(number)), safe_serialization=True)
+        loaded = timm.create_model(f"local-dir:{tmp_path / str(number)}", pretrained=True)
+        torch.testing.assert_close(loaded.eval()(images(name)), each.eval()(images(name)))
+        assert loaded.blocks[0].attn.rank == 1 and not loaded.blocks[1].attn.post_compose
+    by_hand = swap_attention(VisionTransformer(img_size=32, depth=1))
+    assert isinstance(by_hand.blocks[0].attn, DCAttention)
 
 
 def test_dropout_and_mode_are_kept():
