@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Check the fused kernels on a GPU, then measure them: raw results in the folder that is given.
-# About half an hour by estimate; `benchmarks/gpu.sh FOLDER check` and `... kernels|attention|models` run one part.
+# Check the fused kernels on a GPU, measure them, and compare models on CIFAR-10: raw results in the folder that is given.
+# About an hour by estimate; `benchmarks/gpu.sh FOLDER check` and `... kernels|attention|models|cifar10` run one part.
+# What follows `cifar10` goes to every run, such as --data.train=folder:DIR; interrupted, it goes on in runs/cifar10.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?the folder for the results}
@@ -51,4 +52,14 @@ if wanted models; then
         --overrides '{"num_groups": 4, "num_layers": 8, "windows": [256, 256, 256, null]}' \
         --json "$folder/step_1b4_3to1.json"
     python benchmarks/decode.py --model dcformer_pp_405m "${gpu[@]}" --compile --json "$folder/decode_405m.json"
+fi
+if wanted cifar10; then
+    compare=(python -m dcvision compare --config configs/vision/cifar10.yaml --folder runs/cifar10)
+    composed=dcvit_small_patch4_32
+    "${compare[@]}" --seeds 0 1 2 --models mhavit_small_patch4_32 $composed -- "${@:3}"
+    "${compare[@]}" --models "mhavit_medium_patch16_224 model_kwargs.patch_size=4" "$composed model_kwargs.rank=1" \
+        "$composed model_kwargs.key_wise=false" "$composed model_kwargs.pre_compose=false" \
+        "$composed model_kwargs.post_compose=false" \
+        "$composed model_kwargs.rank=0 model_kwargs.dynamic_gate=false model_kwargs.static_base=true" -- "${@:3}"
+    cp runs/cifar10/{results.json,table.md,table.csv,curves.csv,curves.png} "$folder"
 fi
