@@ -60,7 +60,7 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
         if "error" not in state["runs"].get(key, {"error": ""}):
             print(f"{said}: finished before, top-1 {100 * state['runs'][key]['curves']['val/top1'][-1][1]:.2f} %")
             continue
-        print(f"{said} ...", flush=True)
+        print(f"{said} ... (says more: {_log(root / 'runs', model, seed)})", flush=True)
         start = time.monotonic()
         state["runs"][key] = {"model": model, "seed": seed} | _train(root / "runs", config, model, seed, extra)
         _save(root, state)
@@ -100,17 +100,27 @@ def _save(root: Path, state: dict) -> None:
     part.replace(root / "results.json")
 
 
+def _slug(model: str, seed: int) -> str:
+    """Name a run's folder."""
+    return re.sub(r"[^\w.=-]+", "_", model) + f"-{sha1(model.encode()).hexdigest()[:6]}-seed{seed}"
+
+
+def _log(root: Path, model: str, seed: int) -> Path:
+    """Name the file that a run writes its output to."""
+    return root / f"{_slug(model, seed)}.log"
+
+
 def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> dict:
     """Train one model, or go on with it; return its curves and costs, or its error."""
     name, *settings = model.split()
-    slug = re.sub(r"[^\w.=-]+", "_", model) + f"-{sha1(model.encode()).hexdigest()[:6]}-seed{seed}"
+    slug = _slug(model, seed)
     command = [sys.executable, "-m", "dcvision", "fit", "--config", config, f"--name={slug}", f"--model.model={name}"]
     command += [f"--model.{setting}" for setting in settings]
     command += [f"--seed_everything={seed}", f"--data.seed={seed}", f"--trainer.default_root_dir={root}", *extra]
     run = _newest(root / slug)
     if run is not None:
         command.append(f"--resume={run}")
-    log = root / f"{slug}.log"
+    log = _log(root, model, seed)
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a") as file:
