@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .choice import Impl, check_impl, resolve_impl
 from .impl.masking import both_visible, visible_keys
+from .impl.settings import Settings
 from .weights import ComposeWeights
 
 
@@ -84,40 +85,31 @@ def composed_attention(
         dropout_p=dropout_p,
         num_groups=num_groups,
     )
-    options = {
-        "visible": visible,
-        "bias": bias,
-        "is_causal": is_causal,
-        "window": window,
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
-        "dropout_p": dropout_p,
-    }
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    settings = Settings(is_causal, window, scale, dropout_p, num_groups)
     with torch.autocast(q.device.type, enabled=False) if is_autocast else nullcontext():
         match choice.impl:
             case "sdpa":
-                return _plain_attention(q, k, v, **options)
+                return _plain_attention(q, k, v, visible, bias, settings)
             case "reference":
                 from .impl import reference as implementation
             case "compiled":
                 from .impl import compiled as implementation
             case "triton":
                 from .impl import triton as implementation
-        return implementation.attention(q, k, v, pre, post, num_groups=num_groups, **options)
+        return implementation.attention(q, k, v, pre, post, visible, bias, settings)
 
 
 def _plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     visible: Tensor | None,
     bias: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    dropout_p: float,
+    settings: Settings,
 ) -> Tensor:
     """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
+    is_causal, window, scale, dropout_p, _ = settings
     T, S = q.shape[-2], k.shape[-2]
     if visible is None and bias is None and window is None and (not is_causal or T == S):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)

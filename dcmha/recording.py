@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .attention import DCAttention
 from .functional import split_mask
 from .impl.reference import AttentionMaps, attention_maps
+from .impl.settings import Settings
 from .weights import ComposeWeights
 
 
@@ -69,16 +70,10 @@ def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             visible, bias = split_mask(attn_mask, q, k)
             q32, k32 = q.float(), k.float()
-            options = {
-                "visible": visible,
-                "bias": None if bias is None else bias.float(),
-                "is_causal": is_causal,
-                "window": layer.window,
-                "scale": layer.scale,
-                "num_groups": layer.num_groups,
-            }
-            maps = attention_maps(q32, k32, _float(pre), _float(post), **options)
-            uncomposed = attention_maps(q32, k32, None, None, **options).weights
+            settings = Settings(is_causal, layer.window, layer.scale, 0.0, layer.num_groups)
+            mask = (visible, None if bias is None else bias.float(), settings)
+            maps = attention_maps(q32, k32, _float(pre), _float(post), *mask)
+            uncomposed = attention_maps(q32, k32, None, None, *mask).weights
             means = (mean_composition(weights, layer.num_heads, layer.num_groups) for weights in (pre, post))
             recorded[name] = Recorded(maps, uncomposed, *means)
         return attend(q, k, v, pre, post, attn_mask, is_causal)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..weights import ComposeWeights
 from . import merged
 from .masking import both_visible, key_range, masked_softmax, visible_keys
+from .settings import Settings
 
 WHOLE_LENGTH = 256  # up to this many queries: one chunk and no recompute
 CHUNK = 128
@@ -28,31 +29,25 @@ def attention(
     v: Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    *,
     visible: Tensor | None,
     bias: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    dropout_p: float,
-    num_groups: int,
+    settings: Settings,
 ) -> Tensor:
-    """Compute composed attention chunk by chunk. Arguments are those of `composed_attention`, already checked."""
+    """Compute composed attention chunk by chunk; arguments as in the reference."""
     T, S = q.shape[-2], k.shape[-2]
+    if T > 1 and not q.is_cuda and not torch.compiler.is_compiling() and settings.dropout_p == 0.0:
+        return merged.attention(q, k, v, pre, post, visible, bias, settings)
     may_be_empty = visible is not None or T > S
-    if T > 1 and not q.is_cuda and not torch.compiler.is_compiling() and dropout_p == 0.0:
-        geometry = merged.Geometry(is_causal, window, scale, num_groups, may_be_empty)
-        return merged.attention(q, k, v, pre, post, visible, bias, geometry)
     block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block
 
     def run_chunk(start: int, stop: int, recompute: bool) -> Tensor:
-        first, last = key_range(start, stop, T, S, is_causal, window)
+        first, last = key_range(start, stop, T, S, settings.is_causal, settings.window)
         keys = slice(first, last)
         hidden_by_position = visible_keys(
             stop - start,
             last - first,
-            is_causal=is_causal,
-            window=window,
+            is_causal=settings.is_causal,
+            window=settings.window,
             device=q.device,
             query_offset=start + S - T,
             key_offset=first,
@@ -65,14 +60,14 @@ def attention(
             _slice_weights(post, slice(start, stop), keys),
             both_visible(hidden_by_position, _slice_mask(visible, slice(start, stop), keys)),
             _slice_mask(bias, slice(start, stop), keys),
-            scale,
-            dropout_p,
-            num_groups,
+            settings.scale,
+            settings.dropout_p,
+            settings.num_groups,
             may_be_empty,
         )
         if not recompute:
             return block(*arguments)
-        return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=dropout_p > 0.0)
+        return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=settings.dropout_p > 0.0)
 
     if T <= WHOLE_LENGTH:
         return run_chunk(0, T, recompute=False)

@@ -26,19 +26,10 @@ from torch.autograd.function import once_differentiable
 
 from ..weights import ComposeWeights
 from .masking import both_visible, key_range, masked_softmax, visible_keys
+from .settings import Settings
 
 BLOCK_ELEMENTS = 2**18  # of one [n, t, H, S] tensor: 1 MiB in float32, so that a few of them stay in a core's cache
 MIN_QUERIES = 16
-
-
-class Geometry(NamedTuple):
-    """What a call is, apart from its tensors."""
-
-    is_causal: bool
-    window: int | None
-    scale: float
-    num_groups: int
-    may_be_empty: bool
 
 
 class Block(NamedTuple):
@@ -57,12 +48,12 @@ def attention(
     post: ComposeWeights | None,
     visible: Tensor | None,
     bias: Tensor | None,
-    geometry: Geometry,
+    settings: Settings,
 ) -> Tensor:
-    """Compute composed attention block by block, forward and backward."""
+    """Compute composed attention block by block, forward and backward; arguments as in the reference, no dropout."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    matrices = [m for weights in (pre, post) for m in _merge(weights, geometry.num_groups, dtype)]
-    return MergedAttention.apply(q, k, v, *matrices, _four_axes(bias), _four_axes(visible), geometry)
+    matrices = [m for weights in (pre, post) for m in _merge(weights, settings.num_groups, dtype)]
+    return MergedAttention.apply(q, k, v, *matrices, _four_axes(bias), _four_axes(visible), settings)
 
 
 def _four_axes(mask: Tensor | None) -> Tensor | None:
@@ -97,13 +88,13 @@ class MergedAttention(torch.autograd.Function):
     """Blocked composed attention with merged matrices; keeps its inputs alone for the backward pass."""
 
     @staticmethod
-    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, geometry):
+    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings):
         tensors = (q, k, v, pre_query, pre_key, post_query, post_key, bias, visible)
         ctx.save_for_backward(*tensors)
-        ctx.geometry = geometry
+        ctx.settings = settings
         out = torch.empty_like(q)
-        for block in _blocks(q, k, geometry):
-            part = _BlockPass(block, *tensors, geometry)
+        for block in _blocks(q, k, settings):
+            part = _BlockPass(block, *tensors, settings)
             part.weights()
             composed = _compose(part.p, part.p_by_key, part.post_query, part.post_key)
             out[block.images, :, block.queries] = _by_head(composed).to(v.dtype) @ part.v
@@ -118,21 +109,21 @@ class MergedAttention(torch.autograd.Function):
             for x, needed in zip(saved, ctx.needs_input_grad, strict=False)
         ]
         with torch.autocast(grad_out.device.type, enabled=False):
-            for block in _blocks(*saved[:2], ctx.geometry):
-                part = _BlockPass(block, *saved, ctx.geometry)
+            for block in _blocks(*saved[:2], ctx.settings):
+                part = _BlockPass(block, *saved, ctx.settings)
                 part.weights()
                 part.backward(grad_out, gradients)
         return *gradients[:8], None, None
 
 
-def _blocks(q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Block]:
+def _blocks(q: Tensor, k: Tensor, settings: Settings) -> Iterator[Block]:
     """Cut the work: several whole images where they are small, ranges of queries of one image where they are large."""
     (B, H, T, _), S = q.shape, k.shape[2]
     images = max(1, min(B, BLOCK_ELEMENTS // max(1, H * T * S)))
     queries = T if images > 1 else min(T, max(MIN_QUERIES, BLOCK_ELEMENTS // max(1, H * S)))
     for start in range(0, T, max(1, queries)):
         stop = min(start + queries, T)
-        keys = slice(*key_range(start, stop, T, S, geometry.is_causal, geometry.window))
+        keys = slice(*key_range(start, stop, T, S, settings.is_causal, settings.window))
         for first in range(0, B, images):
             yield Block(slice(first, min(first + images, B)), slice(start, stop), keys)
 
@@ -140,9 +131,9 @@ def _blocks(q: Tensor, k: Tensor, geometry: Geometry) -> Iterator[Block]:
 class _BlockPass:
     """One block's tensors on their way forward and backward. Scores and weights lie as [n, t, H, S]."""
 
-    def __init__(self, block, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, geometry) -> None:
+    def __init__(self, block, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings) -> None:
         images, queries, keys = block
-        self.block, self.geometry = block, geometry
+        self.block, self.settings = block, settings
         self.q, self.k, self.v = q[images, :, queries], k[images, :, keys], v[images, :, keys]
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.pre_query, self.post_query = (_pick(m, images, queries) for m in (pre_query, post_query))
@@ -150,11 +141,12 @@ class _BlockPass:
         cut = (images, slice(None), queries, keys)
         self.bias, mask = (m if m is None else m[_broadcast_cut(m, cut)].transpose(1, 2) for m in (bias, visible))
         T, S = q.shape[2], k.shape[2]
+        self.may_be_empty = visible is not None or T > S
         position = visible_keys(
             self.q.shape[2],
             self.k.shape[2],
-            is_causal=geometry.is_causal,
-            window=geometry.window,
+            is_causal=settings.is_causal,
+            window=settings.window,
             device=q.device,
             query_offset=queries.start + S - T,
             key_offset=keys.start,
@@ -164,12 +156,12 @@ class _BlockPass:
     def weights(self) -> None:
         """Compute scores x and weights p, and each as the keys see it where a key side will need it."""
         scores = self.q @ self.k.mT  # [n, H, t, S]
-        self.x = _by_query(scores).to(self.dtype).mul_(self.geometry.scale)
+        self.x = _by_query(scores).to(self.dtype).mul_(self.settings.scale)
         self.x_by_key = None if self.pre_key is None else _by_key(self.x)
         y = _compose(self.x, self.x_by_key, self.pre_query, self.pre_key)
         if self.bias is not None:
             y = y + self.bias
-        self.p = masked_softmax(y, self.visible, may_be_empty=self.geometry.may_be_empty)
+        self.p = masked_softmax(y, self.visible, may_be_empty=self.may_be_empty)
         self.p_by_key = None if self.post_key is None else _by_key(self.p)
 
     def backward(self, grad_out: Tensor, gradients: list[Tensor | None]) -> None:
@@ -191,7 +183,7 @@ class _BlockPass:
         dx, d_query, d_key = _compose_backward(dy, self.x, self.x_by_key, self.pre_query, self.pre_key)
         _accumulate(d_pre_query, d_query, images, queries)
         _accumulate(d_pre_key, d_key, images, keys)
-        dx = _by_head(dx.mul_(self.geometry.scale)).to(self.q.dtype)
+        dx = _by_head(dx.mul_(self.settings.scale)).to(self.q.dtype)
         if dq is not None:
             dq[images, :, queries] += dx @ self.k
         if dk is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..weights import ComposeWeights
 from .masking import both_visible, masked_softmax, visible_keys
+from .settings import Settings
 
 
 def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
@@ -65,25 +66,23 @@ def attention_maps(
     k: Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    *,
     visible: Tensor | None,
     bias: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    num_groups: int,
+    settings: Settings,
 ) -> AttentionMaps:
-    """Compute every step of composed attention. Arguments are those of `composed_attention`, already checked."""
+    """Compute every step of composed attention; `visible` and `bias` are its mask, split (see `split_mask`)."""
     T, S = q.shape[-2], k.shape[-2]
-    scores = composed_scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
+    scores = composed_scores = torch.einsum("bhtd,bhsd->bhts", q, k) * settings.scale
     if pre is not None:
-        composed_scores = compose(scores, pre, num_groups)
+        composed_scores = compose(scores, pre, settings.num_groups)
     if bias is not None:
         composed_scores = composed_scores + bias
-    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
+    block = visible_keys(
+        T, S, is_causal=settings.is_causal, window=settings.window, device=q.device, query_offset=S - T
+    )
     weights = composed_weights = masked_softmax(composed_scores, both_visible(block, visible), may_be_empty=True)
     if post is not None:
-        composed_weights = compose(weights, post, num_groups)
+        composed_weights = compose(weights, post, settings.num_groups)
     return AttentionMaps(scores, composed_scores, weights, composed_weights)
 
 
@@ -93,27 +92,11 @@ def attention(
     v: Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    *,
     visible: Tensor | None,
     bias: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    dropout_p: float,
-    num_groups: int,
+    settings: Settings,
 ) -> Tensor:
-    """Compute composed attention densely. Arguments are those of `composed_attention`, already checked."""
-    maps = attention_maps(
-        q,
-        k,
-        pre,
-        post,
-        visible=visible,
-        bias=bias,
-        is_causal=is_causal,
-        window=window,
-        scale=scale,
-        num_groups=num_groups,
-    )
-    weights = torch.dropout(maps.composed_weights, dropout_p, train=dropout_p > 0.0)
+    """Compute composed attention densely; arguments as in `attention_maps`."""
+    weights = attention_maps(q, k, pre, post, visible, bias, settings).composed_weights
+    weights = torch.dropout(weights, settings.dropout_p, train=settings.dropout_p > 0.0)
     return torch.einsum("bhts,bhsd->bhtd", weights, v)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights
+from ..settings import Settings
 from .op import composed
 
 
@@ -20,19 +21,15 @@ def attention(
     v: Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    *,
     visible: Tensor | None,
     bias: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    dropout_p: float,
-    num_groups: int,
+    settings: Settings,
 ) -> Tensor:
-    """Compute composed attention. Arguments are those of `composed_attention`, checked: see `why_not_triton`."""
+    """Compute composed attention; arguments as in the reference, of those that `why_not_triton` lets pass."""
     key_mask = None
     if visible is not None:
         key_mask = visible.expand(q.shape[0], 1, 1, k.shape[2])[:, 0, 0].to(torch.uint8).contiguous()
+    is_causal, window, scale, _, num_groups = settings
     operands = [operand for weights in (pre, post) for operand in _operands(weights)]
     return composed(q, k, v, *operands, key_mask, is_causal, window or 0, scale, num_groups)[0]
 
