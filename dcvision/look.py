@@ -41,9 +41,11 @@ class AttentionImages(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Read the image, and see whether there is something to draw and a place for it."""
+        if stage not in ("fit", "validate"):
+            return
         _check_layers(pl_module.evaluated)
         self._pixels = read_image(self.image, pl_module.hparams.image_size)
-        if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        if not trainer.fast_dev_run and not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             raise UserError("AttentionImages needs a TensorBoard logger; leave trainer.logger as it is.")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: ImageClassifier) -> None:

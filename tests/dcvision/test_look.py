@@ -1,5 +1,7 @@
 """Pictures of what composition does, as files and in TensorBoard."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from PIL import Image
@@ -90,3 +92,13 @@ def test_bad_input_during_training(tmp_path, image, capsys):
                 f"--trainer.default_root_dir={tmp_path}",
             )
         assert exit_info.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
+    callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
+    root = f"--trainer.default_root_dir={tmp_path}"
+    run("fit", *SHORT, *callback, root, "--trainer.fast_dev_run=true")
+    run("fit", *SHORT, *callback, root)
+    Path(image).unlink()
+    config = ["--config", str(tmp_path / "t/version_0/config.yaml"), f"--ckpt_path={tmp_path / 't/version_0'}"]
+    run("predict", *config, root, "--trainer.limit_predict_batches=1")
