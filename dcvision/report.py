@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 COLUMNS = {  # of the table, and how Markdown writes them
     "model": "{}",
@@ -76,7 +77,7 @@ def _write_curves(runs: list[dict], path: Path) -> None:
 
 def _plot(runs: list[dict], models: list[str], path: Path) -> None:
     """Draw validation top-1 over the steps: the mean over seeds, and the range between the worst and the best."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 4.25 + 0.25 * len(models)), layout="constrained")
     axes = figure.add_subplot()
     for number, model in enumerate(models):
         curves = [run["curves"]["val/top1"] for run in runs if run["model"] == model]
@@ -84,9 +85,11 @@ def _plot(runs: list[dict], models: list[str], path: Path) -> None:
         values = [[100 * value for _, value in points] for points in zip(*curves, strict=False)]
         color = f"C{number}"
         seeds = f" ({len(curves)} seeds)" if len(curves) > 1 else ""
-        axes.plot(steps[: len(values)], [statistics.mean(v) for v in values], color=color, label=model + seeds)
+        means = [statistics.mean(v) for v in values]
+        axes.plot(steps[: len(values)], means, color=color, marker="o", markersize=4, label=model + seeds)
         axes.fill_between(steps[: len(values)], list(map(min, values)), list(map(max, values)), color=color, alpha=0.2)
     axes.set(xlabel="training step", ylabel="validation top-1 (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center")
     figure.savefig(path, dpi=120)
