@@ -1,176 +1,18 @@
-"""Put composed attention into a timm model that exists, keeping its pretrained projections.
-
-Each of timm's attention classes has a counterpart here that takes over its parameters and methods, and attends as
-`DCAttention` does. State-dict keys stay as they are; what is new lies under `compose.`.
-"""
-
-# B batch, T tokens, H heads, D head dim, C model width
+"""Put composed attention into a timm model that exists, keeping its pretrained projections."""
 
 import re
 from collections.abc import Iterable
 from functools import partial
 
 import timm
-import torch
-import torch.nn.functional as F
-from timm.layers import AttentionPoolLatent, apply_rot_embed_cat
-from timm.layers.attention import Attention, AttentionRope
+from timm.layers import AttentionPoolLatent
 from timm.models import build_model_with_cfg, register_model
-from timm.models.beit import Attention as BeitAttention
-from timm.models.eva import EvaAttention
-from timm.models.swin_transformer import WindowAttention
-from torch import Tensor, nn
+from torch import nn
 
-from dcmha import DCAttention, DCCrossAttention
-from dcmha.choice import check_impl
-from dcmha.cross import SidedProjection
+from dcmha import DCAttention
 
+from .adopted import FAMILIES, Adopted, AdoptedPooling
 
-class Adopted(DCAttention):
-    """`DCAttention` with the parameters, buffers, parts and attributes of a timm attention module, which it shares.
-
-    Args:
-        attention: The module that it takes the place of.
-        **options: Those of `DCAttention.OPTIONS`.
-    """
-
-    def __init__(self, attention: nn.Module, **options) -> None:
-        nn.Module.__init__(self)
-        _share(self, attention)
-        self._set_options(options)
-        projection = attention.qkv if attention.qkv is not None else attention.q_proj
-        self.dim, self.attn_dim = projection.in_features, attention.proj.in_features
-        self.head_dim = self.attn_dim // self.num_heads
-        for name in ("q_norm", "k_norm", "norm"):
-            if not hasattr(self, name):
-                setattr(self, name, nn.Identity())
-        self.gate = getattr(attention, "gate", None)
-        self.resolved_impl = None
-        self.compose = self._make_projection(
-            self.dim, {"device": projection.weight.device, "dtype": projection.weight.dtype}
-        )
-
-
-class AdoptedAttention(Adopted, Attention):
-    """Of `VisionTransformer` (ViT, DeiT, DeiT3, BEiT3, CLIP, SigLIP, DINOv2) and NaFlexViT."""
-
-
-class WithBiases(Adopted):
-    """What the families whose biases of q and v are parameters of their own share."""
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.qkv is None:
-            return tuple(self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        return tuple(self._heads(part) for part in F.linear(x, self.qkv.weight, bias).chunk(3, -1))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, H D] to [B, H, T, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-class WithRotation(Adopted):
-    """What the families with rotary positions share: `forward` takes timm's table of rotations."""
-
-    def forward(
-        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """Attend within `x` [B, T, C]; `rope` is the table [T - prefix, 2 D] or [B, 1, T - prefix, 2 D], or None."""
-        rotate = None if rope is None else partial(self._rotate, rope)
-        return super().forward(x, attn_mask, is_causal, rope=rotate)
-
-    def _rotate(self, rope: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate all but the prefix tokens."""
-        prefix, half = self.num_prefix_tokens, self.rotate_half
-        return tuple(
-            torch.cat([x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], rope, half=half)], 2).type_as(x)
-            for x in (q, k)
-        )
-
-
-class AdoptedEvaAttention(WithRotation, WithBiases, EvaAttention):
-    """Of EVA, EVA-02 and DINOv3."""
-
-
-class AdoptedRopeAttention(WithRotation, AttentionRope):
-    """Of EVA's other block and of NaFlexViT with rotary positions; k and v may have fewer heads."""
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.qkv is not None:
-            return super()._project(x)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
-        return q, *(part.repeat_interleave(self.num_kv_groups, 1) for part in (k, v))
-
-
-class AdoptedBeitAttention(WithBiases, BeitAttention):
-    """Of BEiT: relative position bias, of the layer or shared."""
-
-    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        """Attend within `x` [B, T, C]; the bias is [1, H, T, T] or None."""
-        bias = shared_rel_pos_bias
-        if self.relative_position_bias_table is not None:
-            own = self._get_rel_pos_bias()
-            bias = own if bias is None else own + bias
-        return Adopted.forward(self, x, bias)
-
-
-class AdoptedWindowAttention(Adopted, WindowAttention):
-    """Of Swin: windows with relative position bias, and masks where they are shifted."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows `x` [B windows, T, C]; the mask is [windows, T, T], added to the scores, or None."""
-        bias = self._get_rel_pos_bias()
-        if mask is not None:
-            bias = bias + mask.repeat(x.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
-        return Adopted.forward(self, x, bias)
-
-
-class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
-    """Attention pooling (`global_pool="map"`): learned queries attend to the tokens, composed.
-
-    Args:
-        pooling: The module that it takes the place of, whose parameters it shares.
-        **options: Those of `DCCrossAttention` from `rank` on.
-    """
-
-    def __init__(self, pooling: AttentionPoolLatent, **options) -> None:
-        nn.Module.__init__(self)
-        _share(self, pooling)
-        self.impl = options.pop("impl", "auto")
-        check_impl(self.impl)
-        self.dim, self.context_dim = self.latent_dim, self.kv.in_features
-        self.num_groups = options.get("num_groups", 1)
-        self.attn_drop = nn.Dropout(0.0)
-        given = {name: getattr(DCAttention, name) for name in COMPOSE_OPTIONS} | options
-        dd = {"device": self.kv.weight.device, "dtype": self.kv.weight.dtype}
-        self.compose = SidedProjection(self.dim, self.context_dim, self.num_heads, **given, **dd)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Pool tokens [B, T, C] to [B, out_features]; the mask is broadcastable to [B, H, queries, T]."""
-        if self.pos_embed is not None:
-            x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
-        x = DCCrossAttention.forward(self, self.latent.expand(x.shape[0], -1, -1), x, attn_mask=attn_mask)
-        if self.mlp is not None:
-            x = x + self.mlp(self.norm(x))
-        return {"token": lambda: x[:, 0], "avg": lambda: x.mean(1)}.get(self.pool, lambda: x)()
-
-
-COMPOSE_OPTIONS = tuple(name for name in DCAttention.OPTIONS if name not in ("window", "impl"))
-
-
-def _share(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the parameters, buffers, parts and attributes of another."""
-    module.__dict__.update({n: v.copy() if isinstance(v, dict | set) else v for n, v in vars(other).items()})
-
-
-FAMILIES: dict[type[nn.Module], type[Adopted]] = {
-    Attention: AdoptedAttention,
-    AttentionRope: AdoptedRopeAttention,
-    EvaAttention: AdoptedEvaAttention,
-    BeitAttention: AdoptedBeitAttention,
-    WindowAttention: AdoptedWindowAttention,
-}
 SUPPORTED = (
     "VisionTransformer (ViT, DeiT, DeiT3, BEiT3, CLIP, SigLIP, DINOv2), Eva (EVA, EVA-02, DINOv3), "
     "Beit (BEiT, BEiT v2), SwinTransformer, NaFlexVit"
