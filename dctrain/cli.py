@@ -201,6 +201,7 @@ def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
     for noise in (
         *(".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"),
         ".*callbacks used to create the checkpoint need to be provided.*",
+        ".*your dataloader is not resumable.*",  # it has no state because it needs none: steps tell its position
     ):
         warnings.filterwarnings("ignore", noise)
     make_cli()
