@@ -25,7 +25,8 @@ class Recorded:
 
     Attributes:
         maps: Scores and weights of every pair, before and after composition, float32.
-        uncomposed_weights: What the weights would be without any composition: the softmax of `maps.scores`.
+        uncomposed_weights: What the weights would be without any composition: the softmax of `maps.scores` under the
+            same mask.
         pre_composition: The pre-composition averaged over all pairs [H, H], from (rows) to (columns); None if off.
         post_composition: The same of the post-composition.
     """
@@ -47,11 +48,13 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
     The model computes what it always does; compiled ones run eagerly while the context is open.
 
     Raises:
-        ValueError: If the model has no `DCAttention`.
+        ValueError: If the model has no `DCAttention`, or is being recorded already.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DCAttention)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no DCAttention to record.")
+    if any("_attend" in vars(layer) for layer in layers.values()):
+        raise ValueError(f"{type(model).__name__} is being recorded already.")
     recorded: dict[str, Recorded] = {}
     for name, layer in layers.items():
         layer._attend = _recording(layer, name, recorded)

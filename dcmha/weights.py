@@ -99,13 +99,13 @@ class ComposeProjection(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"rank={rank!r} must be an integer, 0 (no dynamic projection) or more.")
         self.num_sides = query_wise + key_wise
         self.num_compositions = pre_compose + post_compose
         has_dynamic = self.num_sides > 0 and (rank > 0 or dynamic_gate)
-        if num_groups < 1 or num_heads % num_groups:
+        if not isinstance(num_groups, int) or num_groups < 1 or num_heads % num_groups:
             raise ValueError(f"num_groups={num_groups} must be a positive divisor of num_heads={num_heads}.")
-        if rank < 0:
-            raise ValueError(f"rank={rank} must be 0 (no dynamic projection) or more.")
         if not self.num_compositions or not (has_dynamic or static_base):
             raise ValueError(
                 "nothing is left to compose: enable pre_compose or post_compose, and static_base or a dynamic branch "

@@ -53,6 +53,20 @@ def run_folder(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
+def make_folder(path: str) -> Path:
+    """Make a folder for results, unless it exists.
+
+    Raises:
+        UserError: If it cannot be made.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder {path} cannot be made: {error}") from error
+    return folder
+
+
 def load_checkpoint(path: Path) -> dict:
     """Read a checkpoint safely (tensors and plain values only).
 

@@ -54,7 +54,7 @@ class VisionCLI(TrainerCLI):
 
 def _export_command(args: list[str]) -> None:
     parser = argparse.ArgumentParser("dcvision export", description="Write a checkpoint as a timm model folder.")
-    parser.add_argument("checkpoint", help="a .ckpt file of dcvision fit")
+    parser.add_argument("checkpoint", help="a .ckpt file of dcvision fit, or the folder of a run")
     parser.add_argument("folder", help="where to write config.json and model.safetensors")
     parser.add_argument("--raw", action="store_true", help="the raw weights, where the run also kept an average")
     options = parser.parse_args(args)

@@ -5,7 +5,7 @@ from pathlib import Path
 from timm.models import save_for_hf
 from torch import nn
 
-from dctrain.checkpoint import load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint, make_folder
 from dctrain.errors import UserError
 
 from .classifier import build_model
@@ -15,7 +15,7 @@ def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
     """Export the network of a checkpoint; `timm.create_model("local-dir:FOLDER", pretrained=True)` loads it.
 
     Args:
-        checkpoint: A `.ckpt` file of `dcvision fit`.
+        checkpoint: A `.ckpt` file of `dcvision fit`, or a run's folder.
         folder: Where to write; must not hold an exported model already.
         raw: Export the raw weights of a run that kept an average; otherwise the average is exported.
 
@@ -29,7 +29,7 @@ def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
     if (target / "model.safetensors").exists():
         raise UserError(f"{target} holds an exported model already; nothing was overwritten.")
     model, size = load_network(checkpoint, raw)
-    save_for_hf(model, str(target), data_config={"input_size": (3, size, size)}, safe_serialization=True)
+    save_for_hf(model, str(make_folder(folder)), data_config={"input_size": (3, size, size)}, safe_serialization=True)
     return target
 
 
@@ -39,13 +39,11 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int]:
     Raises:
         UserError: If the checkpoint cannot be read or is none of ours.
     """
-    path = Path(checkpoint)
-    if not path.is_file():
-        raise UserError(f"the checkpoint {path} does not exist.")
+    path = find_checkpoint(checkpoint)
     content = load_checkpoint(path)
     hp = content.get("hyper_parameters", {})
-    if "model" not in hp or "state_dict" not in content:
-        raise UserError(f"{path} is no checkpoint of dcvision: it names no model.")
+    if "image_size" not in hp or "state_dict" not in content:
+        raise UserError(f"{path} is no checkpoint of dcvision: it holds no image model.")
     kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
     model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
     averaged = hp["ema_decay"] is not None and not raw

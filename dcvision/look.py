@@ -7,16 +7,18 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import nn
+from matplotlib.figure import Figure
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from dcmha import DCAttention, record_attention
-from dctrain.checkpoint import find_checkpoint
+from dcmha.recording import Recorded
+from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from .classifier import ImageClassifier
 from .export import load_network
-from .pictures import draw_attention, log_pictures, read_image
+from .pictures import draw_attention, log_pictures, patch_grid, read_image
 
 
 class AttentionImages(Callback):
@@ -32,7 +34,7 @@ class AttentionImages(Callback):
 
     Raises:
         UserError: Before training starts, if the image cannot be read, the model has no `DCAttention` or the run no
-            TensorBoard logger; at the first validation, if the patches are no square or there is no such patch.
+            TensorBoard logger; at the first validation, if layers attend within windows or there is no such patch.
     """
 
     def __init__(self, image: str, query: int | None = None) -> None:
@@ -55,7 +57,7 @@ class AttentionImages(Callback):
             pl_module(images)
         if not trainer.is_global_zero:
             return
-        figures = draw_attention(recorded, self._pixels, _prefix(pl_module.evaluated), self.query)
+        figures = _draw(pl_module.evaluated, recorded, self._pixels, self.query)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 log_pictures(logger.experiment, figures, trainer.global_step)
@@ -74,18 +76,17 @@ def look(checkpoint: str, image: str, folder: str, query: int | None = None) -> 
         The pictures.
 
     Raises:
-        UserError: If a file cannot be read, the model has no `DCAttention` on a square of patches, or there is no such
-            patch.
+        UserError: If a file cannot be read or written, the model has no `DCAttention` or attends within windows, or
+            there is no such patch.
     """
-    model, size = load_network(str(find_checkpoint(checkpoint)))
+    model, size = load_network(checkpoint)
     _check_layers(model)
     pixels = read_image(image, size)
     mean, std = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad(), record_attention(model.eval()) as recorded:
         model(((pixels / 255 - mean) / std)[None])
-    figures = draw_attention(recorded, pixels, _prefix(model), query)
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
+    figures = _draw(model, recorded, pixels, query)
+    root = make_folder(folder)
     for name, figure in figures.items():
         figure.savefig(root / f"{name}.png", dpi=100)
     with SummaryWriter(str(root)) as writer:
@@ -103,9 +104,9 @@ def _check_layers(model: nn.Module) -> None:
         raise UserError(f"{type(model).__name__} has no DCAttention to look at.")
 
 
-def _prefix(model: nn.Module) -> int:
-    """Count the tokens before the patches."""
-    return getattr(model, "num_prefix_tokens", 0)
+def _draw(model: nn.Module, recorded: dict[str, Recorded], pixels: Tensor, query: int | None) -> dict[str, Figure]:
+    grid = patch_grid(model, pixels.shape[-1])
+    return draw_attention(recorded, pixels, grid, getattr(model, "num_prefix_tokens", 0), query)
 
 
 def look_command(args: list[str]) -> None:

@@ -4,25 +4,30 @@ For each layer one: where a query patch looks, per head, before and after each c
 compositions, averaged over all pairs.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2.functional import center_crop, resize
 
 from dcmha.recording import Recorded
 from dctrain.errors import UserError
 
+from .data.decode import BadImage, decode, eval_transform
 
-def draw_attention(recorded: dict[str, Recorded], pixels: Tensor, prefix: int, query: int | None) -> dict[str, Figure]:
-    """Draw one picture per recorded layer, and one of all compositions.
+
+def draw_attention(
+    recorded: dict[str, Recorded], pixels: Tensor, grid: tuple[int, int], prefix: int, query: int | None
+) -> dict[str, Figure]:
+    """Draw one picture per recorded layer, and one of all compositions if there are any.
 
     Args:
         recorded: One image's maps, from `dcmha.record_attention`.
         pixels: That image, uint8 [3, size, size].
+        grid: Rows and columns of its patches.
         prefix: Tokens before the patches (class token, registers).
         query: Which patch looks, counted row by row; the middle one if None.
 
@@ -30,14 +35,38 @@ def draw_attention(recorded: dict[str, Recorded], pixels: Tensor, prefix: int, q
         The pictures, by the name of the layer; "compositions" is the last.
 
     Raises:
-        UserError: If the patches are no square, or there is no such patch.
+        UserError: If a layer does not attend to all these tokens at once, or there is no such patch.
     """
-    side = _side(recorded, prefix)
-    query = side * (side // 2) + side // 2 if query is None else query
-    if not 0 <= query < side * side:
-        raise UserError(f"query={query}; accepted: 0 to {side * side - 1}, the patches of {side} x {side}.")
-    figures = {name: _draw_layer(name, one, pixels, side, prefix, query) for name, one in recorded.items()}
-    return figures | {"compositions": _draw_compositions(recorded)}
+    rows, columns = grid
+    for name, one in recorded.items():
+        images, _, *tokens = one.maps.weights.shape
+        if images != 1 or tokens != [prefix + rows * columns] * 2:
+            raise UserError(
+                f"{name} attends within {images} x {tokens[1]} tokens; accepted: layers that attend to all "
+                f"{rows} x {columns} patches and {prefix} more at once (not to windows)."
+            )
+    query = columns * (rows // 2) + columns // 2 if query is None else query
+    if not 0 <= query < rows * columns:
+        raise UserError(f"query={query}; accepted: 0 to {rows * columns - 1}, the patches of {rows} x {columns}.")
+    figures = {name: _draw_layer(name, one, pixels, grid, prefix, query) for name, one in recorded.items()}
+    if any(m is not None for one in recorded.values() for m in (one.pre_composition, one.post_composition)):
+        figures["compositions"] = _draw_compositions(recorded)
+    return figures
+
+
+def patch_grid(model: nn.Module, size: int) -> tuple[int, int]:
+    """Tell into how many rows and columns of patches a model of timm cuts an image of this size.
+
+    Raises:
+        UserError: If the model has no patches.
+    """
+    embed = getattr(model, "patch_embed", None)
+    if hasattr(embed, "dynamic_feat_size"):
+        return embed.dynamic_feat_size((size, size))
+    if hasattr(getattr(model, "embeds", None), "patch_size"):  # NaFlexViT
+        height, width = model.embeds.patch_size
+        return size // height, size // width
+    raise UserError(f"{type(model).__name__} cuts no patches that can be drawn.")
 
 
 def log_pictures(writer: SummaryWriter, figures: dict[str, Figure], step: int) -> None:
@@ -56,41 +85,34 @@ def read_image(path: str, size: int) -> Tensor:
         UserError: If the file cannot be read.
     """
     try:
-        pixels = decode_image(path, mode=ImageReadMode.RGB)
-    except RuntimeError as error:
+        pixels = decode(Path(path).read_bytes())
+    except (OSError, BadImage) as error:
         raise UserError(f"the image {path} cannot be read: {error}") from error
-    return center_crop(resize(pixels, [size], antialias=True), [size, size])
+    return eval_transform(size, crop_fraction=1.0)(pixels)
 
 
-def _side(recorded: dict[str, Recorded], prefix: int) -> int:
-    """Return the side of the square of patches."""
-    tokens = next(iter(recorded.values())).maps.weights.shape[-1] - prefix
-    side = round(max(tokens, 0) ** 0.5)
-    if side * side != tokens or not side:
-        raise UserError(f"the model attends to {tokens} patches, which are no square.")
-    return side
-
-
-def _draw_layer(name: str, one: Recorded, pixels: Tensor, side: int, prefix: int, query: int) -> Figure:
+def _draw_layer(name: str, one: Recorded, pixels: Tensor, grid: tuple[int, int], prefix: int, query: int) -> Figure:
     """Draw, for every head, where the query looks before any composition, after the first, and after both."""
-    rows = {
-        "uncomposed": one.uncomposed_weights,
-        "pre-composed": one.maps.weights,
-        "then post-composed": one.maps.composed_weights,
-    }
-    rows = {label: maps[0, :, prefix + query, prefix:].cpu() for label, maps in rows.items()}
-    heads = len(rows["uncomposed"])
-    limit = max(float(values.abs().max()) for values in rows.values())
-    figure = Figure(figsize=(1.6 * (heads + 1), 1.8 * len(rows) + 0.3), layout="constrained")
-    figure.suptitle(f"{name}: where patch {query} looks (red: positive, blue: negative)")
-    axes = figure.subplots(len(rows), heads + 1, squeeze=False)
-    for line, (label, values) in zip(axes, rows.items(), strict=True):
+    maps = {"uncomposed": one.uncomposed_weights}
+    if one.pre_composition is not None:
+        maps["pre-composed"] = one.maps.weights
+    if one.post_composition is not None:
+        maps["post-composed"] = one.maps.composed_weights
+    looks = {label: map[0, :, prefix + query, prefix:].cpu().unflatten(-1, grid) for label, map in maps.items()}
+    heads = len(looks["uncomposed"])
+    limit = max(float(values.abs().max()) for values in looks.values())
+    figure = Figure(figsize=(max(6.0, 1.6 * (heads + 1)), 1.8 * len(looks) + 0.3), layout="constrained")
+    figure.suptitle(f"{name}: where patch {query} looks (red: positive, blue: negative)", fontsize=11)
+    axes = figure.subplots(len(looks), heads + 1, squeeze=False)
+    height, width = pixels.shape[1] / grid[0], pixels.shape[2] / grid[1]
+    row, column = divmod(query, grid[1])
+    for line, (label, values) in zip(axes, looks.items(), strict=True):
         line[0].imshow(pixels.permute(1, 2, 0).numpy())
-        scale = pixels.shape[-1] / side
-        line[0].plot((query % side + 0.5) * scale - 0.5, (query // side + 0.5) * scale - 0.5, "r+", markersize=12)
+        line[0].plot((column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5, "r+", markersize=12)
         line[0].set_title(label, fontsize=9)
         for head, cell in enumerate(line[1:]):
-            drawn = cell.imshow(values[head].view(side, side).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
+            aspect = height / width
+            drawn = cell.imshow(values[head].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect=aspect)
             cell.set_title(f"head {head}", fontsize=9)
         for cell in line:
             cell.set_axis_off()
@@ -103,8 +125,8 @@ def _draw_compositions(recorded: dict[str, Recorded]) -> Figure:
     matrices = [(one.pre_composition, one.post_composition) for one in recorded.values()]
     changes = [[None if m is None else m.cpu() - torch.eye(len(m)) for m in pair] for pair in matrices]
     limit = max((float(m.abs().max()) for pair in changes for m in pair if m is not None), default=1.0) or 1.0
-    figure = Figure(figsize=(1.8 * len(changes) + 1.2, 4.4), layout="constrained")
-    figure.suptitle("mean composition less the identity: from head (row) to head (column)")
+    figure = Figure(figsize=(max(6.0, 1.8 * len(changes) + 1.2), 4.4), layout="constrained")
+    figure.suptitle("mean composition less the identity: from head (row) to head (column)", fontsize=11)
     axes = figure.subplots(2, len(changes), squeeze=False)
     drawn = None
     for column, (name, pair) in enumerate(zip(recorded, changes, strict=True)):

@@ -1,8 +1,10 @@
 """Put composed attention into a timm model that exists, keeping its pretrained projections."""
 
 import re
+import sys
 from collections.abc import Iterable
 from functools import partial
+from numbers import Integral
 
 import timm
 from timm.layers import AttentionPoolLatent
@@ -31,7 +33,8 @@ def swap_attention(
 
     Args:
         model: A timm model of a supported family; see `SUPPORTED`.
-        layers: Which attention layers, counted from the input, from 0 (negative: from the end); all if None.
+        layers: Which attention layers, counted from the input, from 0 (negative: from the end); all that are left if
+            None; [] with `pooling` for the pooling alone.
         pooling: Compose its attention pooling too (`global_pool="map"`), by `DCCrossAttention`.
         **options: Those of `DCAttention.OPTIONS`, such as `rank`, `num_groups` or `query_wise`.
 
@@ -48,9 +51,12 @@ def swap_attention(
         raise ValueError(f"unknown options {unknown}; accepted: {', '.join(DCAttention.OPTIONS)}.")
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
-    layers = list(layers) if isinstance(layers, Iterable) else layers
+    names = _attention_names(model)
+    chosen = _choose(model, names, layers)
+    if not chosen and not pooling:
+        raise ValueError(f"layers={layers} leaves nothing to swap in {type(model).__name__}: {_accepted(names)}.")
     swapped = {}
-    for name in _chosen(model, layers, pooling):
+    for name in (names[layer] for layer in chosen):
         attention = model.get_submodule(name)
         swapped[name] = _adopt(name, FAMILIES[type(attention)], attention, options)
     if pooling:
@@ -62,7 +68,7 @@ def swap_attention(
     for name, attention in swapped.items():
         attention.train(model.get_submodule(name).training)
         model.set_submodule(name, attention)
-    _record(model, {"layers": layers, "pooling": pooling} | options)
+    _record(model, {"layers": chosen, "pooling": pooling} | options)
     return model
 
 
@@ -79,7 +85,13 @@ def _record(model: nn.Module, options: dict) -> None:
 
 @register_model
 def dcmha_swapped(
-    pretrained: bool = False, *, base: str, swaps: Iterable[dict] = ({},), pretrained_cfg: dict | None = None, **kwargs
+    pretrained: bool = False,
+    *,
+    base: str,
+    swaps: Iterable[dict] = ({},),
+    pretrained_cfg: dict | str | None = None,
+    pretrained_model_args: dict | None = None,
+    **kwargs,
 ) -> nn.Module:
     """Any supported model of timm's with composed attention; saved ones are loaded by this name.
 
@@ -87,21 +99,50 @@ def dcmha_swapped(
         pretrained: Take the base's pretrained weights, or of a saved model its own.
         base: The model's name in timm.
         swaps: Options of `swap_attention`, of each call in turn.
-        pretrained_cfg: Of a saved model.
+        pretrained_cfg: The base's, or of a saved model.
+        pretrained_model_args: With what a saved model was made; timm tells when it loads one.
         **kwargs: The base's.
+
+    Raises:
+        ValueError: If timm has no such model, or a swap is refused.
     """
-    if pretrained_cfg is None:
-        return _make_swapped(base, swaps, pretrained=pretrained, **kwargs)
+    if not timm.is_model(base):
+        raise ValueError(f"base={base!r} is unknown to timm; accepted: the name of a model.")
+    if pretrained_model_args is None:
+        model = timm.create_model(base, pretrained, pretrained_cfg, **kwargs)
+        for options in swaps:
+            swap_attention(model, **options)
+        return model
     return build_model_with_cfg(
-        partial(_make_swapped, base, swaps), dcmha_swapped.__name__, pretrained, pretrained_cfg=pretrained_cfg, **kwargs
+        partial(_remake, base, swaps),
+        dcmha_swapped.__name__,
+        pretrained,
+        pretrained_cfg=pretrained_cfg,
+        pretrained_model_args=pretrained_model_args,
+        pretrained_filter_fn=_filter_weights,
+        feature_cfg={"feature_cls": "getter", "out_indices": 3},
+        **kwargs,
     )
 
 
-def _make_swapped(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
+def _remake(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
+    """Make a saved model anew, without a pooling that was swapped and later taken out (`reset_classifier`)."""
     model = timm.create_model(base, **kwargs)
+    has_pooling = any(isinstance(module, AttentionPoolLatent) for module in model.modules())
     for options in swaps:
-        swap_attention(model, **options)
+        options = options | {"pooling": options.get("pooling", False) and has_pooling}
+        if options["pooling"] or _choose(model, _attention_names(model), options.get("layers")):
+            swap_attention(model, **options)
     return model
+
+
+def _filter_weights(weights: dict, model: nn.Module) -> dict:
+    """Fit saved weights to another image or patch size, as the model's family in timm does."""
+    for cls in type(model).__mro__:
+        fit = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)
+        if fit is not None:
+            return fit(weights, model)
+    return weights
 
 
 def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) -> nn.Module:
@@ -135,21 +176,20 @@ def _is_other_attention(module: nn.Module) -> bool:
     return is_attention and not is_pooling and type(module) not in FAMILIES and not isinstance(module, DCAttention)
 
 
-def _chosen(model: nn.Module, layers: Iterable[int] | None, pooling: bool) -> list[str]:
-    """Return the names of the layers that are asked for; without `layers`, of all that are not swapped yet."""
-    names = _attention_names(model)
+def _choose(model: nn.Module, names: list[str], layers: Iterable[int] | None) -> list[int]:
+    """Number the layers that are asked for; without `layers`, all that are not swapped yet."""
     swapped = [isinstance(model.get_submodule(name), Adopted) for name in names]
     if layers is None:
-        left = [name for name, done in zip(names, swapped, strict=True) if not done]
-        if not left and not pooling:
-            raise ValueError(f"the attention layers of {type(model).__name__} are swapped already.")
-        return left
-    accepted = f"accepted: some of 0 to {len(names) - 1}, the model's attention layers"
+        return [layer for layer, done in enumerate(swapped) if not done]
     layers = list(layers) if isinstance(layers, Iterable) else [layers]
-    is_integer = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-    if not layers or not is_integer or not all(-len(names) <= layer < len(names) for layer in layers):
-        raise ValueError(f"layers={layers}; {accepted}.")
-    done = sorted({layer for layer in layers if swapped[layer]})
+    is_integer = all(isinstance(layer, Integral) and not isinstance(layer, bool) for layer in layers)
+    if not is_integer or not all(-len(names) <= layer < len(names) for layer in layers):
+        raise ValueError(f"layers={layers}; {_accepted(names)}.")
+    done = sorted({int(layer) for layer in layers if swapped[layer]})
     if done:
-        raise ValueError(f"layers={layers}; {accepted}, of which {done} are swapped already.")
-    return list(dict.fromkeys(names[layer] for layer in layers))
+        raise ValueError(f"layers={layers}; {_accepted(names)}; {done} are.")
+    return sorted({int(layer) % len(names) for layer in layers})
+
+
+def _accepted(names: list[str]) -> str:
+    return f"accepted: some of 0 to {len(names) - 1}, the model's attention layers, that are not swapped yet"

@@ -33,7 +33,9 @@ def decode(encoded: bytes) -> Tensor:
         BadImage: If neither can.
     """
     with suppress(RuntimeError, ValueError):  # an unknown format or a damaged file: Pillow tells which
-        return decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
+        image = decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
+        image = image if image.dim() == 3 else image[0]  # an animation's first picture
+        return v2.functional.to_dtype(image, torch.uint8, scale=True)  # PNG and AVIF may have 16 bits
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return v2.functional.pil_to_tensor(image.convert("RGB"))

@@ -138,6 +138,45 @@ def test_made_and_loaded_by_timm(tmp_path):
     assert isinstance(by_hand.blocks[0].attn, DCAttention)
 
 
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [
+        ("vit_tiny_patch16_224", {"img_size": 32}, {"img_size": 64}),
+        ("vit_tiny_patch16_224", {"img_size": 32}, {"patch_size": 8}),
+        ("eva02_tiny_patch14_224", {"img_size": 28}, {"img_size": 56}),
+        ("beit_base_patch16_224", {"img_size": 32}, {"img_size": 64}),
+        ("swin_tiny_patch4_window7_224", {"img_size": 56}, {"img_size": 64, "window_size": 4}),
+    ],
+)
+def test_loaded_at_another_size_as_timm_does(name, saved, loaded, tmp_path):
+    small = {} if name.startswith("swin") else {"depth": 1}
+    plain = timm.create_model(name, num_classes=5, **saved, **small)
+    save_for_hf(plain, str(tmp_path / "plain"), safe_serialization=True)
+    zero_compose(swap_attention(plain))
+    save_for_hf(plain, str(tmp_path / "swapped"), safe_serialization=True)
+    size = loaded.get("img_size", saved["img_size"])
+    outputs = []
+    for folder in ("plain", "swapped"):
+        model = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True, **loaded).eval()
+        outputs.append(model(torch.ones(1, 3, size, size)))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_loaded_with_other_features_and_pooling(tmp_path):
+    name = "vit_base_patch16_siglip_224"
+    model = make_model(name)
+    swap_attention(swap_attention(model), layers=[], pooling=True)
+    model.reset_classifier(3, "avg")
+    save_for_hf(model, str(tmp_path / "averaged"), safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'averaged'}", pretrained=True).eval()
+    torch.testing.assert_close(loaded(images(name)), model(images(name)))
+    for name, shape in (("vit_tiny_patch16_224", (192, 2, 2)), ("swin_tiny_patch4_window7_224", (192, 14, 14))):
+        save_for_hf(swap_attention(make_model(name)), str(tmp_path / name), safe_serialization=True)
+        options = {"pretrained": True, "features_only": True, "out_indices": [1]}
+        features = timm.create_model(f"local-dir:{tmp_path / name}", **options)
+        assert [tuple(feature.shape[1:]) for feature in features(images(name))] == [shape]
+
+
 def test_dropout_and_mode_are_kept():
     model = make_model("vit_tiny_patch16_224", attn_drop_rate=0.5, proj_drop_rate=0.25).train()
     swap_attention(model)
@@ -158,6 +197,13 @@ def test_swin_follows_another_image_size():
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
+def test_names_that_cannot_be_swapped():
+    with pytest.raises(ValueError, match="base='local-dir:x' is unknown to timm"):
+        timm.create_model("dcmha_swapped", base="local-dir:x")
+    model = timm.create_model("dcmha_swapped", base="vit_tiny_patch16_224.augreg_in21k", depth=1)
+    assert model.head.out_features == 21843  # the tag's
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -169,11 +215,15 @@ def test_swin_follows_another_image_size():
             "has WindowAttention; supported are VisionTransformer",
         ),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; accepted: some of 0 to 1"),
-        (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, "layers=.*; accepted"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, r"layers=\[\] leaves nothing to swap"),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": [1.0]}, "layers=.*; accepted"),
-        (lambda: swap_attention(make_model("vit_tiny_patch16_224")), {}, "VisionTransformer are swapped already"),
-        (lambda: swap_attention(make_model("vit_tiny_patch16_224")), {"layers": [1]}, r"of which \[1\] are swapped"),
-        (lambda: make_model("vit_tiny_patch16_224"), {"rank": "2"}, "blocks.0.attn: "),
+        (
+            lambda: swap_attention(make_model("vit_tiny_patch16_224")),
+            {},
+            "leaves nothing to swap in VisionTransformer: accepted: some of 0 to 1",
+        ),
+        (lambda: swap_attention(make_model("vit_tiny_patch16_224")), {"layers": [1]}, r"not swapped yet; \[1\] are"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"rank": "2"}, "blocks.0.attn: rank='2' must be an integer"),
         (
             lambda: make_model("vit_tiny_patch16_224"),
             {"num_groups": 2},
