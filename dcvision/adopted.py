@@ -155,7 +155,9 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
         x = DCCrossAttention.forward(self, self.latent.expand(x.shape[0], -1, -1), x, attn_mask=attn_mask)
         if self.mlp is not None:
             x = x + self.mlp(self.norm(x))
-        return {"token": lambda: x[:, 0], "avg": lambda: x.mean(1)}.get(self.pool, lambda: x)()
+        if self.pool == "token":
+            return x[:, 0]
+        return x.mean(1) if self.pool == "avg" else x
 
 
 FAMILIES: dict[type[nn.Module], type[Adopted]] = {
