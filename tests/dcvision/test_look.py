@@ -8,6 +8,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.io import decode_image
 
+from dcvision import look
 from tests.dcvision.commands import run
 
 SHORT = [
@@ -102,3 +103,19 @@ def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
     Path(image).unlink()
     config = ["--config", str(tmp_path / "t/version_0/config.yaml"), f"--ckpt_path={tmp_path / 't/version_0'}"]
     run("predict", *config, root, "--trainer.limit_predict_batches=1")
+
+
+def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch):
+    """The image as the network is given it in training, of the weights that are evaluated."""
+    seen = []
+    draw = look._draw
+    monkeypatch.setattr(
+        look, "_draw", lambda model, recorded, *rest: [seen.append(dict(recorded)), draw(model, recorded, *rest)][1]
+    )
+    callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
+    run("fit", *SHORT, *callback, "--model.ema_decay=0.5", f"--trainer.default_root_dir={tmp_path}")
+    look.look(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
+    assert len(seen) == 3 and seen[1].keys() == seen[2].keys()
+    for name, one in seen[2].items():
+        torch.testing.assert_close(one.maps.composed_weights, seen[1][name].maps.composed_weights)
+        assert not torch.allclose(one.maps.composed_weights, seen[0][name].maps.composed_weights)
