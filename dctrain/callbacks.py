@@ -1,4 +1,4 @@
-"""Trainer callbacks: the newest checkpoint, a graceful stop on signals, and speed in TensorBoard."""
+"""Trainer callbacks: the newest and the best checkpoint, a graceful stop on signals, and speed in TensorBoard."""
 
 import signal
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from .errors import UserError
@@ -67,6 +67,25 @@ class LastCheckpoint(Callback):
 def _is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
     """Tell whether gradients are waiting for their step; a checkpoint would lose them."""
     return bool((batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise."""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take up what was best so far, if its file lies in this run's folder."""
+
+        def here(path: str) -> str:
+            return str(Path(self.dirpath) / Path(path).name) if path else path
+
+        if Path(here(state_dict["best_model_path"])).is_file():
+            paths = {name: here(state_dict[name]) for name in PATHS_OF_BEST}
+            best = {here(path): score for path, score in state_dict["best_k_models"].items()}
+            state_dict = state_dict | paths | {"best_k_models": best, "dirpath": self.dirpath}
+        super().load_state_dict(state_dict)
+
+
+PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 class RunStopped(BaseException):

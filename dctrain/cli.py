@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .callbacks import GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
+from .callbacks import BestCheckpoint, GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
 from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
 from .environment import environment
 from .errors import UserError
@@ -22,7 +22,7 @@ from .errors import UserError
 
 class SaveRunConfig(SaveConfigCallback):
     """Saves what was configured, without the one-off `resume`, so that the file serves every subcommand, and beside it
-    what it runs on (`environment.json`).
+    what the run runs on (`environment.json`, a list: a resumed run may go on elsewhere).
     """
 
     def __init__(self, parser, config, **kwargs) -> None:
@@ -34,13 +34,14 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Save for training runs only."""
-        if stage != "fit" or self.already_saved:
+        if stage != "fit" or self.already_saved or trainer.logger is None:
             return
         super().setup(trainer, pl_module, stage)
         path = Path(trainer.log_dir) / "environment.json"  # a broadcast: all ranks ask
         if trainer.is_global_zero:
-            where = environment(trainer.strategy.root_device) | {"devices": trainer.world_size}
-            path.write_text(json.dumps(where, indent=1) + "\n")
+            history = json.loads(path.read_text()) if path.is_file() else []
+            history.append(environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
+            path.write_text(json.dumps(history, indent=1) + "\n")
 
 
 class TrainerCLI(LightningCLI):
@@ -130,7 +131,7 @@ class TrainerCLI(LightningCLI):
         callbacks = [last, GracefulStop(last), SpeedMonitor()]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
-                ModelCheckpoint(
+                BestCheckpoint(
                     monitor=self.monitor,
                     mode=self.monitor_mode,
                     filename=self.best_name,

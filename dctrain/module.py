@@ -129,8 +129,10 @@ class TrainingModule(L.LightningModule):
         ours, theirs = self.state_dict(), checkpoint["state_dict"]
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(k for k in ours if ours[k].shape != theirs[k].shape)
         if different:
-            trained = checkpoint.get("hyper_parameters", {}).get("model", "unknown")
+            trained = checkpoint.get("hyper_parameters", {})
+            others = {name: value for name, value in self.hparams.items() if trained.get(name) != value}
+            said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
             raise UserError(
-                f"the checkpoint is of another architecture: it holds model {trained!r}, this run builds "
-                f"{self.hparams.model!r}; {len(different)} tensors differ, the first is {different[0]}."
+                f"the checkpoint is of another architecture: {len(different)} tensors differ, the first is "
+                f"{different[0]}; it was trained with {said or 'the same hyperparameters'}."
             )

@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
+from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -31,18 +32,19 @@ def build_model(
     Raises:
         UserError: If the name is unknown, or an argument or option does not fit the model.
     """
-    if name not in timm.list_models():
+    is_saved = name.startswith(("local-dir:", "hf-hub:"))
+    if not is_saved and not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=4)
         raise UserError(f"model {name!r} is unknown to timm; close names: {', '.join(close) or 'none'}.")
     if name == "dcmha_swapped":
-        raise UserError(
-            "model='dcmha_swapped' is for loading; to train, name the base and give model.swap its options."
-        )
-    size = {"img_size": image_size} if timm.get_pretrained_cfg(name).fixed_input_size else {}
+        raise UserError("model='dcmha_swapped' is for loading; to train, name the base and give model.swap options.")
     try:
-        model = timm.create_model(name, num_classes=num_classes, **size, **model_kwargs)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"model {name!r} cannot be built with {model_kwargs | size}: {error}") from error
+        arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
+        model = timm.create_model(**arguments)
+    except (TypeError, ValueError, AssertionError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels: {error}"
+        ) from error
     try:
         return model if swap is None else swap_attention(model, **swap)
     except ValueError as error:
@@ -53,7 +55,8 @@ class ImageClassifier(TrainingModule):
     """Trains a timm classifier on uint8 images.
 
     Args:
-        model: timm model name; `dcvit_*` and `mhavit_*` are this package's.
+        model: timm model name, with a tag of pretrained weights or not, or a saved one (`local-dir:FOLDER`); `dcvit_*`
+            and `mhavit_*` are this package's.
         num_classes: Classes of the head.
         image_size: Side of the images, in pixels.
         model_kwargs: More arguments for the model; options of `DCAttention` are accepted by `dcvit_*`.

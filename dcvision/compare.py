@@ -46,8 +46,10 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
         Whether all these runs have finished.
 
     Raises:
-        UserError: If the folder holds a comparison by another recipe, or the configuration does not exist.
+        UserError: If the folder holds a comparison by another recipe, the configuration does not exist, or `extra` sets
+            what is set for each run.
     """
+    _check_extra(extra)
     root = Path(folder)
     models = [" ".join(model.split()) for model in models]
     if not all(models):
@@ -71,6 +73,19 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
     if finished:
         print(write_report(finished, root))
     return all("error" not in state["runs"][f"{model} | seed {seed}"] for model, seed in runs)
+
+
+OURS = (
+    *("config", "name", "resume", "seed_everything", "data.seed", "model.model"),
+    *("trainer.default_root_dir", "trainer.logger"),
+)
+
+
+def _check_extra(extra: list[str]) -> None:
+    """Refuse arguments that are set for each run."""
+    given = sorted({argument.split("=")[0].removeprefix("--") for argument in extra} & set(OURS))
+    if given:
+        raise UserError(f"--{given[0]} cannot stand after --: it is set for each run; likewise {', '.join(OURS)}.")
 
 
 def _load(root: Path, config: str, extra: list[str]) -> dict:
@@ -112,7 +127,7 @@ def _log(root: Path, model: str, seed: int) -> Path:
 
 def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> dict:
     """Train one model, or go on with it; return its curves and costs, or its error."""
-    name, *settings = model.split()
+    name, *settings = re.split(r" (?=[\w.]+=)", model)
     slug = _slug(model, seed)
     command = [sys.executable, "-m", "dcvision", "fit", "--config", config, f"--name={slug}", f"--model.model={name}"]
     command += [f"--model.{setting}" for setting in settings]
@@ -129,8 +144,8 @@ def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> 
         raise UserError(f"cannot write to {root}: {error}") from error
     lines = log.read_text().strip().splitlines() or [""]
     if status:
-        said = [line for line in lines if line.startswith("error:")] or lines
-        return {"error": f"failed with status {status}: {said[-1]} (see {log})"}
+        first = max((at for at, line in enumerate(lines) if line.startswith("error:")), default=len(lines) - 1)
+        return {"error": f"failed with status {status}: {' '.join(lines[first:])} (see {log})"}
     if "go on with --resume" in lines[-1]:
         raise UserError(STOPPED)
     return _read(_newest(root / slug))

@@ -67,6 +67,9 @@ def test_only_while_the_context_is_open():
         layer(torch.randn(1, 3, 32))
         raise RuntimeError("stop")
     first = recorded[""]
+    with record_attention(layer), pytest.raises(ValueError, match="recorded already"), record_attention(layer):
+        pass
+    assert "_attend" not in vars(layer)
     layer(torch.randn(1, 3, 32))
     assert recorded[""] is first
     with (

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dcmha import DCAttention
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dcvision.classifier import build_model
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 
@@ -54,7 +55,7 @@ def test_fit_learns_logs_and_leaves_checkpoints(trained):
     keys = load_checkpoint(find_checkpoint(str(trained)))["state_dict"].keys()
     assert not any("_orig_mod" in key for key in keys)
     assert (trained / "config.yaml").exists()
-    where = json.loads((trained / "environment.json").read_text())
+    (where,) = json.loads((trained / "environment.json").read_text())
     assert where["torch"] == torch.__version__ and where["devices"] == 1 and where["device"]
 
 
@@ -104,9 +105,37 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
         state = load_checkpoint(checkpoint)["state_dict"]
         for key, value in model.state_dict().items():
             assert key.startswith("head.") and classes == 3 or torch.equal(value, state[f"model.{key}"]), key
+    again = [f"--model.model=local-dir:{tmp_path / 'exported'}", "--model.model_kwargs={pretrained: true}"]
+    run("fit", *small(shards, tmp_path), *again, "--trainer.max_steps=1", "--model.lr=0", "--model.warmup_steps=0")
+    tuned = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_1")))["state_dict"]
+    assert all(torch.equal(value, state[key]) for key, value in tuned.items() if key.startswith("model."))
     Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
     run("look", str(checkpoint), str(tmp_path / "image.png"), str(tmp_path / "pictures"))
     assert (tmp_path / "pictures/blocks.1.attn.png").exists()
+
+
+def test_a_name_may_have_timms_tag():
+    model = build_model("vit_tiny_patch16_224.augreg_in21k", 3, 32, {"depth": 1})
+    assert model.pretrained_cfg["tag"] == "augreg_in21k" and model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+
+
+def test_weights_may_be_bfloat16(shards, tmp_path):
+    run("fit", *small(shards, tmp_path), "--trainer.max_steps=3", "--trainer.precision=bf16-true")
+    state = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))["state_dict"]
+    assert state["model.blocks.0.attn.compose.hidden"].dtype == torch.bfloat16
+
+
+def test_a_run_goes_on_in_a_folder_that_was_moved(shards, tmp_path, monkeypatch, capsys):
+    """It knows what was best, and keeps where it ran before."""
+    arguments = [argument for argument in small(shards, tmp_path) if "max_epochs" not in argument]
+    run("fit", *arguments, "--trainer.max_epochs=2")
+    (tmp_path / "t").rename(tmp_path / "moved")
+    run_folder = tmp_path / "moved/version_0"
+    best = list((run_folder / "checkpoints").glob("best-*"))
+    monkeypatch.chdir(tmp_path)
+    run("fit", *arguments, "--trainer.max_epochs=3", "--resume=moved/version_0", "--model.lr=0.0")
+    assert list((run_folder / "checkpoints").glob("best-*")) == best and best[0].name in capsys.readouterr().out
+    assert len(json.loads((run_folder / "environment.json").read_text())) == 2
 
 
 @pytest.mark.parametrize("limit", ["6", "0.6"])
@@ -254,7 +283,8 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     assert "no checkpoint: nofile.ckpt does not exist" in error
     for option, message in (
         ("--model.model=dcmha_swapped", "is for loading; to train, name the base"),
-        ("--model.swap.rank=2", "DCAttention"),
+        ("--model.swap.rank=2", "its layers are DCAttention"),
+        ("--model.model=local-dir:nowhere", "model 'local-dir:nowhere' cannot be built"),
         ("--model.lr=-1", "lr=-1.0 must not be negative"),
         ("--model.betas=[0.9,1.5]", "betas=(0.9, 1.5) must be in [0, 1)"),
         ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),
@@ -275,13 +305,14 @@ def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
     before = checkpoint.read_bytes()
     arguments = [*trained_arguments("fit", tmp_path), "--model.model=mhavit_digits_patch2_8", f"--resume={checkpoint}"]
     error = mistake(capsys, *arguments)
-    assert "it holds model 'dcvit_digits_patch2_8', this run builds 'mhavit_digits_patch2_8'" in error
+    assert "it was trained with model='dcvit_digits_patch2_8', here 'mhavit_digits_patch2_8'" in error
     arguments = [
         *trained_arguments("validate", tmp_path),
         "--model.model_kwargs={depth: 3}",
         f"--ckpt_path={checkpoint}",
     ]
-    assert "the checkpoint is of another architecture" in mistake(capsys, *arguments)
+    error = mistake(capsys, *arguments)
+    assert "the checkpoint is of another architecture" in error and ", here " in error
     assert checkpoint.read_bytes() == before
 
 

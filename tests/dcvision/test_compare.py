@@ -30,7 +30,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     results = (tmp_path / "results.json").read_text()
     first = json.loads(results)["runs"][f"{MODELS[0]} | seed 0"]
     assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["flops"] > 1e5
-    assert first["environment"]["torch"] == torch.__version__
+    assert first["environment"][-1]["torch"] == torch.__version__
     assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
     assert "1/1 dcvit_digits_patch2_8 model_kwargs.depth=1 | seed 0: finished before" in capsys.readouterr().out
     (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
@@ -69,6 +69,15 @@ def test_bad_folders_and_names(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             compare(CONFIG, models, [0], str(folder), SHORT)
+    for extra in (["--name=x"], ["--trainer.logger", "false"]):
+        with pytest.raises(UserError, match=f"{extra[0].split('=')[0]} cannot stand after --: it is set for each run"):
+            compare(CONFIG, MODELS, [0], str(tmp_path / "new"), extra)
+
+
+def test_settings_may_hold_spaces_and_errors_are_told_whole(tmp_path, capsys):
+    models = ["dcvit_digits_patch2_8 model_kwargs={depth: 1, num_heads: 5} lr=0.001"]
+    assert not compare(CONFIG, models, [0], str(tmp_path), SHORT)
+    assert "dim=64 must be divisible by num_heads=5" in capsys.readouterr().out
 
 
 def test_without_validation_a_run_is_no_result(tmp_path, capsys):
