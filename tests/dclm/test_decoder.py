@@ -240,7 +240,9 @@ def test_options_reach_the_layers(overrides):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in changed.parameters())
 
 
-@pytest.mark.parametrize(("tokens", "recompute"), [(9, False), (300, True)])
+@pytest.mark.parametrize(
+    ("tokens", "recompute"), [pytest.param(9, False, marks=pytest.mark.slow), (300, True)], ids=["short", "long"]
+)
 def test_compiles_whole_and_trains(tokens, recompute, monkeypatch):
     """With a loss in chunks, and attention in chunks where the sequence is long."""
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 61 * tokens)

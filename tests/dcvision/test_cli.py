@@ -296,6 +296,9 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
         assert message in mistake(capsys, "fit", *arguments, option), option
     error = mistake(capsys, "fit", *arguments, "--model.warmup_steps=1000")
     assert "model.warmup_steps=1000 must be less than the run's 30 steps" in error
+    other = tmp_path / "other.ckpt"
+    torch.save({"hyper_parameters": {"model": "dcformer_pp_405m"}, "state_dict": {}}, other)
+    assert "it holds no image model" in mistake(capsys, "export", str(other), str(tmp_path / "out"))
     error = mistake(capsys, "export", str(tmp_path / "no.ckpt"), str(tmp_path / "out"))
     assert "does not exist" in error
 

@@ -8,6 +8,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.io import decode_image
 
+from dctrain.errors import UserError
 from dcvision import look
 from tests.dcvision.commands import run
 
@@ -37,6 +38,8 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
         assert min(picture.shape[1:]) > 300 and (picture.flatten(1).std(1) > 5).all()
     log = EventAccumulator(str(folder)).Reload()
     assert sorted(log.Tags()["images"]) == [f"attention/{name}" for name in names]
+    with pytest.raises(UserError, match="image.png cannot be made"):
+        look.look(checkpoint, image, image)
     for arguments, message in (
         ([checkpoint, image, "--query=16"], "query=16; accepted: 0 to 15, the patches of 4 x 4"),
         ([checkpoint, str(tmp_path / "none.png")], "none.png cannot be read"),
