@@ -7,18 +7,16 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from dcmha import DCAttention, record_attention
-from dcmha.recording import Recorded
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from .classifier import ImageClassifier
 from .export import load_network
-from .pictures import draw_attention, log_pictures, patch_grid, read_image
+from .pictures import View, draw_attention, log_pictures, patch_grid, read_image
 
 
 class AttentionImages(Callback):
@@ -54,11 +52,13 @@ class AttentionImages(Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: ImageClassifier) -> None:
         """Draw: all ranks compute, for they may hold the weights together, and the first one writes."""
         images = self._pixels[None].to(pl_module.device)
+        view = _view(pl_module.evaluated, self._pixels, self.query)
         with trainer.precision_plugin.forward_context(), record_attention(pl_module.evaluated) as recorded:
             pl_module(images)
+        view.check(recorded)
         if not trainer.is_global_zero:
             return
-        figures = _draw(pl_module.evaluated, recorded, self._pixels, self.query)
+        figures = draw_attention(recorded, view)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 log_pictures(logger.experiment, figures, trainer.global_step)
@@ -83,10 +83,11 @@ def look(checkpoint: str, image: str, folder: str, query: int | None = None) -> 
     model, size = load_network(checkpoint)
     _check_layers(model)
     pixels = read_image(image, size)
+    view = _view(model, pixels, query)
     mean, std = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad(), record_attention(model.eval()) as recorded:
         model(((pixels / 255 - mean) / std)[None])
-    figures = _draw(model, recorded, pixels, query)
+    figures = draw_attention(recorded, view)
     root = make_folder(folder)
     for name, figure in figures.items():
         figure.savefig(root / f"{name}.png", dpi=100)
@@ -105,9 +106,8 @@ def _check_layers(model: nn.Module) -> None:
         raise UserError(f"{type(model).__name__} has no DCAttention to look at.")
 
 
-def _draw(model: nn.Module, recorded: dict[str, Recorded], pixels: Tensor, query: int | None) -> dict[str, Figure]:
-    grid = patch_grid(model, pixels.shape[-1])
-    return draw_attention(recorded, pixels, grid, getattr(model, "num_prefix_tokens", 0), query)
+def _view(model: nn.Module, pixels: Tensor, query: int | None) -> View:
+    return View(pixels, patch_grid(model, pixels.shape[-1]), getattr(model, "num_prefix_tokens", 0), query)
 
 
 def look_command(args: list[str]) -> None:

@@ -4,6 +4,7 @@ For each layer one: where a query patch looks, per head, before and after each c
 compositions, averaged over all pairs.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,36 +20,61 @@ from dctrain.errors import UserError
 from .data.decode import BadImage, decode, eval_transform
 
 
-def draw_attention(
-    recorded: dict[str, Recorded], pixels: Tensor, grid: tuple[int, int], prefix: int, query: int | None
-) -> dict[str, Figure]:
+@dataclass
+class View:
+    """What is looked at.
+
+    Attributes:
+        pixels: The image, uint8 [3, size, size].
+        grid: Rows and columns of its patches.
+        prefix: Tokens before the patches (class token, registers).
+        query: Which patch looks, counted row by row; the middle one if None.
+    """
+
+    pixels: Tensor
+    grid: tuple[int, int]
+    prefix: int
+    query: int | None
+
+    def __post_init__(self) -> None:
+        rows, columns = self.grid
+        if self.query is None:
+            self.query = columns * (rows // 2) + columns // 2
+        if not 0 <= self.query < rows * columns:
+            accepted = f"accepted: 0 to {rows * columns - 1}, the patches of {rows} x {columns}"
+            raise UserError(f"query={self.query}; {accepted}.")
+
+    def check(self, recorded: dict[str, Recorded]) -> None:
+        """Check that each layer attends to all the tokens at once.
+
+        Raises:
+            UserError: If one does not.
+        """
+        rows, columns = self.grid
+        for name, one in recorded.items():
+            images, _, *tokens = one.maps.weights.shape
+            if images != 1 or tokens != [self.prefix + rows * columns] * 2:
+                raise UserError(
+                    f"{name} attends within {images} x {tokens[1]} tokens; accepted: layers that attend to all "
+                    f"{rows} x {columns} patches and {self.prefix} more at once (not to windows)."
+                )
+
+
+def draw_attention(recorded: dict[str, Recorded], view: View) -> dict[str, Figure]:
     """Draw one picture per recorded layer, and one of all compositions if there are any.
 
     Args:
         recorded: One image's maps, from `dcmha.record_attention`.
-        pixels: That image, uint8 [3, size, size].
-        grid: Rows and columns of its patches.
-        prefix: Tokens before the patches (class token, registers).
-        query: Which patch looks, counted row by row; the middle one if None.
+        view: That image, and which of its patches looks.
 
     Returns:
         The pictures, by the name of the layer; "compositions" is the last.
 
     Raises:
-        UserError: If a layer does not attend to all these tokens at once, or there is no such patch.
+        UserError: If a layer does not attend to all tokens at once.
     """
-    rows, columns = grid
-    for name, one in recorded.items():
-        images, _, *tokens = one.maps.weights.shape
-        if images != 1 or tokens != [prefix + rows * columns] * 2:
-            raise UserError(
-                f"{name} attends within {images} x {tokens[1]} tokens; accepted: layers that attend to all "
-                f"{rows} x {columns} patches and {prefix} more at once (not to windows)."
-            )
-    query = columns * (rows // 2) + columns // 2 if query is None else query
-    if not 0 <= query < rows * columns:
-        raise UserError(f"query={query}; accepted: 0 to {rows * columns - 1}, the patches of {rows} x {columns}.")
-    figures = {name: _draw_layer(name, one, pixels, grid, prefix, query) for name, one in recorded.items()}
+    view.check(recorded)
+    figures = {name: _draw_layer(name, one, view) for name, one in recorded.items()}
     if any(m is not None for one in recorded.values() for m in (one.pre_composition, one.post_composition)):
         figures["compositions"] = _draw_compositions(recorded)
     return figures
@@ -91,14 +117,15 @@ def read_image(path: str, size: int) -> Tensor:
     return eval_transform(size, crop_fraction=1.0)(pixels)
 
 
-def _draw_layer(name: str, one: Recorded, pixels: Tensor, grid: tuple[int, int], prefix: int, query: int) -> Figure:
+def _draw_layer(name: str, one: Recorded, view: View) -> Figure:
     """Draw, for every head, where the query looks before any composition, after the first, and after both."""
     maps = {"uncomposed": one.uncomposed_weights}
     if one.pre_composition is not None:
         maps["pre-composed"] = one.maps.weights
     if one.post_composition is not None:
         maps["post-composed"] = one.maps.composed_weights
-    looks = {label: map[0, :, prefix + query, prefix:].cpu().unflatten(-1, grid) for label, map in maps.items()}
+    pixels, grid, prefix, query = view.pixels, view.grid, view.prefix, view.query
+    looks = {label: weights[0, :, prefix + query, prefix:].cpu().unflatten(-1, grid) for label, weights in maps.items()}
     heads = len(looks["uncomposed"])
     limit = max(float(values.abs().max()) for values in looks.values())
     figure = Figure(figsize=(max(6.0, 1.6 * (heads + 1)), 1.8 * len(looks) + 0.3), layout="constrained")

@@ -110,11 +110,13 @@ def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
 
 def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch):
     """The image as the network is given it in training, of the weights that are evaluated."""
-    seen = []
-    draw = look._draw
-    monkeypatch.setattr(
-        look, "_draw", lambda model, recorded, *rest: [seen.append(dict(recorded)), draw(model, recorded, *rest)][1]
-    )
+    seen, draw = [], look.draw_attention
+
+    def spy(recorded, view):
+        seen.append(dict(recorded))
+        return draw(recorded, view)
+
+    monkeypatch.setattr(look, "draw_attention", spy)
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     run("fit", *SHORT, *callback, "--model.ema_decay=0.5", f"--trainer.default_root_dir={tmp_path}")
     look.look(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))

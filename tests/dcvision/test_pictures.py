@@ -9,7 +9,7 @@ from PIL import Image
 from dcmha.impl.reference import AttentionMaps
 from dcmha.recording import Recorded
 from dctrain.errors import UserError
-from dcvision.pictures import draw_attention, patch_grid, read_image
+from dcvision.pictures import View, draw_attention, patch_grid, read_image
 
 HEADS, PREFIX, GRID = 3, 1, (2, 4)
 TOKENS = PREFIX + GRID[0] * GRID[1]
@@ -35,7 +35,7 @@ def cells(figure, columns: int) -> list[list]:
 def test_rows_are_the_maps_of_the_query(has_pre, has_post):
     one, query = make_recorded(has_pre, has_post), 6
     pixels = torch.randint(255, (3, 32, 32), dtype=torch.uint8)
-    figures = draw_attention({"blocks.0.attn": one}, pixels, GRID, PREFIX, query)
+    figures = draw_attention({"blocks.0.attn": one}, View(pixels, GRID, PREFIX, query))
     rows = {"uncomposed": one.uncomposed_weights}
     rows |= {"pre-composed": one.maps.weights} if has_pre else {}
     rows |= {"post-composed": one.maps.composed_weights} if has_post else {}
@@ -52,7 +52,7 @@ def test_rows_are_the_maps_of_the_query(has_pre, has_post):
 
 def test_compositions_are_drawn_less_the_identity():
     recorded = {"a": make_recorded(), "b": make_recorded(has_post=False)}
-    figure = draw_attention(recorded, torch.zeros(3, 8, 8, dtype=torch.uint8), GRID, PREFIX, None)["compositions"]
+    figure = draw_attention(recorded, View(torch.zeros(3, 8, 8, dtype=torch.uint8), GRID, PREFIX, None))["compositions"]
     pre, post = cells(figure, 2)
     for cell, one in zip(pre, recorded.values(), strict=True):
         assert np.array_equal(drawn(cell), (one.pre_composition - torch.eye(HEADS)).numpy())
@@ -69,10 +69,10 @@ def test_windows_and_wrong_queries_are_refused():
         (GRID, -1, "query=-1; accepted"),
     ):
         with pytest.raises(UserError, match=message):
-            draw_attention({"a": one}, pixels, grid, PREFIX, query)
+            draw_attention({"a": one}, View(pixels, grid, PREFIX, query))
     windows = AttentionMaps(*(torch.cat([maps] * 4) for maps in one.maps))
     with pytest.raises(UserError, match="attends within 4 x 9 tokens"):
-        draw_attention({"a": Recorded(windows, one.uncomposed_weights, None, None)}, pixels, GRID, PREFIX, None)
+        View(pixels, GRID, PREFIX, None).check({"a": Recorded(windows, one.uncomposed_weights, None, None)})
 
 
 @pytest.mark.parametrize(
