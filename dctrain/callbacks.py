@@ -73,16 +73,16 @@ class BestCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise."""
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take up what was best so far, if its file lies in this run's folder."""
+        """Take up what was best so far; forget it if its file does not lie in this run's folder."""
 
         def here(path: str) -> str:
             return str(Path(self.dirpath) / Path(path).name) if path else path
 
-        if Path(here(state_dict["best_model_path"])).is_file():
-            paths = {name: here(state_dict[name]) for name in PATHS_OF_BEST}
-            best = {here(path): score for path, score in state_dict["best_k_models"].items()}
-            state_dict = state_dict | paths | {"best_k_models": best, "dirpath": self.dirpath}
-        super().load_state_dict(state_dict)
+        if not Path(here(state_dict["best_model_path"])).is_file():
+            return
+        paths = {name: here(state_dict[name]) for name in PATHS_OF_BEST}
+        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict(state_dict | paths | {"best_k_models": best, "dirpath": self.dirpath})
 
 
 PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")

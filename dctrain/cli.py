@@ -1,7 +1,6 @@
 """The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
 
 import gc
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks import BestCheckpoint, GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
 from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
-from .environment import environment
+from .environment import add_environment, environment
 from .errors import UserError
 
 
@@ -39,9 +38,7 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
         path = Path(trainer.log_dir) / "environment.json"  # a broadcast: all ranks ask
         if trainer.is_global_zero:
-            history = json.loads(path.read_text()) if path.is_file() else []
-            history.append(environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
-            path.write_text(json.dumps(history, indent=1) + "\n")
+            add_environment(path, environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
 
 
 class TrainerCLI(LightningCLI):

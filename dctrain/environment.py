@@ -1,5 +1,6 @@
 """Where a number comes from: the device, the versions, the commit."""
 
+import json
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,21 @@ def environment(device: torch.device) -> dict:
         "python": platform.python_version(),
         "commit": _commit(),
     }
+
+
+def read_environments(path: Path) -> list[dict]:
+    """Read where a run ran, in turn; [] if the file is missing or damaged, for it is but a record."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+
+
+def add_environment(path: Path, where: dict) -> None:
+    """Add one place to a run's record, replacing the file at once."""
+    part = path.with_name(path.name + ".partial")
+    part.write_text(json.dumps([*read_environments(path), where], indent=1) + "\n")
+    part.replace(path)
 
 
 def _cpu_name() -> str:

@@ -16,7 +16,7 @@ def forward_flops(model: nn.Module, example: torch.Tensor) -> int:
 
     Composed attention is counted as the dense reference does it, whichever implementation runs.
     """
-    model = copy.deepcopy(model).to("meta").eval()
+    model = copy.deepcopy(model).to("meta").eval().requires_grad_(False)  # the counter wants no graph
     example = example.to(next(model.parameters()).dtype) if example.is_floating_point() else example
     for module in model.modules():
         if isinstance(module, DCAttention | DCCrossAttention):

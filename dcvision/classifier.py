@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors import SafetensorError
 from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -38,16 +39,18 @@ def build_model(
         raise UserError(f"model {name!r} is unknown to timm; close names: {', '.join(close) or 'none'}.")
     if name == "dcmha_swapped":
         raise UserError("model='dcmha_swapped' is for loading; to train, name the base and give model.swap options.")
+    if model_kwargs.get("features_only"):
+        raise UserError("model_kwargs.features_only=True gives no classifier; leave it out.")
     try:
         arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
         model = timm.create_model(**arguments)
-    except (TypeError, ValueError, AssertionError, OSError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, AssertionError, OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels: {error}"
         ) from error
     try:
         return model if swap is None else swap_attention(model, **swap)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"swap={swap}: {error}") from error
 
 

@@ -21,6 +21,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.environment import read_environments
 from dctrain.errors import UserError
 from dctrain.flops import forward_flops
 
@@ -148,7 +149,8 @@ def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> 
         return {"error": f"failed with status {status}: {' '.join(lines[first:])} (see {log})"}
     if "go on with --resume" in lines[-1]:
         raise UserError(STOPPED)
-    return _read(_newest(root / slug))
+    run = _newest(root / slug)
+    return {"error": f"trained nothing (see {log})"} if run is None else _read(run)
 
 
 def _run(command: list[str], log: IO[str]) -> int:
@@ -185,7 +187,7 @@ def _read(run: Path) -> dict:
         [event.value for event in log.Scalars("train/images_per_second")] if "train/images_per_second" in tags else []
     )
     return {
-        "environment": json.loads((run / "environment.json").read_text()),
+        "environment": read_environments(run / "environment.json"),
         "curves": curves,
         "images_per_second": statistics.median(speeds) if speeds else None,
         "parameters": sum(p.numel() for p in model.parameters()),

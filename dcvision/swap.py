@@ -119,7 +119,8 @@ def dcmha_swapped(
         pretrained,
         pretrained_cfg=pretrained_cfg,
         pretrained_model_args=pretrained_model_args,
-        pretrained_filter_fn=_filter_weights,
+        pretrained_filter_fn=partial(_filter_weights, base=base),
+        pretrained_strict=kwargs.get("global_pool") == pretrained_model_args.get("global_pool"),
         feature_cfg={"feature_cls": "getter", "out_indices": 3},
         **kwargs,
     )
@@ -136,12 +137,13 @@ def _remake(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
     return model
 
 
-def _filter_weights(weights: dict, model: nn.Module) -> dict:
+def _filter_weights(weights: dict, model: nn.Module, base: str) -> dict:
     """Fit saved weights to another image or patch size, as the model's family in timm does."""
+    options = {"interpolation": "bilinear", "antialias": False} if "flexi" in base else {}
     for cls in type(model).__mro__:
         fit = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)
         if fit is not None:
-            return fit(weights, model)
+            return fit(weights, model, **options)
     return weights
 
 

@@ -38,7 +38,11 @@ def decode(encoded: bytes) -> Tensor:
         return v2.functional.to_dtype(image, torch.uint8, scale=True)  # PNG and AVIF may have 16 bits
     try:
         with Image.open(io.BytesIO(encoded)) as image:
+            if image.mode[0] in "IF":  # Pillow would clip their values
+                raise BadImage(f"more than 8 bits a channel (mode {image.mode})")
             return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except BadImage:
+        raise
     except UnidentifiedImageError as error:
         raise BadImage("no known image format, or cut short") from error
     except Exception as error:  # Pillow raises many types on damaged files

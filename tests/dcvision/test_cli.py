@@ -114,6 +114,13 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     assert (tmp_path / "pictures/blocks.1.attn.png").exists()
 
 
+def test_attention_pooling_is_trained(shards, tmp_path):
+    model = ["--model.model=vit_base_patch16_siglip_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
+    run("fit", *small(shards, tmp_path), *model, "--model.swap={pooling: true}", "--trainer.max_steps=3")
+    state = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))["state_dict"]
+    assert state["model.attn_pool.compose.key.gate"].any()
+
+
 def test_a_name_may_have_timms_tag():
     model = build_model("vit_tiny_patch16_224.augreg_in21k", 3, 32, {"depth": 1})
     assert model.pretrained_cfg["tag"] == "augreg_in21k" and model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
@@ -136,6 +143,12 @@ def test_a_run_goes_on_in_a_folder_that_was_moved(shards, tmp_path, monkeypatch,
     run("fit", *arguments, "--trainer.max_epochs=3", "--resume=moved/version_0", "--model.lr=0.0")
     assert list((run_folder / "checkpoints").glob("best-*")) == best and best[0].name in capsys.readouterr().out
     assert len(json.loads((run_folder / "environment.json").read_text())) == 2
+    best[0].unlink()
+    (run_folder / "environment.json").write_text("")
+    run("fit", *arguments, "--trainer.max_epochs=4", "--resume=moved/version_0", "--model.lr=0.0")
+    (again,) = (run_folder / "checkpoints").glob("best-*")
+    assert "epoch=3" in again.name and again.name in capsys.readouterr().out
+    assert len(json.loads((run_folder / "environment.json").read_text())) == 1
 
 
 @pytest.mark.parametrize("limit", ["6", "0.6"])
@@ -285,6 +298,8 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
         ("--model.model=dcmha_swapped", "is for loading; to train, name the base"),
         ("--model.swap.rank=2", "its layers are DCAttention"),
         ("--model.model=local-dir:nowhere", "model 'local-dir:nowhere' cannot be built"),
+        ("--model.swap.model=1", "multiple values for argument 'model'"),
+        ("--model.model_kwargs.features_only=true", "features_only=True gives no classifier"),
         ("--model.lr=-1", "lr=-1.0 must not be negative"),
         ("--model.betas=[0.9,1.5]", "betas=(0.9, 1.5) must be in [0, 1)"),
         ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),

@@ -74,6 +74,11 @@ def test_bad_folders_and_names(tmp_path):
             compare(CONFIG, MODELS, [0], str(tmp_path / "new"), extra)
 
 
+def test_a_run_that_trains_nothing_is_no_result(tmp_path, capsys):
+    assert not compare(CONFIG, MODELS[:1], [0], str(tmp_path), [*SHORT, "--trainer.fast_dev_run=true"])
+    assert "trained nothing (see" in capsys.readouterr().out
+
+
 def test_settings_may_hold_spaces_and_errors_are_told_whole(tmp_path, capsys):
     models = ["dcvit_digits_patch2_8 model_kwargs={depth: 1, num_heads: 5} lr=0.001"]
     assert not compare(CONFIG, models, [0], str(tmp_path), SHORT)

@@ -102,6 +102,7 @@ def test_images_of_any_kind(tmp_path):
     assert torch.equal(deep[0], torch.from_numpy(ramp[:, 4:16] >> 8).to(torch.uint8))
     assert moving[0].min() > 240 and moving[2].max() < 15
     (tmp_path / "broken.png").write_bytes(b"no image")
-    for name in ("broken.png", "none.png"):
+    Image.fromarray(ramp).save(tmp_path / "deep.tiff")
+    for name in ("broken.png", "none.png", "deep.tiff"):
         with pytest.raises(UserError, match=f"{name} cannot be read"):
             read_image(str(tmp_path / name), 12)

@@ -49,11 +49,12 @@ def images(name: str) -> torch.Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-def zero_compose(model: nn.Module) -> None:
+def zero_compose(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".compose." in name:
                 parameter.zero_()
+    return model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,6 +147,7 @@ def test_made_and_loaded_by_timm(tmp_path):
         ("eva02_tiny_patch14_224", {"img_size": 28}, {"img_size": 56}),
         ("beit_base_patch16_224", {"img_size": 32}, {"img_size": 64}),
         ("swin_tiny_patch4_window7_224", {"img_size": 56}, {"img_size": 64, "window_size": 4}),
+        ("flexivit_small", {"img_size": 64}, {"patch_size": 8}),
     ],
 )
 def test_loaded_at_another_size_as_timm_does(name, saved, loaded, tmp_path):
@@ -170,6 +172,14 @@ def test_loaded_with_other_features_and_pooling(tmp_path):
     save_for_hf(model, str(tmp_path / "averaged"), safe_serialization=True)
     loaded = timm.create_model(f"local-dir:{tmp_path / 'averaged'}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images(name)), model(images(name)))
+    for folder in ("plain", "swapped"):  # timm makes the new norm anew
+        model = make_model(name) if folder == "plain" else zero_compose(swap_attention(make_model(name)))
+        save_for_hf(model, str(tmp_path / folder), safe_serialization=True)
+    loaded = [
+        timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True, global_pool="avg").eval()
+        for folder in ("plain", "swapped")
+    ]
+    torch.testing.assert_close(loaded[1](images(name)), loaded[0](images(name)), rtol=1e-4, atol=1e-5)
     for name, shape in (("vit_tiny_patch16_224", (192, 2, 2)), ("swin_tiny_patch4_window7_224", (192, 14, 14))):
         save_for_hf(swap_attention(make_model(name)), str(tmp_path / name), safe_serialization=True)
         options = {"pretrained": True, "features_only": True, "out_indices": [1]}
