@@ -271,7 +271,7 @@ def test_checkpoint_of_another_architecture(trained, capsys):
         *("validate", f"--config={trained / 't/version_0/config.yaml'}", f"--ckpt_path={trained / 't/version_0'}"),
         "--model.model=transformer_pp_debug",
     )
-    assert "holds model 'dcformer_pp_debug', this run builds 'transformer_pp_debug'" in error
+    assert "trained with model='dcformer_pp_debug', here 'transformer_pp_debug'" in error
 
 
 def test_the_token_script_runs(tmp_path):

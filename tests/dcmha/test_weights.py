@@ -82,7 +82,7 @@ def test_switches_and_parameter_count(options):
 
 MISTAKES = [
     ({"num_groups": 4}, r"num_groups=4 must be a positive divisor of num_heads=6"),
-    ({"rank": -1}, r"rank=-1 must be 0"),
+    ({"rank": -1}, r"rank=-1 must be an integer, 0"),
     ({"pre_compose": False, "post_compose": False}, r"nothing is left to compose"),
     ({"rank": 0, "dynamic_gate": False}, r"nothing is left to compose.*rank=0, dynamic_gate=False"),
     ({"query_wise": False, "key_wise": False}, r"nothing is left to compose"),
