@@ -3,6 +3,7 @@
 import csv
 import statistics
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -86,10 +87,10 @@ def _plot(runs: list[dict], models: list[str], path: Path) -> None:
         color = f"C{number}"
         seeds = f" ({len(curves)} seeds)" if len(curves) > 1 else ""
         means = [statistics.mean(v) for v in values]
-        axes.plot(steps[: len(values)], means, color=color, marker="o", markersize=4, label=model + seeds)
+        axes.plot(steps[: len(values)], means, color=color, marker="o", markersize=4, label=fill(model + seeds, 100))
         axes.fill_between(steps[: len(values)], list(map(min, values)), list(map(max, values)), color=color, alpha=0.2)
     axes.set(xlabel="training step", ylabel="validation top-1 (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center")
+    figure.legend(loc="outside lower center", fontsize=8)
     figure.savefig(path, dpi=120)
