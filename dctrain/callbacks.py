@@ -69,6 +69,9 @@ def _is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
     return bool((batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
 
 
+PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
+
+
 class BestCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise."""
 
@@ -83,9 +86,6 @@ class BestCheckpoint(ModelCheckpoint):
         paths = {name: here(state_dict[name]) for name in PATHS_OF_BEST}
         best = {here(path): score for path, score in state_dict["best_k_models"].items()}
         super().load_state_dict(state_dict | paths | {"best_k_models": best, "dirpath": self.dirpath})
-
-
-PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 class RunStopped(BaseException):

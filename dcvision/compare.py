@@ -76,7 +76,7 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
     return all("error" not in state["runs"][f"{model} | seed {seed}"] for model, seed in runs)
 
 
-OURS = (
+SET_PER_RUN = (
     *("config", "name", "resume", "seed_everything", "data.seed", "model.model"),
     *("trainer.default_root_dir", "trainer.logger"),
 )
@@ -84,9 +84,11 @@ OURS = (
 
 def _check_extra(extra: list[str]) -> None:
     """Refuse arguments that are set for each run."""
-    given = sorted({argument.split("=")[0].removeprefix("--") for argument in extra} & set(OURS))
+    given = sorted({argument.split("=")[0].removeprefix("--") for argument in extra} & set(SET_PER_RUN))
     if given:
-        raise UserError(f"--{given[0]} cannot stand after --: it is set for each run; likewise {', '.join(OURS)}.")
+        raise UserError(
+            f"--{given[0]} cannot stand after --: it is set for each run; likewise {', '.join(SET_PER_RUN)}."
+        )
 
 
 def _load(root: Path, config: str, extra: list[str]) -> dict:

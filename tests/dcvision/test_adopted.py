@@ -31,7 +31,7 @@ def adopt(module: nn.Module) -> nn.Module:
     return adopted
 
 
-def compare(module: nn.Module, *args, **kwargs) -> None:
+def assert_adopted_equals(module: nn.Module, *args, **kwargs) -> None:
     expected = module(*args, **kwargs)
     torch.testing.assert_close(adopt(module)(*args, **kwargs), expected, rtol=1e-4, atol=1e-5)
 
@@ -49,7 +49,7 @@ NORMS = {"qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm}
 @pytest.mark.parametrize("kind", ["none", "boolean", "floating"])
 @pytest.mark.parametrize("options", [{}, {"qkv_bias": True, **NORMS}, {"attn_head_dim": 12, "gated": True}], ids=str)
 def test_attention(options, kind):
-    compare(randomised(Attention(C, H, **options)), torch.randn(B, T, C), attn_mask=mask(kind))
+    assert_adopted_equals(randomised(Attention(C, H, **options)), torch.randn(B, T, C), attn_mask=mask(kind))
 
 
 ROTARY = [
@@ -67,7 +67,7 @@ def test_rotary_attention(cls, options, kind):
     module = randomised(cls(C, H, num_prefix_tokens=PREFIX, **options))
     rope = torch.randn(T - PREFIX, 2 * D)
     masks = {"is_causal": True} if kind == "causal" else {"attn_mask": mask(kind)}
-    compare(module, torch.randn(B, T, C), rope=rope, **masks)
+    assert_adopted_equals(module, torch.randn(B, T, C), rope=rope, **masks)
 
 
 POOLING = [
@@ -86,4 +86,4 @@ POOLING = [
 def test_pooling(options, masked):
     module = randomised(AttentionPoolLatent(C, num_heads=H, **options))
     attn_mask = mask("boolean")[:, :, :1] if masked else None
-    compare(module, torch.randn(B, T, C), attn_mask=attn_mask)
+    assert_adopted_equals(module, torch.randn(B, T, C), attn_mask=attn_mask)

@@ -102,10 +102,12 @@ def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     root = f"--trainer.default_root_dir={tmp_path}"
     run("fit", *SHORT, *callback, root, "--trainer.fast_dev_run=true")
+    assert not list(tmp_path.rglob("events.out.tfevents.*"))
     run("fit", *SHORT, *callback, root)
     Path(image).unlink()
     config = ["--config", str(tmp_path / "t/version_0/config.yaml"), f"--ckpt_path={tmp_path / 't/version_0'}"]
     run("predict", *config, root, "--trainer.limit_predict_batches=1")
+    assert len(list(tmp_path.rglob("predictions.csv"))) == 1
 
 
 def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch):
