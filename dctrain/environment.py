@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from .files import write_json
+
 
 def environment(device: torch.device) -> dict:
     """Describe the device, the versions and this project's commit ("-dirty" with changes; None outside a checkout)."""
@@ -31,10 +33,8 @@ def read_environments(path: Path) -> list[dict]:
 
 
 def add_environment(path: Path, where: dict) -> None:
-    """Add one place to a run's record, replacing the file at once."""
-    part = path.with_name(path.name + ".partial")
-    part.write_text(json.dumps([*read_environments(path), where], indent=1) + "\n")
-    part.replace(path)
+    """Add one place to a run's record."""
+    write_json(path, [*read_environments(path), where])
 
 
 def _cpu_name() -> str:

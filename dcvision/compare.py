@@ -20,12 +20,12 @@ from typing import IO
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.environment import read_environments
 from dctrain.errors import UserError
+from dctrain.files import write_json
 from dctrain.flops import forward_flops
 
-from .classifier import build_model
+from .export import load_network
 from .report import write_report
 
 STOPPED = "stopped; the same command goes on."
@@ -66,7 +66,7 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
         print(f"{said} ... (says more: {_log(root / 'runs', model, seed)})", flush=True)
         start = time.monotonic()
         state["runs"][key] = {"model": model, "seed": seed} | _train(root / "runs", config, model, seed, extra)
-        _save(root, state)
+        write_json(root / "results.json", state)
         result = state["runs"][key]
         outcome = result.get("error") or f"top-1 {100 * result['curves']['val/top1'][-1][1]:.2f} %"
         print(f"{said}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
@@ -109,13 +109,6 @@ def _load(root: Path, config: str, extra: list[str]) -> dict:
             f"{root} holds a comparison by another recipe (configuration or arguments); give another --folder."
         )
     return state
-
-
-def _save(root: Path, state: dict) -> None:
-    """Replace the results at once, so that a crash leaves the old ones."""
-    part = root / "results.json.part"
-    part.write_text(json.dumps(state, indent=1) + "\n")
-    part.replace(root / "results.json")
 
 
 def _slug(model: str, seed: int) -> str:
@@ -182,9 +175,7 @@ def _read(run: Path) -> dict:
     curves = {tag: _curve(log, tag) for tag in CURVES if tag in tags}
     if "val/top1" not in curves:
         return {"error": f"no validation was logged; give data.val and let it run (see {run})"}
-    hp = load_checkpoint(find_checkpoint(str(run)))["hyper_parameters"]
-    kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
-    model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
+    model, size = load_network(str(run))
     speeds = (
         [event.value for event in log.Scalars("train/images_per_second")] if "train/images_per_second" in tags else []
     )
@@ -193,7 +184,7 @@ def _read(run: Path) -> dict:
         "curves": curves,
         "images_per_second": statistics.median(speeds) if speeds else None,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "flops": forward_flops(model, torch.empty(1, 3, hp["image_size"], hp["image_size"], device="meta")),
+        "flops": forward_flops(model, torch.empty(1, 3, size, size, device="meta")),
     }
 
 

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dctrain.errors import UserError
+from dctrain.files import write_json
 
 from .texts import Document, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, token_dtype
@@ -109,12 +110,12 @@ def _prepare(files: list[Path], out: Path, options: Options, num_workers: int, p
     if not manifest.is_file():
         tokenizer = _make_tokenizer(files, out, options)
         (out / "parts").mkdir(exist_ok=True)
-        _write(out / "plan.json", plan)
+        write_json(out / "plan.json", plan)
         parts = [Part(number, tuple(group), out, options, tokenizer.spec) for number, group in enumerate(_group(files))]
         total = sum(file.stat().st_size for file in files)
         with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
             notes = _run(parts, num_workers, bar.update)
-        _write(manifest, _manifest(notes, tokenizer, options))
+        write_json(manifest, _manifest(notes, tokenizer, options))
     return json.loads(manifest.read_text())
 
 
@@ -147,7 +148,7 @@ def _make_tokenizer(files: list[Path], out: Path, options: Options) -> Tokenizer
     else:
         tokenizer = open_tokenizer(options.tokenizer, options.eos)
     if tokenizer.spec != BYTES:
-        _write(path, json.loads(tokenizer.spec))
+        write_json(path, json.loads(tokenizer.spec))
     return tokenizer
 
 
@@ -245,7 +246,7 @@ def run_part(part: Part, advance: Callable[[int], object]) -> dict:
             notes["skipped"] += [str(file) for file, document in batch if document.text is None]
             segment.add([document.text for _, document in batch if document.text is not None])
         notes["segments"].append(segment.close())
-        _write(part.notes, notes)
+        write_json(part.notes, notes)
     return notes
 
 
@@ -324,13 +325,3 @@ def _manifest(notes: list[dict], tokenizer: Tokenizer, options: Options) -> dict
         "skipped": [file for part in notes for file in part["skipped"]],
         "splits": splits,
     }
-
-
-def _write(path: Path, content: dict) -> None:
-    """Write JSON in one step."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
