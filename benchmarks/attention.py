@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from measure import ceilings, measure, save, show
 
-from dcmha import ComposeWeights, composed_attention
+from dcmha import ComposeWeights, SideWeights, attention_flops, composed_attention, visible_pairs
 from dctrain.environment import environment
 
-IMPLS = ("sdpa", "reference", "compiled", "triton")
+IMPLS = {"cpu": ("sdpa", "reference", "compiled", "cpu"), "cuda": ("sdpa", "reference", "compiled", "triton")}
 
 
 def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
@@ -26,14 +26,18 @@ def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespac
         dtype = getattr(torch, options.dtype)
         return torch.randn(*shape, device=options.device, dtype=dtype).requires_grad_(backward)
 
+    def side() -> SideWeights:
+        return SideWeights(rand(B, T, R, H), rand(B, T, R, H), rand(B, T, H))
+
     def weights() -> ComposeWeights:
-        side = [(B, T, R, H), (B, T, R, H), (B, T, H)]
-        return ComposeWeights(*(rand(*shape) for shape in (side if options.query_wise else side + side)))
+        return ComposeWeights(side()) if options.query_wise else ComposeWeights(side(), side())
 
     q, k, v = (rand(B, H, T, D) for _ in range(3))
     pre, post = (None, None) if impl == "sdpa" else (weights(), weights())
     cotangent = torch.randn(B, H, T, D, device=options.device, dtype=q.dtype)
-    leaves = [q, k, v, *(w for side in (pre, post) if side for w in side if w is not None)]
+    leaves = [q, k, v]
+    for composition in filter(None, (pre, post)):
+        composition.map(leaves.append)
 
     def call() -> None:
         name = "auto" if impl == "sdpa" else impl
@@ -46,17 +50,19 @@ def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespac
 
 
 def work(options: argparse.Namespace, tokens: int, backward: bool) -> dict[str, float]:
-    """Count what a call must do: pairs of a query and a visible key, and the FLOPs of the products of matrices.
+    """Count what a call must do: elements (a query, a key it sees, a head), and the FLOPs of the products of matrices.
 
     And the bytes that the fused kernels and their products move through the workspace: 10 an element forward, 26
     backward (`dcmha/README.md`).
     """
-    per_query = min(options.window, tokens) if options.window else tokens / 2 if options.causal else tokens
-    elements = options.batch_size * options.heads * tokens * per_query
-    products, traffic = (7, 36) if backward else (2, 10)
+    pairs = options.batch_size * visible_pairs(tokens, tokens, is_causal=options.causal, window=options.window)
+    elements = pairs * options.heads
+    plain = {"pre_compose": False, "post_compose": False}
+    products = attention_flops(options.head_dim, options.heads, pairs, **plain)  # forward two, backward five more
+    traffic = 36 if backward else 10
     return {
         "elements": elements,
-        "flops": products * 2 * options.head_dim * elements,
+        "flops": products * 7 / 2 if backward else products,
         "bytes": traffic * elements * getattr(torch, options.dtype).itemsize / 2,
     }
 
@@ -103,9 +109,9 @@ def operator_parser(description: str) -> argparse.ArgumentParser:
 def main() -> None:
     """Measure and print."""
     parser = operator_parser(__doc__)
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all that the device runs")
+    parser.add_argument("--impls", nargs="+", help=f"some of {IMPLS}; default: all of the device's")
     options = parser.parse_args()
-    options.impls = options.impls or [impl for impl in IMPLS if impl != "triton" or options.device == "cuda"]
+    options.impls = options.impls or IMPLS[options.device]
     device = torch.device(options.device)
     best = ceilings(device, getattr(torch, options.dtype))
     print(f"ceilings: {best['bytes_per_second'] / 1e9:.0f} GB/s, {best['flop_per_second'] / 1e12:.2f} TFLOP/s")

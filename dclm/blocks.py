@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcmha import DCAttention
+from dcmha import DCAttention, compose_options_of
 from dcmha.attention import AttentionCache, Rope
 
-from .config import COMPOSE_OPTIONS, DecoderConfig
+from .config import DecoderConfig
 
 QK_NORM_EPS = 1e-6
 
@@ -69,7 +69,8 @@ class Block(nn.Module):
             qk_norm=config.qk_norm,
             norm_layer=partial(nn.RMSNorm, eps=QK_NORM_EPS),
             window=window,
-            **{name: getattr(config, name) for name in COMPOSE_OPTIONS},
+            impl=config.impl,
+            **compose_options_of(config),
             **dd,
         )
         self.mlp_norm = make_norm(config, **dd)

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from dcmha import DCAttention
-
-COMPOSE_OPTIONS = tuple(name for name in DCAttention.OPTIONS if name != "window")
+from dcmha import ComposeOptions
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Architecture of a decoder language model. Composition is on if `pre_compose` or `post_compose` is.
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ComposeOptions):
+    """Architecture of a decoder language model.
+
+    The fields of `ComposeOptions` belong to it; composition is off unless `pre_compose` or `post_compose` is set.
 
     Attributes:
         dim: Width C.
@@ -32,14 +32,6 @@ class DecoderConfig:
         qk_norm: RMS-normalise q and k per head.
         windows: Pattern of attention windows, repeated over the layers: [256, null] is local and global in turn.
         init_std: Standard deviation of all weights; null initialises as GPT-NeoX does for Pythia.
-        rank: Like those below, an option of `DCAttention`.
-        pre_compose: Compose scores.
-        post_compose: Compose weights.
-        query_wise: Compose by the query's token.
-        key_wise: Compose by the key's token.
-        dynamic_gate: Gates.
-        static_base: Learned static base.
-        num_groups: Head groups that compose among themselves.
         impl: Implementation of composed attention.
 
     Raises:
@@ -64,15 +56,9 @@ class DecoderConfig:
     qk_norm: bool = False
     windows: tuple[int | None, ...] = (None,)
     init_std: float | None = 0.006
-    rank: int = 2
+    impl: str = "auto"
     pre_compose: bool = False
     post_compose: bool = False
-    query_wise: bool = True
-    key_wise: bool = True
-    dynamic_gate: bool = True
-    static_base: bool = False
-    num_groups: int = 1
-    impl: str = "auto"
 
     def __post_init__(self) -> None:
         """Check what the layers would not, or would only late."""
@@ -84,6 +70,7 @@ class DecoderConfig:
         if not isinstance(self.windows, list | tuple) or not all(type(w) in (int, type(None)) for w in self.windows):
             raise ValueError(f"windows={self.windows!r} must be a list of numbers and nulls.")
         object.__setattr__(self, "windows", tuple(self.windows))
+        super().__post_init__()
         for name in ("dim", "num_layers", "num_heads", "mlp_dim", "vocab_size", "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -106,11 +93,6 @@ class DecoderConfig:
                 f"rotary_fraction={self.rotary_fraction} of head dim {self.dim // self.num_heads} is "
                 f"{self.rotary_dim} channels; it must be a positive even number."
             )
-
-    @property
-    def is_composed(self) -> bool:
-        """Whether heads are composed at all."""
-        return self.pre_compose or self.post_compose
 
     @property
     def rotary_dim(self) -> int:

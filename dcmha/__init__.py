@@ -1,26 +1,35 @@
-"""Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024): the operator and its layer. Needs torch alone."""
+"""Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024): the operator and its layers. Needs torch alone."""
 
 from .attention import DCAttention
 from .cache import DecodingCache
 from .choice import resolve_impl
-from .complexity import ComposeCost, approximate_overhead, compose_cost
+from .complexity import ComposeCost, approximate_overhead, attention_flops, compose_cost, visible_pairs
 from .cross import DCCrossAttention
 from .functional import composed_attention
+from .layer import ComposedLayer
+from .options import COMPOSE_OPTIONS, ComposeOptions, compose_options_of
 from .recording import record_attention
 from .rotary import rotary_embedding
-from .weights import ComposeProjection, ComposeWeights
+from .weights import ComposeProjection, ComposeWeights, SideWeights
 
 __all__ = [
+    "COMPOSE_OPTIONS",
     "ComposeCost",
+    "ComposeOptions",
     "ComposeProjection",
     "ComposeWeights",
+    "ComposedLayer",
     "DCAttention",
     "DCCrossAttention",
     "DecodingCache",
+    "SideWeights",
     "approximate_overhead",
+    "attention_flops",
     "compose_cost",
+    "compose_options_of",
     "composed_attention",
     "record_attention",
     "resolve_impl",
     "rotary_embedding",
+    "visible_pairs",
 ]

@@ -2,41 +2,40 @@
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, C model width, R compose rank, G head groups
 
-import logging
-from collections.abc import Callable
-from functools import cache
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .choice import Impl, ResolvedImpl, check_impl, resolve_impl
-from .functional import composed_attention
 from .impl.masking import combine_masks
-from .weights import ComposeProjection, ComposeWeights, TokenWeights
-
-logger = logging.getLogger(__name__)
+from .layer import ComposedLayer
+from .options import COMPOSE_OPTIONS, check_names, compose_options_of
+from .weights import ComposeProjection, ComposeWeights
 
 Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-KeyWeights = list[TokenWeights] | None
 
 
 class AttentionCache(Protocol):
     """What the layer asks of a decoding cache."""
 
-    def update(self, k: Tensor, v: Tensor, key_weights: KeyWeights) -> tuple[Tensor, Tensor, KeyWeights, Tensor | None]:
-        """Add new keys, values [B, H, T, D] and their compose weights; return all kept ones and a mask, or None."""
+    def update(
+        self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+    ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None, Tensor | None]:
+        """Add the keys and values [B, H, T, D] of new tokens and the key side of their compose weights.
+
+        Returns:
+            All keys and values that the new queries may see, the weights with the key side of all those, and a mask
+            for `composed_attention`, or None.
+        """
 
 
-class DCAttention(nn.Module):
+class DCAttention(ComposedLayer):
     """Self-attention with dynamically composed heads.
 
-    The first block of arguments is that of timm's `Attention`; state-dict keys of the parts they share are the same,
+    The arguments up to `dtype` are those of timm's `Attention`; state-dict keys of the parts they share are the same,
     and everything this layer adds lies under `compose.`. With `pre_compose=False, post_compose=False` it is plain
-    attention.
-
-    The keyword options can also be set as class attributes, for places that take a class and construct it themselves
-    (None takes the class's):
+    attention. For places that take a class and construct it themselves:
 
         timm.create_model("vit_small_patch16_224", attn_layer=DCAttention.with_options(rank=1))
 
@@ -55,37 +54,20 @@ class DCAttention(nn.Module):
         norm_layer: Constructor for `qk_norm` and `scale_norm`.
         device: Where the parameters live.
         dtype: Their dtype.
-        rank: Rank R of the dynamic projections, 2 in the paper; 0 leaves them out.
-        pre_compose: Compose the scores before the softmax.
-        post_compose: Compose the weights after it.
-        query_wise: Compose by weights from the query's token.
-        key_wise: Compose by weights from the key's token.
-        dynamic_gate: Gate each head by the token.
-        static_base: Add a learned static base (talking heads).
-        num_groups: Compose within G groups of heads (section 3.2).
-        window: A query sees this many keys, its own included; None for all.
-        impl: As in `composed_attention`.
+        **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window`, the number of keys a query sees,
+            its own included (None for all); `impl`, as in `composed_attention`.
+
+    Attributes:
+        OPTIONS: The names of these options.
+        defaults: Options that a subclass sets otherwise.
 
     Raises:
         ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or an option is
-            out of range.
+            unknown or out of range.
     """
 
-    rank: int = 2
-    pre_compose: bool = True
-    post_compose: bool = True
-    query_wise: bool = True
-    key_wise: bool = True
-    dynamic_gate: bool = True
-    static_base: bool = False
-    num_groups: int = 1
-    window: int | None = None
-    impl: Impl = "auto"
-
-    OPTIONS = (
-        *("rank", "pre_compose", "post_compose", "query_wise", "key_wise"),
-        *("dynamic_gate", "static_base", "num_groups", "window", "impl"),
-    )
+    OPTIONS: ClassVar[tuple[str, ...]] = (*COMPOSE_OPTIONS, "window", "impl")
+    defaults: ClassVar[Mapping[str, object]] = {}
 
     def __init__(
         self,
@@ -103,21 +85,10 @@ class DCAttention(nn.Module):
         norm_layer: Callable[..., nn.Module] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        rank: int | None = None,
-        pre_compose: bool | None = None,
-        post_compose: bool | None = None,
-        query_wise: bool | None = None,
-        key_wise: bool | None = None,
-        dynamic_gate: bool | None = None,
-        static_base: bool | None = None,
-        num_groups: int | None = None,
-        window: int | None = None,
-        impl: Impl | None = None,
+        **options,
     ) -> None:
         super().__init__()
-        given = locals()
-        self._set_options({name: given[name] for name in self.OPTIONS})
+        self._set_options(**{**self.defaults, **options})
         if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
         if attn_head_dim is not None and attn_head_dim < 1:
@@ -129,7 +100,6 @@ class DCAttention(nn.Module):
         self.head_dim = attn_head_dim or dim // num_heads
         self.attn_dim = num_heads * self.head_dim
         self.scale = self.head_dim**-0.5
-        self.resolved_impl: ResolvedImpl | None = None
 
         self.qkv = nn.Linear(dim, self.attn_dim * 3, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
@@ -141,41 +111,31 @@ class DCAttention(nn.Module):
         self.proj = nn.Linear(self.attn_dim, dim_out or dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def _set_options(self, options: dict) -> None:
-        """Set the options that are not None; the others stay as the class has them."""
-        for name, value in options.items():
-            if value is not None:
-                setattr(self, name, value)
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1 (the query's own position), or None.")
-        check_impl(self.impl)
-
     def _make_projection(self, dim: int, dd: dict) -> ComposeProjection | None:
-        if not (self.pre_compose or self.post_compose):
+        if not self.options.is_composed:
             return None
-        layer_options = ("window", "impl")
-        options = {name: getattr(self, name) for name in self.OPTIONS if name not in layer_options}
-        return ComposeProjection(dim, self.num_heads, **options, **dd)
+        return ComposeProjection(dim, self.num_heads, **compose_options_of(self.options), **dd)
 
     @classmethod
     def with_options(cls, **options) -> type["DCAttention"]:
-        """Make a subclass with other defaults, for code that takes an attention class.
+        """Make a subclass with other defaults, for code that takes an attention class. Its instances pickle.
 
         Raises:
             ValueError: If an option is not one of `DCAttention.OPTIONS`.
         """
-        unknown = sorted(set(options) - set(cls.OPTIONS))
-        if unknown:
-            raise ValueError(f"unknown options {unknown}; accepted: {', '.join(cls.OPTIONS)}.")
-        base, given = cls.__dict__.get("_made_from", (cls, {}))
-        options = given | options
-        return type(base.__name__, (base,), {"__module__": base.__module__, "_made_from": (base, options), **options})
+        check_names(options, cls.OPTIONS)
 
-    def __reduce_ex__(self, protocol):
-        """Pickle a layer of a class made by `with_options`, which no module holds, by its base and options."""
-        if "_made_from" in type(self).__dict__:
-            return _new_with_options, type(self)._made_from, self.__dict__
-        return super().__reduce_ex__(protocol)
+        class Configured(cls):
+            defaults = {**cls.defaults, **options}
+            base = vars(cls).get("base", cls)
+
+            def __reduce_ex__(self, protocol):
+                if type(self) is not Configured:
+                    return super().__reduce_ex__(protocol)
+                return _new_configured, (self.base, self.defaults), vars(self)  # no module holds this class
+
+        Configured.__name__ = cls.__name__
+        return Configured
 
     def forward(
         self,
@@ -192,7 +152,7 @@ class DCAttention(nn.Module):
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S].
             is_causal: As in `composed_attention`.
             rope: Rotates q and k, each [B, H, T, D], before the scores.
-            cache: Keeps keys, values and key-side compose weights between calls.
+            cache: Keeps keys, values and the key side of the compose weights between calls.
 
         Returns:
             [B, T, dim_out].
@@ -205,45 +165,15 @@ class DCAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rope(q, k)
-        query_weights, key_weights = self._token_weights(x)
+        pre, post = (None, None) if self.compose is None else self.compose(x)
         if cache is not None:
-            k, v, key_weights, cache_mask = cache.update(k, v, key_weights)
+            k, v, pre, post, cache_mask = cache.update(k, v, pre, post)
             attn_mask = combine_masks(attn_mask, cache_mask)
-        pre, post = (None, None) if self.compose is None else self.compose.join(query_weights, key_weights)
-        out = self._attend(q, k, v, pre, post, attn_mask, is_causal)
+        out = self.attend(q, k, v, pre, post, attn_mask, is_causal=is_causal)
         out = self.norm(out.transpose(1, 2).reshape(B, T, self.attn_dim))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pre: ComposeWeights | None,
-        post: ComposeWeights | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        """Call the operator with this layer's options: [B, H, T, D]."""
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        out = composed_attention(
-            q,
-            k,
-            v,
-            pre,
-            post,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            window=self.window,
-            scale=self.scale,
-            dropout_p=dropout_p,
-            num_groups=self.num_groups,
-            impl=self.impl,
-        )
-        self._record_impl(q, attn_mask, dropout_p)
-        return out
 
     def _check_input(self, x: Tensor) -> torch.Size:
         if x.dim() != 3 or x.shape[-1] != self.dim:
@@ -255,30 +185,8 @@ class DCAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def _token_weights(self, x: Tensor) -> tuple[KeyWeights, KeyWeights]:
-        """Make the query and the key side from the same tokens in one pass."""
-        if self.compose is None:
-            return None, None
-        sides = self.compose.token_weights(x)
-        return (sides[0] if self.query_wise else None), (sides[-1] if self.key_wise else None)
 
-    def _record_impl(self, q: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
-        """Remember which implementation ran first, and log it once for all layers alike."""
-        if torch.compiler.is_compiling() or self.resolved_impl is not None:
-            return
-        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups}
-        choice = resolve_impl(self.impl, q, is_composed=self.compose is not None, **options)
-        self.resolved_impl = choice.impl
-        _log_choice(self.impl, *choice)
-
-
-@cache
-def _log_choice(impl: Impl, resolved: ResolvedImpl, reason: str | None) -> None:
-    because = "" if reason is None else f": {reason}"
-    logger.info("DCAttention(impl=%r) runs as %r%s.", impl, resolved, because)
-
-
-def _new_with_options(base: type[DCAttention], options: dict) -> DCAttention:
-    """Make an empty instance, for unpickling."""
-    cls = base.with_options(**options)
-    return cls.__new__(cls)
+def _new_configured(cls: type[DCAttention], options: dict) -> DCAttention:
+    """Make an empty instance of a class that `with_options` made, for unpickling."""
+    configured = cls.with_options(**options)
+    return configured.__new__(configured)

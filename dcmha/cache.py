@@ -6,13 +6,12 @@ take 2 H^2. Buffers have a fixed size and the position is a tensor, so that a de
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .attention import KeyWeights
-from .weights import TokenWeights
+from .weights import ComposeWeights, SideWeights
 
 
 class Clock:
@@ -38,53 +37,62 @@ class LayerCache:
     """The cache of one layer; fulfils `AttentionCache`. For inference: what it keeps carries no gradient.
 
     Args:
-        num_slots: Tokens kept; older ones are overwritten. A window of W needs W.
+        size: Tokens kept; older ones are overwritten. A window of W needs W.
         clock: Shared with the other layers.
     """
 
-    def __init__(self, num_slots: int, clock: Clock) -> None:
-        self.num_slots, self.clock = num_slots, clock
+    def __init__(self, size: int, clock: Clock) -> None:
+        self.size, self.clock = size, clock
         self.kept: list[Tensor] | None = None
 
-    def update(self, k: Tensor, v: Tensor, key_weights: KeyWeights) -> tuple[Tensor, Tensor, KeyWeights, Tensor | None]:
-        """Add new keys, values [B, H, T, D] and their compose weights; return all that the new queries may see.
+    def update(
+        self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+    ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None, Tensor | None]:
+        """Add new tokens and return all that they may see, as `AttentionCache` says.
 
-        They come in the order of their tokens, or for T = 1 in any order, so that the layer's own `is_causal` and
-        `window` hold; the mask [B or 1, 1, 1, S] hides empty slots and padding.
+        Keys come in the order of their tokens, or for T = 1 in any order, so that the layer's own `is_causal` and
+        `window` hold; the mask [B or 1, 1, 1, S] hides empty places and padding.
 
         Raises:
             ValueError: If the dtype is another than before.
         """
-        new, pack = _flatten(k, v, key_weights)
-        T = k.shape[2]
-        positions = self.clock.end - T + torch.arange(T, device=k.device)
+        new = [k.transpose(1, 2), v.transpose(1, 2), *_key_parts(pre), *_key_parts(post)]
+        seen, mask = self._see(new)
+        keys, values, *parts = seen
+        rest = iter(parts)
+        pre, post = (_with_key_parts(weights, rest) for weights in (pre, post))
+        return keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask
+
+    def _see(self, new: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """Keep what new tokens bring, [B, T, ...] each; return what they see [B, S, ...], and a mask of it."""
+        T = new[0].shape[1]
+        positions = self.clock.end - T + torch.arange(T, device=new[0].device)
         if self.kept is None:
-            self.kept = [x.new_zeros(x.shape[0], self.num_slots, *x.shape[2:]) for x in new]
+            self.kept = [x.new_zeros(x.shape[0], self.size, *x.shape[2:]) for x in new]
             self._write(new, positions)
-            mask = None if self.clock.padding is None else self.clock.real(positions)
-            return *pack(new), mask
-        if self.kept[0].dtype != k.dtype:
-            raise ValueError(f"the cache holds {self.kept[0].dtype}; got {k.dtype}.")
+            return new, None if self.clock.padding is None else self.clock.real(positions)
+        if self.kept[0].dtype != new[0].dtype:
+            raise ValueError(f"the cache holds {self.kept[0].dtype}; got {new[0].dtype}.")
         if T == 1:
             self._write(new, positions)
-            slots = torch.arange(self.num_slots, device=k.device)
-            return *pack(self.kept), self.clock.real(positions - (positions - slots) % self.num_slots)
+            places = torch.arange(self.size, device=positions.device)
+            return self.kept, self.clock.real(positions - (positions - places) % self.size)
         seen, seen_positions = self._after_kept(new, positions)
         self._write(new, positions)
-        return *pack(seen), self.clock.real(seen_positions)
+        return seen, self.clock.real(seen_positions)
 
     def _after_kept(self, new: list[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Put new tokens after the kept ones, in order; return all with their positions, negative for empty slots."""
-        before = positions[0] - self.num_slots + torch.arange(self.num_slots, device=positions.device)
-        slots = before % self.num_slots
-        seen = [torch.cat([old[:, slots], x], 1) for old, x in zip(self.kept, new, strict=True)]
+        """Put new tokens after the kept ones, in order; return all with their positions, negative for empty places."""
+        before = positions[0] - self.size + torch.arange(self.size, device=positions.device)
+        places = before % self.size
+        seen = [torch.cat([old[:, places], x], 1) for old, x in zip(self.kept, new, strict=True)]
         return seen, torch.cat([before, positions])
 
     def _write(self, new: list[Tensor], positions: Tensor) -> None:
-        """Put the newest tokens into their slots."""
-        slots = positions[-self.num_slots :] % self.num_slots
+        """Put the newest tokens into their places."""
+        places = positions[-self.size :] % self.size
         for kept, x in zip(self.kept, new, strict=True):
-            kept.index_copy_(1, slots, x[:, -self.num_slots :].detach())
+            kept.index_copy_(1, places, x[:, -self.size :].detach())
 
 
 class DecodingCache:
@@ -145,15 +153,13 @@ class DecodingCache:
         return (positions - self.clock.padding[:, None]).clamp(min=0)
 
 
-def _flatten(k: Tensor, v: Tensor, key_weights: KeyWeights) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple]]:
-    """List the tensors with tokens on axis 1, and give the function that puts such a list together again."""
-    shape = [] if key_weights is None else [[part is not None for part in weights] for weights in key_weights]
-    parts = [part for weights in key_weights or [] for part in weights if part is not None]
+def _key_parts(weights: ComposeWeights | None) -> list[Tensor]:
+    """List the tensors of a composition's key side."""
+    return [] if weights is None else [part for part in weights.key if part is not None]
 
-    def pack(tensors: list[Tensor]) -> tuple[Tensor, Tensor, KeyWeights]:
-        k, v, *rest = tensors
-        rest = iter(rest)
-        weights = [TokenWeights(*(next(rest) if is_there else None for is_there in parts)) for parts in shape]
-        return k.transpose(1, 2), v.transpose(1, 2), None if key_weights is None else weights
 
-    return [k.transpose(1, 2), v.transpose(1, 2), *parts], pack
+def _with_key_parts(weights: ComposeWeights | None, parts: Iterator[Tensor]) -> ComposeWeights | None:
+    """Put other tensors in the place of those that `_key_parts` lists."""
+    if weights is None:
+        return None
+    return weights._replace(key=SideWeights(*(part if part is None else next(parts) for part in weights.key)))

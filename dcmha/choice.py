@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-Impl = Literal["auto", "reference", "compiled", "triton"]
-ResolvedImpl = Literal["sdpa", "reference", "compiled", "triton"]
+Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
+ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
 MAX_GROUP_HEADS = 16  # that the fused kernels compose together
 
 
 class Choice(NamedTuple):
-    """What a call uses, and why "auto" did not choose the fused kernels, if it might have."""
+    """What a call uses, and where "auto" took "compiled", why what the device is meant to run did not take the call."""
 
     impl: ResolvedImpl
     reason: str | None = None
@@ -47,27 +47,37 @@ def resolve_impl(
         num_groups: As in `composed_attention`.
 
     Raises:
-        ValueError: If `impl` is unknown, or is "triton" and the fused kernels do not take the call.
+        ValueError: If `impl` is unknown, or is "triton" or "cpu" and does not take the call.
     """
     check_impl(impl)
     if not is_composed:
         return Choice("sdpa")
-    if impl == "triton":
-        reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
-        if reason is not None:
-            raise ValueError(f"impl='triton' cannot run: {reason}; use impl='compiled' or 'reference'.")
-    if impl != "auto":
+    if impl in ("reference", "compiled"):
         return Choice(impl)
-    if not q.is_cuda:
-        return Choice("compiled")
-    if q.shape[2] == 1:
-        return Choice("compiled", "the fused kernels do not repay launching for a single query")
-    reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
-    return Choice("triton") if reason is None else Choice("compiled", f"the fused kernels cannot run: {reason}")
+    name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
+    reason = why_not_cpu(q, dropout_p) if name == "cpu" else why_not_triton(q, attn_mask, dropout_p, num_groups)
+    if reason is None and impl == "auto" and q.shape[2] == 1:
+        reason = "it does not repay a single query"
+    if reason is None:
+        return Choice(name)
+    if impl == "auto":
+        return Choice("compiled", f"{name!r} does not take the call: {reason}")
+    raise ValueError(f"impl={impl!r} cannot run: {reason}; use impl='compiled' or 'reference'.")
+
+
+def why_not_cpu(q: Tensor, dropout_p: float) -> str | None:
+    """Say why "cpu" does not take a call; None if it does. Arguments are those of `composed_attention`."""
+    if q.device.type != "cpu":
+        return f"it needs CPU tensors, got q on {q.device}"
+    if torch.compiler.is_compiling():
+        return "a compiler cannot trace it"
+    if dropout_p > 0:
+        return "it has no dropout"
+    return None
 
 
 def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
-    """Say why the fused kernels do not take a call; None if they do. Arguments are those of `composed_attention`."""
+    """Say why "triton" does not take a call; None if it does. Arguments are those of `composed_attention`."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
     if q.shape[1] // num_groups > MAX_GROUP_HEADS:
@@ -82,7 +92,7 @@ def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_gr
 
 
 def _is_mask_of_keys(attn_mask: Tensor) -> bool:
-    """Tell whether all heads and queries of an image see the same keys."""
+    """Tell whether all heads and queries of a row of the batch see the same keys."""
     return 1 <= attn_mask.dim() <= 4 and all(size == 1 for size in attn_mask.shape[-3:-1])
 
 

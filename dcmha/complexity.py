@@ -1,10 +1,17 @@
-"""What composition costs: the paper's approximation (table 2, appendix E) and exact counts."""
+"""What composed attention costs: the paper's approximation (table 2, appendix E), and exact counts.
+
+The one source of FLOP counts, for benchmarks and utilisation alike. A FLOP is half a multiply-add of a matrix product
+or of a sum over heads or ranks, as the dense reference does it; element-wise work (gates, norm, softmax, a sum of one
+term such as the up projection of rank 1) is not counted.
+"""
 
 from typing import NamedTuple
 
+from .options import ComposeOptions
+
 
 class ComposeCost(NamedTuple):
-    """Extra parameters and matrix FLOPs (two per multiply-add) of composition in one layer."""
+    """Extra parameters and FLOPs of composition in one layer."""
 
     params: int
     flops: int
@@ -29,52 +36,64 @@ def approximate_overhead(head_dim: int, rank: int, rho: float) -> tuple[float, f
     return params, flops
 
 
-def compose_cost(
-    dim: int,
-    num_heads: int,
-    num_queries: int,
-    num_keys: int,
-    *,
-    rank: int = 2,
-    pre_compose: bool = True,
-    post_compose: bool = True,
-    query_wise: bool = True,
-    key_wise: bool = True,
-    dynamic_gate: bool = True,
-    static_base: bool = False,
-    num_groups: int = 1,
-) -> ComposeCost:
-    """Count exactly what composition adds to one layer and one sequence, in the forward pass.
+def visible_pairs(num_queries: int, num_keys: int, *, is_causal: bool = False, window: int | None = None) -> int:
+    """Count the pairs of a query and a key that it sees, by `is_causal` and `window` as in `composed_attention`.
 
-    FLOPs are those of matrix products and sums over heads, as the dense reference does them: making the weights from
-    the tokens, and the down and up projections and the base of every query-key pair. Element-wise work (gates, norm,
-    softmax, a sum of one term such as the up projection of rank 1) is not counted, and no pair is skipped.
+    Args:
+        num_queries: T.
+        num_keys: S.
+        is_causal: Hide later keys.
+        window: Keys that a query sees, or None.
+    """
+    if not is_causal and window is None:
+        return num_queries * num_keys
+    pairs = 0
+    for position in range(num_keys - num_queries, num_keys):
+        first = 0 if window is None else max(0, position - window + 1)
+        last = position + 1 if is_causal else position + window
+        pairs += max(0, min(num_keys, last) - first)
+    return pairs
+
+
+def attention_flops(head_dim: int, num_heads: int, num_pairs: int, **options) -> int:
+    """Count the FLOPs of the operator's forward pass: scores, composition of both, and weighted values.
+
+    Args:
+        head_dim: D.
+        num_heads: H.
+        num_pairs: Pairs of a query and a key it sees, of the whole batch (`visible_pairs`).
+        **options: Fields of `ComposeOptions`.
+    """
+    composition = _pair_flops(num_heads, ComposeOptions(**options))
+    return num_pairs * (2 * 2 * head_dim * num_heads + composition)
+
+
+def compose_cost(dim: int, num_heads: int, num_queries: int, num_keys: int, **options) -> ComposeCost:
+    """Count what composition adds to one layer and one sequence, in the forward pass, when no pair is skipped.
 
     Args:
         dim: Width C of the tokens.
         num_heads: H.
         num_queries: T.
         num_keys: S.
-        rank: As in `ComposeProjection`, like the options below.
-        pre_compose: Compose scores.
-        post_compose: Compose weights.
-        query_wise: Query side on.
-        key_wise: Key side on.
-        dynamic_gate: Gates on.
-        static_base: Static base on.
-        num_groups: G.
+        **options: Fields of `ComposeOptions`.
     """
-    compositions = pre_compose + post_compose
-    group_heads = num_heads // num_groups
-    width = 2 * rank * group_heads
-    pairs = num_queries * num_keys
-    per_pair = rank * num_heads * ((group_heads > 1) + (rank > 1))  # down sums over heads, up over ranks
-    params = flops = 0
-    for tokens in [num_queries] * query_wise + [num_keys] * key_wise:
-        per_token = num_groups * (dim * width + width * width) + dynamic_gate * dim * num_heads
-        params += compositions * per_token
-        flops += compositions * (2 * tokens * per_token + 2 * pairs * per_pair)
-    if static_base:
+    chosen = ComposeOptions(**options)
+    compositions, group_heads = len(chosen.compositions), chosen.group_heads(num_heads)
+    width = 2 * chosen.rank * group_heads
+    per_token = chosen.num_groups * (dim * width + width * width) + chosen.dynamic_gate * dim * num_heads
+    tokens = {"query": num_queries, "key": num_keys}
+    params = compositions * per_token * len(chosen.sides)
+    flops = compositions * 2 * per_token * sum(tokens[side] for side in chosen.sides)
+    if chosen.static_base:
         params += compositions * num_heads * group_heads
-        flops += compositions * 2 * pairs * num_heads * group_heads * (group_heads > 1)
-    return ComposeCost(params, flops)
+    return ComposeCost(params, flops + num_queries * num_keys * _pair_flops(num_heads, chosen))
+
+
+def _pair_flops(num_heads: int, options: ComposeOptions) -> int:
+    """Count the FLOPs of composing one pair."""
+    group_heads = options.group_heads(num_heads)
+    down_over_heads, up_over_ranks = group_heads > 1, options.rank > 1
+    flops = len(options.sides) * 2 * options.rank * num_heads * (down_over_heads + up_over_ranks)
+    flops += options.static_base * 2 * num_heads * group_heads * (group_heads > 1)
+    return len(options.compositions) * flops

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .choice import Impl, check_impl
-from .functional import composed_attention
+from .choice import Impl
 from .impl.masking import combine_masks
+from .layer import ComposedLayer
+from .options import ComposeOptions, compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
 
-class DCCrossAttention(nn.Module):
+class DCCrossAttention(ComposedLayer):
     """Cross-attention with dynamically composed heads: queries make the query side, the context makes the key side.
 
     Args:
@@ -30,15 +31,8 @@ class DCCrossAttention(nn.Module):
         norm_layer: Constructor for `qk_norm`.
         device: Where the parameters live.
         dtype: Their dtype.
-        rank: Like those below, as in `DCAttention`.
-        pre_compose: Compose the scores before the softmax.
-        post_compose: Compose the weights after it.
-        query_wise: Compose by weights from the query's token.
-        key_wise: Compose by weights from the context's token.
-        dynamic_gate: Gate each head by the token.
-        static_base: Add a learned static base.
-        num_groups: Compose within G groups of heads.
         impl: As in `composed_attention`.
+        **options: Fields of `ComposeOptions`.
 
     Raises:
         ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or nothing is
@@ -61,17 +55,11 @@ class DCCrossAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        rank: int = 2,
-        pre_compose: bool = True,
-        post_compose: bool = True,
-        query_wise: bool = True,
-        key_wise: bool = True,
-        dynamic_gate: bool = True,
-        static_base: bool = False,
-        num_groups: int = 1,
         impl: Impl = "auto",
+        **options,
     ) -> None:
         super().__init__()
+        self._set_options(window=None, impl=impl, **options)
         if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
         for name, width in (("context_dim", context_dim), ("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
@@ -79,16 +67,9 @@ class DCCrossAttention(nn.Module):
                 raise ValueError(f"{name}={width} must be at least 1, or None.")
         if qk_norm and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm needs a norm layer, such as torch.nn.LayerNorm.")
-        check_impl(impl)
         dd = {"device": device, "dtype": dtype}
         context_dim = context_dim or dim
-        self.dim, self.context_dim, self.num_heads, self.num_groups, self.impl = (
-            dim,
-            context_dim,
-            num_heads,
-            num_groups,
-            impl,
-        )
+        self.dim, self.context_dim, self.num_heads = dim, context_dim, num_heads
         self.head_dim = attn_head_dim or dim // num_heads
         self.scale = self.head_dim**-0.5
         attn_dim = num_heads * self.head_dim
@@ -96,20 +77,7 @@ class DCCrossAttention(nn.Module):
         self.kv = nn.Linear(context_dim, 2 * attn_dim, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        self.compose = SidedProjection(
-            dim,
-            context_dim,
-            num_heads,
-            query_wise=query_wise,
-            key_wise=key_wise,
-            static_base=static_base,
-            rank=rank,
-            pre_compose=pre_compose,
-            post_compose=post_compose,
-            dynamic_gate=dynamic_gate,
-            num_groups=num_groups,
-            **dd,
-        )
+        self.compose = SidedProjection(dim, context_dim, num_heads, **compose_options_of(self.options), **dd)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(attn_dim, dim_out or dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -130,7 +98,7 @@ class DCCrossAttention(nn.Module):
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; combined by AND.
 
         Returns:
-            [B, T, dim_out]; for an image whose context is all padding, what the projection makes of zeros.
+            [B, T, dim_out]; for a row whose context is all padding, what the projection makes of zeros.
 
         Raises:
             ValueError: If a shape does not fit, or `context_mask` is not boolean.
@@ -141,18 +109,7 @@ class DCCrossAttention(nn.Module):
         if context_mask is not None:
             attn_mask = combine_masks(attn_mask, context_mask[:, None, None])
         pre, post = self.compose(x, context)
-        out = composed_attention(
-            q,
-            self.k_norm(k),
-            v,
-            pre,
-            post,
-            attn_mask=attn_mask,
-            scale=self.scale,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            num_groups=self.num_groups,
-            impl=self.impl,
-        )
+        out = self.attend(q, self.k_norm(k), v, pre, post, attn_mask)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -180,10 +137,9 @@ class SidedProjection(nn.Module):
         dim: Width of the queries' tokens.
         context_dim: Width of the keys' tokens.
         num_heads: Heads H.
-        query_wise: Make the query side.
-        key_wise: Make the key side.
-        static_base: Learn a static base.
-        **options: As in `ComposeProjection`.
+        device: Where the parameters live.
+        dtype: Their dtype.
+        **options: Fields of `ComposeOptions`.
 
     Raises:
         ValueError: If nothing is left to compose, or an option does not fit.
@@ -195,25 +151,27 @@ class SidedProjection(nn.Module):
         context_dim: int,
         num_heads: int,
         *,
-        query_wise: bool,
-        key_wise: bool,
-        static_base: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options,
     ) -> None:
         super().__init__()
-        sides = {"query_wise": query_wise, "key_wise": False, "static_base": static_base}
-        needs_key = key_wise and not (options["rank"] == 0 and not options["dynamic_gate"])
-        self.query = (
-            ComposeProjection(dim, num_heads, **sides, **options)
-            if query_wise or static_base or not needs_key
-            else None
-        )
-        sides = {"query_wise": False, "key_wise": True, "static_base": False}
-        self.key = ComposeProjection(context_dim, num_heads, **sides, **options) if needs_key else None
+        dd = {"device": device, "dtype": dtype}
+        has_key = "key" in ComposeOptions(**options).sides
+        has_query = "query" in ComposeOptions(**options).sides or options.get("static_base", False) or not has_key
+        only_query = {**options, "key_wise": False}
+        only_key = {**options, "query_wise": False, "static_base": False}
+        self.query = ComposeProjection(dim, num_heads, **only_query, **dd) if has_query else None
+        self.key = ComposeProjection(context_dim, num_heads, **only_key, **dd) if has_key else None
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[ComposeWeights | None, ComposeWeights | None]:
         """Make the weights of both compositions from queries [B, T, C] and context [B, S, context_dim]."""
-        query = self.query.token_weights(x) if self.query is not None else []
-        key = self.key.token_weights(context) if self.key is not None else []
-        owner = self.key if self.query is None else self.query
-        return owner.join(query[0] if query else None, key[0] if key else None)
+        if self.key is None:
+            return self.query(x)
+        if self.query is None:
+            return self.key(context)
+        pre, post = (
+            query if query is None else query._replace(key=key.key)
+            for query, key in zip(self.query(x), self.key(context), strict=True)
+        )
+        return pre, post

@@ -11,7 +11,7 @@ from torch import Tensor
 from .choice import Impl, check_impl, resolve_impl
 from .impl.masking import both_visible, visible_keys
 from .impl.settings import Settings
-from .weights import ComposeWeights
+from .weights import ComposeWeights, SideWeights
 
 
 def composed_attention(
@@ -37,8 +37,8 @@ def composed_attention(
 
     where, with dot products over the heads of one group (equation 7, the identity in place of W_b),
 
-        compose(a)(i, j, :) = a + a @ base + sum_r (a . query_down[i, r]) query_up[i, r] + a * query_gate[i]
-                                           + sum_r (a . key_down[j, r]) key_up[j, r] + a * key_gate[j]
+        compose(a)(i, j, :) = a + a @ base + sum_r (a . query.down[i, r]) query.up[i, r] + a * query.gate[i]
+                                           + sum_r (a . key.down[j, r]) key.up[j, r] + a * key.gate[j]
 
     Composed weights are not renormalised and may be negative. A query with no visible key gives zeros. With `pre` and
     `post` both None this is `torch.nn.functional.scaled_dot_product_attention` with the equivalent mask. Under
@@ -57,15 +57,17 @@ def composed_attention(
         scale: Factor on q k^T; 1/sqrt(D) if None.
         dropout_p: Probability of dropping a composed weight.
         num_groups: G; heads mix within G equal groups (section 3.2).
-        impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "triton" (fused
-            kernels; CUDA), or "auto": on CUDA "triton" where it can run, for more than one query, else "compiled".
-            `resolve_impl` tells which. Second derivatives and torch.func transforms need "reference".
+        impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "cpu" (blocks
+            that stay in a CPU's cache, float32 inside), "triton" (fused kernels; CUDA), or "auto": "triton" on CUDA and
+            "cpu" on a CPU where they can run, for more than one query, else "compiled". `resolve_impl` tells which.
+            Second derivatives and torch.func transforms need "reference".
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.
 
     Raises:
-        ValueError: If a shape, dtype, device or option does not fit, or "triton" cannot run; the message names it.
+        ValueError: If a shape, dtype, device or option does not fit, or "triton" or "cpu" cannot run; the message names
+            it.
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
     check_impl(impl)
@@ -95,6 +97,8 @@ def composed_attention(
                 from .impl import reference as implementation
             case "compiled":
                 from .impl import compiled as implementation
+            case "cpu":
+                from .impl import cpu as implementation
             case "triton":
                 from .impl import triton as implementation
         return implementation.attention(q, k, v, pre, post, visible, bias, settings)
@@ -131,7 +135,7 @@ def _autocast(q, k, v, pre, post, attn_mask):
     def cast(x: Tensor | None) -> Tensor | None:
         return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
 
-    pre, post = (w if w is None else ComposeWeights(*map(cast, w)) for w in (pre, post))
+    pre, post = (w if w is None else w.map(cast) for w in (pre, post))
     return cast(q), cast(k), cast(v), pre, post, cast(attn_mask)
 
 
@@ -185,15 +189,16 @@ def _check_weights(name: str, weights: ComposeWeights | None, q: Tensor, k: Tens
     if weights is None:
         return
     B, H, T, _ = q.shape
-    for side, tokens in (("query", T), ("key", k.shape[2])):
-        down, up = getattr(weights, f"{side}_down"), getattr(weights, f"{side}_up")
-        if (down is None) != (up is None):
-            raise ValueError(f"{name}.{side}_down and {name}.{side}_up must both be given or both be None.")
-        if down is not None:
-            rank = down.shape[2] if down.dim() == 4 else "R"
-            _check_weight(f"{name}.{side}_down", down, "rank", (B, tokens, rank, H), q)
-            _check_weight(f"{name}.{side}_up", up, "rank", (B, tokens, rank, H), q)
-        _check_weight(f"{name}.{side}_gate", getattr(weights, f"{side}_gate"), "gate", (B, tokens, H), q)
+    for side, part, tokens in (("query", weights.query, T), ("key", weights.key, k.shape[2])):
+        if not isinstance(part, SideWeights):
+            raise ValueError(f"{name}.{side} is {type(part).__name__}; accepted: SideWeights (each field may be None).")
+        if (part.down is None) != (part.up is None):
+            raise ValueError(f"{name}.{side}.down and {name}.{side}.up must both be given or both be None.")
+        if part.down is not None:
+            rank = part.down.shape[2] if part.down.dim() == 4 else "R"
+            _check_weight(f"{name}.{side}.down", part.down, "rank", (B, tokens, rank, H), q)
+            _check_weight(f"{name}.{side}.up", part.up, "rank", (B, tokens, rank, H), q)
+        _check_weight(f"{name}.{side}.gate", part.gate, "gate", (B, tokens, H), q)
     group = H // num_groups
     _check_weight(f"{name}.base", weights.base, "base", (num_groups, group, group), q)
 

@@ -53,57 +53,54 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DCAttention)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no DCAttention to record.")
-    if any("_attend" in vars(layer) for layer in layers.values()):
+    if any("attend" in vars(layer) for layer in layers.values()):
         raise ValueError(f"{type(model).__name__} is being recorded already.")
     recorded: dict[str, Recorded] = {}
     for name, layer in layers.items():
-        layer._attend = _recording(layer, name, recorded)
+        layer.attend = _recording(layer, name, recorded)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield recorded
     finally:
         for layer in layers.values():
-            del layer._attend
+            del layer.attend
 
 
 def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
-    attend = layer._attend
+    attend = layer.attend
 
-    def record(q, k, v, pre, post, attn_mask, is_causal) -> Tensor:
+    def record(q, k, v, pre, post, attn_mask, is_causal=False) -> Tensor:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             visible, bias = split_mask(attn_mask, q, k)
             q32, k32 = q.float(), k.float()
-            settings = Settings(is_causal, layer.window, layer.scale, 0.0, layer.num_groups)
+            settings = Settings(is_causal, layer.window, layer.scale, 0.0, layer.options.num_groups)
             mask = (visible, None if bias is None else bias.float(), settings)
-            maps = attention_maps(q32, k32, _float(pre), _float(post), *mask)
+            wide = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))
+            maps = attention_maps(q32, k32, *wide, *mask)
             uncomposed = attention_maps(q32, k32, None, None, *mask).weights
-            means = (mean_composition(weights, layer.num_heads, layer.num_groups) for weights in (pre, post))
+            means = (mean_composition(w, layer.num_heads, layer.options.num_groups) for w in (pre, post))
             recorded[name] = Recorded(maps, uncomposed, *means)
-        return attend(q, k, v, pre, post, attn_mask, is_causal)
+        return attend(q, k, v, pre, post, attn_mask, is_causal=is_causal)
 
     return record
 
 
-def _float(weights: ComposeWeights | None) -> ComposeWeights | None:
-    return None if weights is None else ComposeWeights(*(w if w is None else w.float() for w in weights))
-
-
 def mean_composition(weights: ComposeWeights | None, num_heads: int, num_groups: int) -> Tensor | None:
-    """Average a composition over images and pairs: I + base + mean over queries of Mq + mean over keys of Mk.
+    """Average a composition over the batch and all pairs: I + base + mean over queries of Mq + mean over keys of Mk.
 
     Returns:
         [H, H], row: old head, column: new head, zero between groups; None for no composition.
     """
     if weights is None:
         return None
-    weights = _float(weights)
-    device = next(w.device for w in weights if w is not None)
+    query, key, base = weights.map(Tensor.float)
+    device = next(w.device for w in (*query, *key, base) if w is not None)
     total = torch.eye(num_heads, device=device)
     group = torch.arange(num_heads, device=device) // (num_heads // num_groups)
     same = group[:, None] == group[None, :]
-    for down, up, gate in (weights[:3], weights[3:6]):
+    for down, up, gate in (query, key):
         if down is not None:
             total = total + same * torch.einsum("btrh,btrg->hg", down, up) / (down.shape[0] * down.shape[1])
         if gate is not None:
             total = total + gate.mean((0, 1)).diag()
-    return total if weights.base is None else total + torch.block_diag(*weights.base)
+    return total if base is None else total + torch.block_diag(*base)

@@ -3,83 +3,80 @@
 # B batch, T query tokens, S key tokens, H heads, C model width, R compose rank, G head groups
 
 import math
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .options import ComposeOptions, compose_options_of
+
 RMS_EPS = 1e-6
 
 
-class ComposeWeights(NamedTuple):
-    """The input-dependent and static matrices of one composition. Any branch may be None.
+class SideWeights(NamedTuple):
+    """What the tokens of one side, the queries or the keys, bring to one composition. Any branch may be None.
 
     Attributes:
-        query_down: [B, T, R, H], contracts the old heads; already normalised over the heads of its group.
-        query_up: [B, T, R, H], expands to the new heads.
-        query_gate: [B, T, H], already through tanh.
-        key_down: [B, S, R, H].
-        key_up: [B, S, R, H].
-        key_gate: [B, S, H].
-        base: [G, H/G, H/G], (from, to), added on top of the identity.
+        down: [B, T or S, R, H], contracts the old heads; already normalised over the heads of its group.
+        up: [B, T or S, R, H], expands to the new heads; None if and only if `down` is.
+        gate: [B, T or S, H], already through tanh.
     """
 
-    query_down: Tensor | None = None
-    query_up: Tensor | None = None
-    query_gate: Tensor | None = None
-    key_down: Tensor | None = None
-    key_up: Tensor | None = None
-    key_gate: Tensor | None = None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    gate: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "SideWeights":
+        """Apply a function to every tensor there is."""
+        return SideWeights(*(part if part is None else function(part) for part in self))
+
+
+class ComposeWeights(NamedTuple):
+    """The input-dependent matrices of both sides of one composition, and its static one.
+
+    Attributes:
+        query: What the query's token brings.
+        key: What the key's token brings.
+        base: [G, H/G, H/G], (from, to), added on top of the identity; None for none.
+    """
+
+    query: SideWeights = SideWeights()
+    key: SideWeights = SideWeights()
     base: Tensor | None = None
 
-
-class TokenWeights(NamedTuple):
-    """The part of one composition that one side's tokens make: down and up [B, T, R, H], gate [B, T, H]."""
-
-    down: Tensor | None
-    up: Tensor | None
-    gate: Tensor | None
-
-
-NO_TOKEN_WEIGHTS = TokenWeights(None, None, None)
-
-
-def join_sides(query: TokenWeights, key: TokenWeights, base: Tensor | None) -> ComposeWeights:
-    """Put the query side, the key side and the static base of one composition together."""
-    return ComposeWeights(*query, *key, base)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ComposeWeights":
+        """Apply a function to every tensor there is."""
+        base = self.base if self.base is None else function(self.base)
+        return ComposeWeights(self.query.map(function), self.key.map(function), base)
 
 
 class ComposeProjection(nn.Module):
     """Make the compose weights of a layer from its tokens.
 
     One MLP per side (query, key), composition (pre, post) and head group makes `down` and `up`; one linear map with
-    tanh makes the gate. Parameters of all of them are fused, side-major then composition-major, so that a layer needs
-    two matrix products of width C:
+    tanh makes the gate. A side and a composition together are a *role*; the parameters of all roles are fused,
+    side-major then composition-major, so that a layer needs two matrix products of width C:
 
-        hidden [N * G * K, C]        first layer of the MLPs, K = 2RH/G, N = sides * compositions
-        project [N * G, K, 2RH/G]    second layer; output columns are (R down rows, R up rows) x heads
-        gate [N * H, C]
-        base [compositions, G, H/G, H/G]
+        hidden [roles * G * K, C]           first layer of the MLPs, K = 2RH/G
+        project [roles * G, K, 2RH/G]       second layer; output columns are (R down rows, R up rows) x heads
+        gate [roles * H, C]
+        base [compositions, G, H/G, H/G]    initialised N(0, 0.1 sqrt(G/H))
 
     They are plain parameters: no `nn.Linear`, so that a model that re-initialises its linear layers leaves them alone.
 
     Args:
         dim: Width C of the tokens.
         num_heads: Heads H of the layer.
-        rank: Rank R of the dynamic projection of each group; 0 leaves it out.
-        pre_compose: Make weights for the composition of scores.
-        post_compose: Make weights for the composition of weights.
-        query_wise: Make the query side.
-        key_wise: Make the key side.
-        dynamic_gate: Make the gates.
-        static_base: Learn a static base, initialised N(0, 0.1 sqrt(G/H)).
-        num_groups: Head groups G (section 3.2).
         device: Where the parameters live.
         dtype: Their dtype.
+        **options: Fields of `ComposeOptions`.
 
     Raises:
-        ValueError: If heads do not divide into groups, `rank` is negative, or no branch is left.
+        ValueError: If an option is out of range, heads do not divide into groups, or no branch is left.
+        TypeError: If an option is unknown.
     """
 
     def __init__(
@@ -87,54 +84,42 @@ class ComposeProjection(nn.Module):
         dim: int,
         num_heads: int,
         *,
-        rank: int = 2,
-        pre_compose: bool = True,
-        post_compose: bool = True,
-        query_wise: bool = True,
-        key_wise: bool = True,
-        dynamic_gate: bool = True,
-        static_base: bool = False,
-        num_groups: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options,
     ) -> None:
         super().__init__()
-        if not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"rank={rank!r} must be an integer, 0 (no dynamic projection) or more.")
-        self.num_sides = query_wise + key_wise
-        self.num_compositions = pre_compose + post_compose
-        has_dynamic = self.num_sides > 0 and (rank > 0 or dynamic_gate)
-        if not isinstance(num_groups, int) or num_groups < 1 or num_heads % num_groups:
-            raise ValueError(f"num_groups={num_groups} must be a positive divisor of num_heads={num_heads}.")
-        if not self.num_compositions or not (has_dynamic or static_base):
+        self.options = ComposeOptions(**options)
+        self.dim, self.num_heads = dim, num_heads
+        self.group_heads = self.options.group_heads(num_heads)
+        self.group_width = 2 * self.options.rank * self.group_heads
+        self.roles = tuple(product(self.options.sides, self.options.compositions))
+        if not self.options.is_composed or not (self.roles or self.options.static_base):
+            got = ", ".join(f"{name}={value}" for name, value in compose_options_of(self.options).items())
             raise ValueError(
                 "nothing is left to compose: enable pre_compose or post_compose, and static_base or a dynamic branch "
-                f"(got {pre_compose=}, {post_compose=}, {query_wise=}, {key_wise=}, {rank=}, {dynamic_gate=}, "
-                f"{static_base=}); for plain attention leave the projection out."
+                f"(got {got}); for plain attention leave the projection out."
             )
-        self.dim, self.num_heads, self.num_groups, self.rank = dim, num_heads, num_groups, rank
-        self.pre_compose, self.post_compose = pre_compose, post_compose
-        self.query_wise, self.key_wise = query_wise, key_wise
-        self.group_width = 2 * rank * num_heads // num_groups
-        self._make_parameters(dynamic_gate, static_base, {"device": device, "dtype": dtype})
+        self._make_parameters({"device": device, "dtype": dtype})
         self.init_weights()
 
-    def _make_parameters(self, dynamic_gate: bool, static_base: bool, dd: dict) -> None:
-        slots, groups, width = self.num_sides * self.num_compositions, self.num_groups, self.group_width
-        group_heads = self.num_heads // groups
-        has_projection, has_gate = slots > 0 and width > 0, slots > 0 and dynamic_gate
-        self.hidden = nn.Parameter(torch.empty(slots * groups * width, self.dim, **dd)) if has_projection else None
-        self.project = nn.Parameter(torch.empty(slots * groups, width, width, **dd)) if has_projection else None
-        self.gate = nn.Parameter(torch.empty(slots * self.num_heads, self.dim, **dd)) if has_gate else None
-        shape = (self.num_compositions, groups, group_heads, group_heads)
-        self.base = nn.Parameter(torch.empty(shape, **dd)) if static_base else None
+    def _make_parameters(self, dd: dict) -> None:
+        def parameter(*shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, **dd)) if all(shape) else None
+
+        roles, width, heads = len(self.roles), self.group_width, self.group_heads
+        groups = self.options.num_groups
+        self.hidden = parameter(roles * groups * width, self.dim)
+        self.project = parameter(roles * groups, width, width)
+        self.gate = parameter(roles * self.num_heads * self.options.dynamic_gate, self.dim)
+        self.base = parameter(len(self.options.compositions) * self.options.static_base, groups, heads, heads)
 
     def init_weights(self) -> None:
         """Initialise as the paper does (section 4, implementation details), each group as a layer of H/G heads."""
-        heads = self.num_heads // self.num_groups
+        heads, rank = self.group_heads, self.options.rank
         if self.hidden is not None:
             nn.init.normal_(self.hidden, std=math.sqrt(2.0 / (self.dim + self.group_width)))  # Xavier, per MLP
-            nn.init.normal_(self.project, std=0.02 / (math.sqrt(self.group_width) * (heads + self.rank)))
+            nn.init.normal_(self.project, std=0.02 / (math.sqrt(self.group_width) * (heads + rank)))
         if self.gate is not None:
             nn.init.normal_(self.gate, std=0.05 * math.sqrt(2.0 / (self.dim + heads)))
         if self.base is not None:
@@ -145,55 +130,49 @@ class ComposeProjection(nn.Module):
         self.init_weights()
 
     def forward(self, x: Tensor) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """Make the weights of both compositions for self-attention.
+        """Make the weights of both compositions.
 
         Args:
-            x: Tokens [B, T, C].
+            x: Tokens [B, T, C], the queries and the keys of self-attention.
 
         Returns:
             The pre and the post composition, None where it is switched off.
         """
-        sides = self.token_weights(x)
-        query = sides[0] if self.query_wise else None
-        key = sides[-1] if self.key_wise else None
-        return self.join(query, key)
+        made = dict(zip(self.roles, self._role_weights(x), strict=True))
+        bases = {} if self.base is None else dict(zip(self.options.compositions, self.base.unbind(0), strict=True))
+        pre, post = (
+            ComposeWeights(
+                made.get(("query", composition), SideWeights()),
+                made.get(("key", composition), SideWeights()),
+                bases.get(composition),
+            )
+            if composition in self.options.compositions
+            else None
+            for composition in ("pre", "post")
+        )
+        return pre, post
 
-    def token_weights(self, x: Tensor) -> list[list[TokenWeights]]:
-        """Make what the tokens `x` [B, T, C] contribute: for each side present, for each composition, its weights."""
-        B, T, _ = x.shape
-        num_sides, num_compositions = self.num_sides, self.num_compositions
-        slots = num_sides * num_compositions
-        downs = ups = gates = [None] * slots
+    def _role_weights(self, x: Tensor) -> Iterator[SideWeights]:
+        """Make what the tokens `x` [B, T, C] bring to each role."""
+        downs = ups = gates = [None] * len(self.roles)
         if self.hidden is not None:
-            downs, ups = self._low_rank(x, slots)
+            downs, ups = self._low_rank(x)
         if self.gate is not None:
-            gates = torch.tanh(F.linear(x, self.gate)).view(B, T, slots, self.num_heads).unbind(2)
-        flat = [TokenWeights(*parts) for parts in zip(downs, ups, gates, strict=True)]
-        return [flat[i * num_compositions : (i + 1) * num_compositions] for i in range(num_sides)]
+            gates = torch.tanh(F.linear(x, self.gate)).unflatten(-1, (-1, self.num_heads)).unbind(2)
+        return map(SideWeights, downs, ups, gates)
 
-    def _low_rank(self, x: Tensor, slots: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _low_rank(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Run the weight MLPs (equation 5); RMS-norm over the heads of a group on the down rows only."""
         B, T, _ = x.shape
-        hidden = F.gelu(F.linear(x, self.hidden)).view(B * T, slots * self.num_groups, self.group_width)
-        z = torch.bmm(hidden.transpose(0, 1), self.project)  # [slots * G, B * T, 2RH/G]
-        z = z.view(slots, self.num_groups, B, T, 2, self.rank, self.num_heads // self.num_groups)
-        z = z.permute(4, 0, 2, 3, 5, 1, 6)  # [2, slots, B, T, R, G, H/G]
+        roles, groups, rank = len(self.roles), self.options.num_groups, self.options.rank
+        hidden = F.gelu(F.linear(x, self.hidden)).view(B * T, roles * groups, self.group_width)
+        z = torch.bmm(hidden.transpose(0, 1), self.project)  # [roles * G, B * T, 2RH/G]
+        z = z.view(roles, groups, B, T, 2, rank, self.group_heads)
+        z = z.permute(4, 0, 2, 3, 5, 1, 6)  # [2, roles, B, T, R, G, H/G]
         down = F.rms_norm(z[0].float() if z.dtype.itemsize < 4 else z[0], z.shape[-1:], eps=RMS_EPS).to(z.dtype)
         return down.flatten(-2).unbind(0), z[1].flatten(-2).unbind(0)
 
-    def join(
-        self, query: list[TokenWeights] | None, key: list[TokenWeights] | None
-    ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """Put both sides' weights (one entry per composition, None for a side that is off) and the base together."""
-        none = [NO_TOKEN_WEIGHTS] * self.num_compositions
-        base = [None] * self.num_compositions if self.base is None else self.base.unbind(0)
-        joined = [join_sides(*parts) for parts in zip(query or none, key or none, base, strict=True)]
-        return (joined[0] if self.pre_compose else None), (joined[-1] if self.post_compose else None)
-
     def extra_repr(self) -> str:
         """Describe the configuration in `print(module)`."""
-        return (
-            f"dim={self.dim}, num_heads={self.num_heads}, rank={self.rank}, pre_compose={self.pre_compose}, "
-            f"post_compose={self.post_compose}, query_wise={self.query_wise}, key_wise={self.key_wise}, "
-            f"dynamic_gate={self.gate is not None}, static_base={self.base is not None}, num_groups={self.num_groups}"
-        )
+        options = ", ".join(f"{name}={value}" for name, value in compose_options_of(self.options).items())
+        return f"dim={self.dim}, num_heads={self.num_heads}, {options}"

@@ -16,11 +16,8 @@ from timm.models.eva import EvaAttention
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
-from dcmha import DCAttention, DCCrossAttention
-from dcmha.choice import check_impl
+from dcmha import DCAttention, DCCrossAttention, compose_options_of
 from dcmha.cross import SidedProjection
-
-COMPOSE_OPTIONS = tuple(name for name in DCAttention.OPTIONS if name not in ("window", "impl"))
 
 
 def _share(module: nn.Module, other: nn.Module) -> None:
@@ -39,7 +36,7 @@ class Adopted(DCAttention):
     def __init__(self, attention: nn.Module, **options) -> None:
         nn.Module.__init__(self)
         _share(self, attention)
-        self._set_options(options)
+        self._set_options(**options)
         projection = attention.qkv if attention.qkv is not None else attention.q_proj
         self.dim, self.attn_dim = projection.in_features, attention.proj.in_features
         self.head_dim = self.attn_dim // self.num_heads
@@ -47,7 +44,6 @@ class Adopted(DCAttention):
             if not hasattr(self, name):
                 setattr(self, name, nn.Identity())
         self.gate = getattr(attention, "gate", None)
-        self.resolved_impl = None
         self.compose = self._make_projection(
             self.dim, {"device": projection.weight.device, "dtype": projection.weight.dtype}
         )
@@ -133,20 +129,18 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
 
     Args:
         pooling: The module that it takes the place of, whose parameters it shares.
-        **options: Those of `DCCrossAttention` from `rank` on.
+        **options: Those of `DCCrossAttention` from `impl` on.
     """
 
     def __init__(self, pooling: AttentionPoolLatent, **options) -> None:
         nn.Module.__init__(self)
         _share(self, pooling)
-        self.impl = options.pop("impl", "auto")
-        check_impl(self.impl)
+        self._set_options(window=None, **options)
         self.dim, self.context_dim = self.latent_dim, self.kv.in_features
-        self.num_groups = options.get("num_groups", 1)
         self.attn_drop = nn.Dropout(0.0)
-        given = {name: getattr(DCAttention, name) for name in COMPOSE_OPTIONS} | options
         dd = {"device": self.kv.weight.device, "dtype": self.kv.weight.dtype}
-        self.compose = SidedProjection(self.dim, self.context_dim, self.num_heads, **given, **dd)
+        options = compose_options_of(self.options)
+        self.compose = SidedProjection(self.dim, self.context_dim, self.num_heads, **options, **dd)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Pool tokens [B, T, C] to [B, out_features]; the mask is broadcastable to [B, H, queries, T]."""

@@ -12,6 +12,7 @@ from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 from dcmha import DCAttention
+from dcmha.options import check_names
 
 from .adopted import FAMILIES, Adopted, AdoptedPooling
 
@@ -46,9 +47,7 @@ def swap_attention(
             is unknown or its value does not fit (heads that do not divide into groups). The model is then as it was.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    unknown = sorted(set(options) - set(DCAttention.OPTIONS))
-    if unknown:
-        raise ValueError(f"unknown options {unknown}; accepted: {', '.join(DCAttention.OPTIONS)}.")
+    check_names(options, DCAttention.OPTIONS)
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
     names = _attention_names(model)

@@ -1,8 +1,7 @@
 """Composed attention whose memory grows with chunk x S, in the backward pass too: each chunk is computed again.
 
-On CUDA, under a compiler, and with dropout: query chunks whose composition is broadcasts with sums over the heads,
-which `torch.compile` fuses into few kernels, with dynamic shapes. In eager mode elsewhere: `merged`, which needs no
-compiler; but not for a single query (decoding), which does not repay merging a matrix for every key.
+Chunks of queries, whose composition is broadcasts with sums over the heads: `torch.compile` fuses them into few
+kernels, with dynamic shapes. It runs on any device; on CUDA its chunks are compiled, elsewhere if the caller compiles.
 Sums over heads and the softmax are done in max(input dtype, float32).
 """
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..weights import ComposeWeights
-from . import merged
 from .masking import both_visible, key_range, masked_softmax, visible_keys
 from .settings import Settings
 
@@ -35,8 +33,6 @@ def attention(
 ) -> Tensor:
     """Compute composed attention chunk by chunk; arguments as in the reference."""
     T, S = q.shape[-2], k.shape[-2]
-    if T > 1 and not q.is_cuda and not torch.compiler.is_compiling() and settings.dropout_p == 0.0:
-        return merged.attention(q, k, v, pre, post, visible, bias, settings)
     may_be_empty = visible is not None or T > S
     block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block
 
@@ -76,11 +72,11 @@ def attention(
 
 
 def _slice_weights(weights: ComposeWeights | None, queries: slice, keys: slice) -> ComposeWeights | None:
+    """Take the weights of a chunk's tokens."""
     if weights is None:
         return None
-    query_side = (w if w is None else w[:, queries] for w in weights[:3])
-    key_side = (w if w is None else w[:, keys] for w in weights[3:6])
-    return ComposeWeights(*query_side, *key_side, weights.base)
+    query, key = weights.query.map(lambda w: w[:, queries]), weights.key.map(lambda w: w[:, keys])
+    return ComposeWeights(query, key, weights.base)
 
 
 def _slice_mask(mask: Tensor | None, queries: slice, keys: slice) -> Tensor | None:
@@ -132,7 +128,7 @@ def _compose(a: Tensor, weights: ComposeWeights, num_groups: int) -> Tensor:
     if weights.base is not None:
         base = weights.base.to(a.dtype)  # [G, from, to]
         out = out + (a_BGHTS.unsqueeze(3) * base[:, :, :, None, None]).sum(2)
-    for (down, up, gate), token_axis in ((weights[:3], -1), (weights[3:6], -2)):
+    for (down, up, gate), token_axis in ((weights.query, -1), (weights.key, -2)):
         if down is not None:
             down, up = (_by_head(w, num_groups, a.dtype) for w in (down, up))  # [B, R, G, H/G, T or S]
             for r in range(down.shape[1]):

@@ -31,10 +31,7 @@ def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
     out = a_BGHTS
     if weights.base is not None:
         out = out + torch.einsum("bghts,ghk->bgkts", a_BGHTS, weights.base)
-    for token, down, up, gate in (
-        ("t", weights.query_down, weights.query_up, weights.query_gate),
-        ("s", weights.key_down, weights.key_up, weights.key_gate),
-    ):
+    for token, (down, up, gate) in (("t", weights.query), ("s", weights.key)):
         if down is not None:
             down, up = (w.unflatten(-1, (num_groups, -1)) for w in (down, up))
             hidden = torch.einsum(f"bghts,b{token}rgh->bgrts", a_BGHTS, down)

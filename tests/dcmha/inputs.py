@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcmha import ComposeWeights, composed_attention
+from dcmha import ComposeWeights, SideWeights, composed_attention
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,44 @@ def make_weights(case: Case, dtype=torch.float64, scale: float = 0.5) -> Compose
     def rand(*shape: int) -> Tensor:
         return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype)
 
-    sides = []
-    for side, tokens in (("q", case.T), ("k", case.S)):
-        on = side in case.branches
-        low_rank = on and case.R > 0
-        sides.append(rand(case.B, tokens, case.R, case.H) if low_rank else None)
-        sides.append(rand(case.B, tokens, case.R, case.H) if low_rank else None)
-        sides.append(torch.tanh(rand(case.B, tokens, case.H)) if on and "g" in case.branches else None)
-    heads = case.H // case.G
-    return ComposeWeights(*sides, rand(case.G, heads, heads) if "b" in case.branches else None)
+    def side(letter: str, tokens: int) -> SideWeights:
+        if letter not in case.branches:
+            return SideWeights()
+        shape = (case.B, tokens, case.R, case.H)
+        down, up = (rand(*shape), rand(*shape)) if case.R > 0 else (None, None)
+        return SideWeights(down, up, torch.tanh(rand(case.B, tokens, case.H)) if "g" in case.branches else None)
+
+    query, key, heads = side("q", case.T), side("k", case.S), case.H // case.G
+    return ComposeWeights(query, key, rand(case.G, heads, heads) if "b" in case.branches else None)
+
+
+BRANCHES = ("query.down", "query.up", "query.gate", "key.down", "key.up", "key.gate", "base")
+
+
+def named_branches(weights: ComposeWeights) -> dict[str, Tensor | None]:
+    """The tensors of a composition by name, such as "query.down"."""
+    return dict(zip(BRANCHES, (*weights.query, *weights.key, weights.base), strict=True))
+
+
+def weights_from(branches: dict[str, Tensor]) -> ComposeWeights:
+    """The composition with these tensors; others are None."""
+    sides = (
+        SideWeights(**{name.split(".")[1]: x for name, x in branches.items() if name.startswith(side)})
+        for side in ("query", "key")
+    )
+    return ComposeWeights(*sides, branches.get("base"))
+
+
+def weights_of(operands: dict[str, Tensor], composition: str) -> ComposeWeights:
+    """The composition "pre" or "post" of named operands."""
+    prefix = f"{composition}."
+    return weights_from({name.removeprefix(prefix): x for name, x in operands.items() if name.startswith(prefix)})
 
 
 def make_mask(case: Case) -> Tensor | None:
     """A mask with both hidden and visible cells, and one query that sees nothing.
 
-    For "keys" the queries of the first of several images see nothing.
+    For "keys" the queries of the first of several rows see nothing.
     """
     if case.mask is None:
         return None
@@ -78,18 +101,15 @@ def make_operands(case: Case, dtype=torch.float64) -> dict[str, Tensor]:
         for name, n in (("q", case.T), ("k", case.S), ("v", case.S))
     }
     for composition in case.compositions.split("+"):
-        for field, value in make_weights(case, dtype)._asdict().items():
+        for branch, value in named_branches(make_weights(case, dtype)).items():
             if value is not None:
-                operands[f"{composition}.{field}"] = value
+                operands[f"{composition}.{branch}"] = value
     return {name: x.requires_grad_() for name, x in operands.items()}
 
 
 def run(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None = None) -> Tensor:
     """Call the operator on named operands."""
-    weights = {}
-    for composition in ("pre", "post"):
-        fields = {k.split(".")[1]: x for k, x in operands.items() if k.startswith(composition + ".")}
-        weights[composition] = ComposeWeights(**fields) if composition in case.compositions else None
+    weights = {c: weights_of(operands, c) if c in case.compositions else None for c in ("pre", "post")}
     if mask is not None and mask.is_floating_point():
         mask = mask.to(operands["q"].dtype)
     return composed_attention(

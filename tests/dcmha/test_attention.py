@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from timm.layers import Attention
 from torch import nn
 
-from dcmha import DCAttention
+from dcmha import ComposeWeights, DCAttention, SideWeights
 from dcmha.impl.reference import compose
-from dcmha.weights import ComposeWeights, TokenWeights
 
 from .inputs import relative_error
 
@@ -50,22 +49,22 @@ def golden_layer(index: int, impl: str) -> tuple[DCAttention, dict[str, torch.Te
         window=8 if index == 0 else None,
         impl=impl,
     )
-    slots = [0, 2, 1, 3]  # published order: pre query, pre key, post query, post key; ours: side-major
+    order = [0, 2, 1, 3]  # published order: pre query, pre key, post query, post key; ours: side-major
     layer.load_state_dict(
         {
             "qkv.weight": g["wqkv"],
             "proj.weight": g["wo"],
             "q_norm.weight": g["q_norm"],
             "k_norm.weight": g["k_norm"],
-            "compose.hidden": g["dw1"][:, 0, slots].permute(1, 2, 0).flatten(0, 1),
-            "compose.project": g["qkw"][0, slots].flatten(2),
-            "compose.gate": g["dd"][:, 0].view(64, 4, 4)[:, slots].permute(1, 2, 0).flatten(0, 1),
+            "compose.hidden": g["dw1"][:, 0, order].permute(1, 2, 0).flatten(0, 1),
+            "compose.project": g["qkw"][0, order].flatten(2),
+            "compose.gate": g["dd"][:, 0].view(64, 4, 4)[:, order].permute(1, 2, 0).flatten(0, 1),
         }
     )
     return layer, g
 
 
-@pytest.mark.parametrize("impl", ["reference", "compiled"])
+@pytest.mark.parametrize("impl", ["reference", "compiled", "cpu"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_layer_equals_the_authors_code(index, impl):
     layer, g = golden_layer(index, impl)
@@ -81,7 +80,7 @@ def test_compose_weights_equal_the_authors_code(index):
         for side in ("query", "key"):
             for field, name in (("down", "w1"), ("up", "w2"), ("gate", "g")):
                 expected = g[f"{composition}{side[0]}_{name}"]
-                assert relative_error(getattr(made, f"{side}_{field}"), expected) < 2e-5, (composition, side, field)
+                assert relative_error(getattr(getattr(made, side), field), expected) < 2e-5, (composition, side, field)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,8 @@ def test_compose_weights_equal_the_authors_code(index):
 @pytest.mark.parametrize("index", [0, 1])
 def test_compose_equals_the_authors_code(index, composition, before, after):
     g = load_file(GOLDEN / f"golden_layer{index}.safetensors")
-    weights = ComposeWeights(*(g[f"{composition}{side}_{name}"] for side in "qk" for name in ("w1", "w2", "g")))
+    sides = (SideWeights(*(g[f"{composition}{side}_{name}"] for name in ("w1", "w2", "g"))) for side in "qk")
+    weights = ComposeWeights(*sides)
     position = torch.arange(16)
     visible = position[:, None] >= position  # scores are compared where the authors' code defines them
     got = compose(g[before], weights)
@@ -151,12 +151,18 @@ def test_parameters_on_the_meta_device_can_be_initialised_later():
     assert 0 < model.blocks[0].attn.compose.project.std() < 0.01
 
 
-def test_options_are_class_attributes():
-    class QueryWise(DCAttention):
-        key_wise = False
-        rank = 1
+class QueryWise(DCAttention):
+    defaults = {"key_wise": False, "rank": 1}
+
+
+class GroupedQueryWise(QueryWise.with_options(num_groups=2)):
+    """A subclass of a class that `with_options` made."""
+
+
+def test_subclasses_set_other_defaults():
 
     assert QueryWise(32, 4).compose.hidden.shape == (2 * 8, 32)
+    assert GroupedQueryWise(32, 4).compose.hidden.shape == (2 * 2 * 4, 32)
     assert QueryWise(32, 4, rank=2).compose.hidden.shape == (2 * 16, 32)
     assert DCAttention.with_options(num_groups=2, window=3)(32, 4).window == 3
     assert DCAttention(32, 4).window is None
@@ -169,13 +175,15 @@ def test_layers_made_with_options_can_be_pickled():
     again = pickle.loads(pickle.dumps(layer))
     x = torch.randn(1, 6, 32)
     assert torch.equal(again(x), layer(x))
-    assert again.window == 3 and type(again)(32, 4).compose.rank == 1
+    assert again.window == 3 and type(again)(32, 4).options.rank == 1
+    assert type(pickle.loads(pickle.dumps(GroupedQueryWise(32, 4)))) is GroupedQueryWise
 
 
 def test_impl_is_recorded():
     x = torch.randn(1, 4, 32)
     for cls, impl, expected in (
-        (DCAttention, "auto", "compiled"),
+        (DCAttention, "auto", "cpu"),
+        (DCAttention, "compiled", "compiled"),
         (DCAttention, "reference", "reference"),
         (PLAIN, "auto", "sdpa"),
     ):
@@ -202,17 +210,18 @@ class GrowingCache:
     """Keeps everything; the simplest cache the layer's protocol allows."""
 
     def __init__(self):
-        self.k = self.v = self.weights = None
+        self.k = self.v = self.keys = None
 
-    def update(self, k, v, key_weights):
+    def update(self, k, v, pre, post):
+        keys = [weights.key for weights in (pre, post)]
         if self.k is not None:
             k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-            key_weights = [
-                TokenWeights(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
-                for old, new in zip(self.weights, key_weights, strict=True)
+            keys = [
+                SideWeights(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
+                for old, new in zip(self.keys, keys, strict=True)
             ]
-        self.k, self.v, self.weights = k, v, key_weights
-        return k, v, key_weights, None
+        self.k, self.v, self.keys = k, v, keys
+        return k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcmha import DCAttention, attention, resolve_impl
+from dcmha import DCAttention, layer, resolve_impl
 
 
 def queries(*shape: int, device: str = "cuda", dtype=torch.bfloat16) -> torch.Tensor:
@@ -39,7 +39,11 @@ def capability(monkeypatch):
         (queries(2, 24, 197, 64), {}, "compiled", "24 heads in 1 groups"),
         (queries(2, 6, 1, 64), {}, "compiled", "single query"),
         (queries(2, 6, 9, 64, dtype=torch.float64), {}, "compiled", "float64"),
-        (queries(2, 6, 197, 64, device="cpu"), {}, "compiled", None),
+        (queries(2, 6, 197, 64, device="cpu"), {}, "cpu", None),
+        (queries(2, 6, 9, 64, device="cpu", dtype=torch.float64), {"attn_mask": torch.zeros(9)}, "cpu", None),
+        (queries(2, 6, 1, 64, device="cpu"), {}, "compiled", "single query"),
+        (queries(2, 6, 9, 64, device="cpu"), {"dropout_p": 0.1}, "compiled", "no dropout"),
+        (queries(2, 6, 9, 64, device="meta"), {}, "compiled", "'cpu' does not take the call: it needs CPU tensors"),
     ],
     ids=str,
 )
@@ -61,14 +65,32 @@ def test_an_old_gpu(capability):
 
 def test_an_unknown_impl():
     with pytest.raises(
-        ValueError, match="impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'triton'"
+        ValueError, match="impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'cpu', 'triton'"
     ):
         resolve_impl("flash", queries(2, 6, 9, 64), is_composed=True)
 
 
+def test_cpu_needs_a_cpu():
+    with pytest.raises(ValueError, match="impl='cpu' cannot run: it needs CPU tensors, got q on cuda:0; use"):
+        resolve_impl("cpu", queries(2, 6, 9, 64), is_composed=True)
+
+
+def test_under_a_compiler_the_cpu_takes_the_form_it_can_fuse():
+    """The answer is asked for inside of what is compiled."""
+    q = torch.empty(2, 6, 9, 64)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def impl_in_compiled_code(q):
+        choice = resolve_impl("auto", q, is_composed=True)
+        return (q + 1, *choice)
+
+    assert impl_in_compiled_code(q)[1:] == ("compiled", "'cpu' does not take the call: a compiler cannot trace it")
+    assert resolve_impl("auto", q, is_composed=True) == ("cpu", None)
+
+
 def test_a_choice_is_logged_once_for_layers_alike(caplog):
-    attention._log_choice.cache_clear()
+    layer._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "dcmha"):
         for _ in range(2):
             DCAttention(32, 4)(torch.randn(1, 5, 32))
-    assert [record.message for record in caplog.records] == ["DCAttention(impl='auto') runs as 'compiled'."]
+    assert [record.message for record in caplog.records] == ["impl='auto' runs as 'cpu'."]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcmha import DCAttention, approximate_overhead, compose_cost
+from dcmha import DCAttention, approximate_overhead, attention_flops, compose_cost, visible_pairs
+from dcmha.impl.masking import visible_keys
 
 
 def test_reproduces_table_2():
@@ -24,19 +25,32 @@ OPTIONS = [
 ]
 
 
+def flops_of(function, *arguments) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function(*arguments)
+    return counter.get_total_flops()
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("C", "H", "T"), [(48, 6, 17), (64, 4, 40)])
 def test_counts_equal_torchs_counter(C, H, T, options):
     x = torch.empty(1, T, C, device="meta")  # where every torch version counts its own attention too
-    flops = []
-    for layer_options in (options, {"pre_compose": False, "post_compose": False}):
-        layer = DCAttention(C, H, impl="reference", device="meta", **layer_options)
-        with FlopCounterMode(display=False) as counter:
-            layer(x)
-        flops.append(counter.get_total_flops())
-    attention_matrix_flops = 4 * T * T * C
-    assert flops[1] == 2 * T * 4 * C * C + attention_matrix_flops
-    assert flops[0] - flops[1] == compose_cost(C, H, T, T, **options).flops
+    plain_options = {"pre_compose": False, "post_compose": False}
+    layer, plain = (DCAttention(C, H, impl="reference", device="meta", **o) for o in (options, plain_options))
+    projections = 2 * T * 4 * C * C
+    assert flops_of(plain, x) == projections + attention_flops(C // H, H, T * T, **plain_options)
+    assert flops_of(layer, x) - flops_of(plain, x) == compose_cost(C, H, T, T, **options).flops
+    weights = flops_of(layer.compose, x)
+    assert flops_of(layer, x) == projections + weights + attention_flops(C // H, H, T * T, **options)
+
+
+@pytest.mark.parametrize(("T", "S"), [(7, 7), (1, 9), (5, 9), (9, 5)])
+@pytest.mark.parametrize("kind", [(False, None), (True, None), (True, 3), (False, 3), (True, 100), (False, 100)])
+def test_visible_pairs(T, S, kind):
+    is_causal, window = kind
+    mask = visible_keys(T, S, is_causal=is_causal, window=window, device=torch.device("cpu"), query_offset=S - T)
+    expected = T * S if mask is None else int(mask.sum())
+    assert visible_pairs(T, S, is_causal=is_causal, window=window) == expected
 
 
 def test_published_dynamic_parameter_totals():

@@ -22,7 +22,7 @@ def test_maps_make_the_output(options):
     values = layer.qkv(x).unflatten(-1, (3, 4, 8))[:, :, 2].transpose(1, 2)
     with record_attention(model) as recorded:
         assert torch.equal(layer(x, mask), expected)
-    assert "_attend" not in vars(layer)
+    assert "attend" not in vars(layer)
     maps, pre, post = recorded["0"].maps, recorded["0"].pre_composition, recorded["0"].post_composition
     out = layer.proj((maps.composed_weights @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -69,7 +69,7 @@ def test_only_while_the_context_is_open():
     first = recorded[""]
     with record_attention(layer), pytest.raises(ValueError, match="recorded already"), record_attention(layer):
         pass
-    assert "_attend" not in vars(layer)
+    assert "attend" not in vars(layer)
     layer(torch.randn(1, 3, 32))
     assert recorded[""] is first
     with (

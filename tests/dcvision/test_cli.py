@@ -101,7 +101,7 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     for classes in (10, 3):
         model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True, num_classes=classes)
         assert [isinstance(block.attn, DCAttention) for block in model.blocks] == [False, True]
-        assert model.blocks[1].attn.rank == 1 and model(torch.randn(1, 3, 8, 8)).shape == (1, classes)
+        assert model.blocks[1].attn.options.rank == 1 and model(torch.randn(1, 3, 8, 8)).shape == (1, classes)
         state = load_checkpoint(checkpoint)["state_dict"]
         for key, value in model.state_dict().items():
             assert key.startswith("head.") and classes == 3 or torch.equal(value, state[f"model.{key}"]), key

@@ -50,7 +50,7 @@ def test_compose_options_and_image_size_are_arguments():
     model = timm.create_model("dcvit_tiny_patch16_224", img_size=64, rank=1, key_wise=False, num_groups=3)
     assert model.positions.shape == (1, 16, 192)
     assert model.blocks[0].attn.compose.extra_repr().count("rank=1, ") == 1
-    assert model.blocks[0].attn.num_groups == 3
+    assert model.blocks[0].attn.options.num_groups == 3
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 1000)
     model.set_input_size(img_size=(32, 96))
     assert model(torch.randn(1, 3, 32, 96)).shape == (1, 1000)

@@ -89,7 +89,7 @@ def test_some_layers_and_options():
     assert not isinstance(first, DCAttention) and isinstance(last, DCAttention)
     assert last.compose.project.shape == (2, 6, 6) and last.impl == "reference"
     swap_attention(model, layers=0, rank=None)
-    assert isinstance(model.blocks[0].attn, DCAttention) and model.blocks[0].attn.rank == 2
+    assert isinstance(model.blocks[0].attn, DCAttention) and model.blocks[0].attn.options.rank == 2
 
 
 def test_what_timm_does_with_its_models():
@@ -134,7 +134,7 @@ def test_made_and_loaded_by_timm(tmp_path):
         save_for_hf(each, str(tmp_path / str(number)), safe_serialization=True)
         loaded = timm.create_model(f"local-dir:{tmp_path / str(number)}", pretrained=True)
         torch.testing.assert_close(loaded.eval()(images(name)), each.eval()(images(name)))
-        assert loaded.blocks[0].attn.rank == 1 and not loaded.blocks[1].attn.post_compose
+        assert loaded.blocks[0].attn.options.rank == 1 and not loaded.blocks[1].attn.options.post_compose
     by_hand = swap_attention(VisionTransformer(img_size=32, depth=1))
     assert isinstance(by_hand.blocks[0].attn, DCAttention)
 

@@ -10,7 +10,7 @@ on CPU tensors.
 import torch
 from torch import Tensor
 
-from ...weights import ComposeWeights
+from ...weights import ComposeWeights, SideWeights
 from ..settings import Settings
 from .op import composed
 
@@ -38,10 +38,11 @@ def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | N
     """Pack the query side, the key side, and give the base of a composition."""
     if weights is None:
         return None, None, None
-    return _pack(*weights[:3]), _pack(*weights[3:6]), weights.base
+    return _pack(weights.query), _pack(weights.key), weights.base
 
 
-def _pack(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Tensor | None:
-    """Put one side's weights into one tensor [B, N, 2R + gate, H]."""
-    parts = [part for part in (down, up, None if gate is None else gate.unsqueeze(2)) if part is not None]
+def _pack(side: SideWeights) -> Tensor | None:
+    """Put one side's weights into one tensor [B, T or S, 2R + gate, H]."""
+    gate = side.gate if side.gate is None else side.gate.unsqueeze(2)
+    parts = [part for part in (side.down, side.up, gate) if part is not None]
     return torch.cat(parts, 2) if parts else None

@@ -1,7 +1,7 @@
-"""Composed attention for eager mode without a compiler: the form `impl="compiled"` takes outside CUDA.
+"""Composed attention on a CPU, in eager mode: blocks that stay in its cache, with a backward pass of their own.
 
 The low-rank factors, gate and base of a composition are merged into one matrix per query and one per key (equation
-8), and mixing the heads becomes a batched product. Blocks of images or queries small enough to stay in cache go through
+8), and mixing the heads becomes a batched product. Blocks of rows or queries small enough to stay in cache go through
 all steps one after the other; the backward pass computes a block's scores and weights again, so that nothing of size
 T x S is kept.
 
@@ -15,7 +15,7 @@ Backward (derivation in dcmha/README.md):
     dM2q = P dA^T and dM1q = X dY^T, summed over the keys; dM2k and dM1k likewise over the queries
 """
 
-# B batch, n images of a block, T query tokens, t queries of a block, S key tokens, H heads, D head dim, G head groups
+# B batch, T query tokens, S key tokens, H heads, D head dim, G head groups; of a block: b rows, t queries, s keys
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,18 +24,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..weights import ComposeWeights
+from ..weights import ComposeWeights, SideWeights
 from .masking import both_visible, key_range, masked_softmax, visible_keys
 from .settings import Settings
 
-BLOCK_ELEMENTS = 2**18  # of one [n, t, H, S] tensor: 1 MiB in float32, so that a few of them stay in a core's cache
-MIN_QUERIES = 16
+
+class BlockSize(NamedTuple):
+    """How large blocks are.
+
+    Attributes:
+        elements: Of one [b, t, H, s] tensor, about: 1 MiB in float32, so that a few of them stay in a core's cache.
+        min_queries: Fewest queries, if there are as many.
+    """
+
+    elements: int = 2**18
+    min_queries: int = 16
+
+
+DEFAULT_SIZE = BlockSize()
 
 
 class Block(NamedTuple):
-    """A range of images, of queries, and of the keys those may see."""
+    """A range of rows of the batch, of queries, and of the keys those may see."""
 
-    images: slice
+    rows: slice
     queries: slice
     keys: slice
 
@@ -49,11 +61,12 @@ def attention(
     visible: Tensor | None,
     bias: Tensor | None,
     settings: Settings,
+    size: BlockSize = DEFAULT_SIZE,
 ) -> Tensor:
     """Compute composed attention block by block, forward and backward; arguments as in the reference, no dropout."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     matrices = [m for weights in (pre, post) for m in _merge(weights, settings.num_groups, dtype)]
-    return MergedAttention.apply(q, k, v, *matrices, _four_axes(bias), _four_axes(visible), settings)
+    return BlockedAttention.apply(q, k, v, *matrices, _four_axes(bias), _four_axes(visible), settings, size)
 
 
 def _four_axes(mask: Tensor | None) -> Tensor | None:
@@ -61,11 +74,11 @@ def _four_axes(mask: Tensor | None) -> Tensor | None:
 
 
 def _merge(weights: ComposeWeights | None, num_groups: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Merge a composition into matrices per query, with the identity and the base, and per key [B, N, G, H/G, H/G]."""
+    """Merge a composition into matrices per query, identity and base in them, and per key [B, T or S, G, H/G, H/G]."""
     if weights is None:
         return None, None
-    query = _merge_side(weights[:3], num_groups, dtype)
-    key = _merge_side(weights[3:6], num_groups, dtype)
+    query = _merge_side(weights.query, num_groups, dtype)
+    key = _merge_side(weights.key, num_groups, dtype)
     if query is None and weights.base is not None:
         query = weights.base.new_zeros(1, 1, *weights.base.shape, dtype=dtype)
     if query is not None:
@@ -74,30 +87,30 @@ def _merge(weights: ComposeWeights | None, num_groups: int, dtype: torch.dtype) 
     return query, key
 
 
-def _merge_side(side: tuple[Tensor | None, ...], num_groups: int, dtype: torch.dtype) -> Tensor | None:
-    """Fold down, up [B, N, R, H] and gate [B, N, H] into matrices [B, N, G, H/G (from), H/G (to)]."""
-    down, up, gate = (w if w is None else w.to(dtype).unflatten(-1, (num_groups, -1)) for w in side)
+def _merge_side(side: SideWeights, num_groups: int, dtype: torch.dtype) -> Tensor | None:
+    """Fold one side's weights into matrices [B, T or S, G, H/G (from), H/G (to)]."""
+    down, up, gate = side.map(lambda w: w.to(dtype).unflatten(-1, (num_groups, -1)))
     matrix = None if gate is None else torch.diag_embed(gate)
     if down is None:
         return matrix
-    low_rank = torch.einsum("bnrgh,bnrgk->bnghk", down, up)
+    low_rank = torch.einsum("btrgh,btrgk->btghk", down, up)
     return low_rank if matrix is None else low_rank + matrix
 
 
-class MergedAttention(torch.autograd.Function):
+class BlockedAttention(torch.autograd.Function):
     """Blocked composed attention with merged matrices; keeps its inputs alone for the backward pass."""
 
     @staticmethod
-    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings):
+    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings, size):
         tensors = (q, k, v, pre_query, pre_key, post_query, post_key, bias, visible)
         ctx.save_for_backward(*tensors)
-        ctx.settings = settings
+        ctx.settings, ctx.size = settings, size
         out = torch.empty_like(q)
-        for block in _blocks(q, k, settings):
+        for block in _blocks(q, k, settings, size):
             part = _BlockPass(block, *tensors, settings)
             part.weights()
             composed = _compose(part.p, part.p_by_key, part.post_query, part.post_key)
-            out[block.images, :, block.queries] = _by_head(composed).to(v.dtype) @ part.v
+            out[block.rows, :, block.queries] = _by_head(composed).to(v.dtype) @ part.v
         return out
 
     @staticmethod
@@ -109,36 +122,36 @@ class MergedAttention(torch.autograd.Function):
             for x, needed in zip(saved, ctx.needs_input_grad, strict=False)
         ]
         with torch.autocast(grad_out.device.type, enabled=False):
-            for block in _blocks(*saved[:2], ctx.settings):
+            for block in _blocks(*saved[:2], ctx.settings, ctx.size):
                 part = _BlockPass(block, *saved, ctx.settings)
                 part.weights()
                 part.backward(grad_out, gradients)
-        return *gradients[:8], None, None
+        return *gradients[:8], None, None, None
 
 
-def _blocks(q: Tensor, k: Tensor, settings: Settings) -> Iterator[Block]:
-    """Cut the work: several whole images where they are small, ranges of queries of one image where they are large."""
+def _blocks(q: Tensor, k: Tensor, settings: Settings, size: BlockSize) -> Iterator[Block]:
+    """Cut the work: several whole rows where they are small, ranges of queries of one row where they are large."""
     (B, H, T, _), S = q.shape, k.shape[2]
-    images = max(1, min(B, BLOCK_ELEMENTS // max(1, H * T * S)))
-    queries = T if images > 1 else min(T, max(MIN_QUERIES, BLOCK_ELEMENTS // max(1, H * S)))
+    rows = max(1, min(B, size.elements // max(1, H * T * S)))
+    queries = T if rows > 1 else min(T, max(size.min_queries, size.elements // max(1, H * S)))
     for start in range(0, T, max(1, queries)):
         stop = min(start + queries, T)
         keys = slice(*key_range(start, stop, T, S, settings.is_causal, settings.window))
-        for first in range(0, B, images):
-            yield Block(slice(first, min(first + images, B)), slice(start, stop), keys)
+        for first in range(0, B, rows):
+            yield Block(slice(first, min(first + rows, B)), slice(start, stop), keys)
 
 
 class _BlockPass:
-    """One block's tensors on their way forward and backward. Scores and weights lie as [n, t, H, S]."""
+    """One block's tensors on their way forward and backward. Scores and weights lie as [b, t, H, s]."""
 
     def __init__(self, block, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings) -> None:
-        images, queries, keys = block
+        rows, queries, keys = block
         self.block, self.settings = block, settings
-        self.q, self.k, self.v = q[images, :, queries], k[images, :, keys], v[images, :, keys]
+        self.q, self.k, self.v = q[rows, :, queries], k[rows, :, keys], v[rows, :, keys]
         self.dtype = torch.promote_types(q.dtype, torch.float32)
-        self.pre_query, self.post_query = (_pick(m, images, queries) for m in (pre_query, post_query))
-        self.pre_key, self.post_key = (_pick(m, images, keys) for m in (pre_key, post_key))
-        cut = (images, slice(None), queries, keys)
+        self.pre_query, self.post_query = (_pick(m, rows, queries) for m in (pre_query, post_query))
+        self.pre_key, self.post_key = (_pick(m, rows, keys) for m in (pre_key, post_key))
+        cut = (rows, slice(None), queries, keys)
         self.bias, mask = (m if m is None else m[_broadcast_cut(m, cut)].transpose(1, 2) for m in (bias, visible))
         T, S = q.shape[2], k.shape[2]
         self.may_be_empty = visible is not None or T > S
@@ -155,7 +168,7 @@ class _BlockPass:
 
     def weights(self) -> None:
         """Compute scores x and weights p, and each as the keys see it where a key side will need it."""
-        scores = self.q @ self.k.mT  # [n, H, t, S]
+        scores = self.q @ self.k.mT  # [b, H, t, s]
         self.x = _by_query(scores).to(self.dtype).mul_(self.settings.scale)
         self.x_by_key = None if self.pre_key is None else _by_key(self.x)
         y = _compose(self.x, self.x_by_key, self.pre_query, self.pre_key)
@@ -166,40 +179,40 @@ class _BlockPass:
 
     def backward(self, grad_out: Tensor, gradients: list[Tensor | None]) -> None:
         """Add this block's part to the gradients of q, k, v, the four matrices and the bias."""
-        images, queries, keys = self.block
+        rows, queries, keys = self.block
         dq, dk, dv, d_pre_query, d_pre_key, d_post_query, d_post_key, d_bias = gradients[:8]
-        grad_out = grad_out[images, :, queries]
+        grad_out = grad_out[rows, :, queries]
         if dv is not None:
             composed = _by_head(_compose(self.p, self.p_by_key, self.post_query, self.post_key))
-            dv[images, :, keys] += composed.to(grad_out.dtype).mT @ grad_out
+            dv[rows, :, keys] += composed.to(grad_out.dtype).mT @ grad_out
         da = _by_query(grad_out @ self.v.mT).to(self.dtype)
         dp, d_query, d_key = _compose_backward(da, self.p, self.p_by_key, self.post_query, self.post_key)
-        _accumulate(d_post_query, d_query, images, queries)
-        _accumulate(d_post_key, d_key, images, keys)
+        _accumulate(d_post_query, d_query, rows, queries)
+        _accumulate(d_post_key, d_key, rows, keys)
         dy = torch._softmax_backward_data(dp, self.p, -1, self.dtype)
         if d_bias is not None:
-            cut = _broadcast_cut(d_bias, (images, slice(None), queries, keys))
+            cut = _broadcast_cut(d_bias, (rows, slice(None), queries, keys))
             d_bias[cut] += dy.transpose(1, 2).sum_to_size(d_bias[cut].shape)
         dx, d_query, d_key = _compose_backward(dy, self.x, self.x_by_key, self.pre_query, self.pre_key)
-        _accumulate(d_pre_query, d_query, images, queries)
-        _accumulate(d_pre_key, d_key, images, keys)
+        _accumulate(d_pre_query, d_query, rows, queries)
+        _accumulate(d_pre_key, d_key, rows, keys)
         dx = _by_head(dx.mul_(self.settings.scale)).to(self.q.dtype)
         if dq is not None:
-            dq[images, :, queries] += dx @ self.k
+            dq[rows, :, queries] += dx @ self.k
         if dk is not None:
-            dk[images, :, keys] += dx.mT @ self.q
+            dk[rows, :, keys] += dx.mT @ self.q
 
 
-def _pick(matrix: Tensor | None, images: slice, tokens: slice) -> Tensor | None:
-    """Cut matrices [B or 1, N or 1, G, H/G, H/G]; those of a static base alone are shared by all tokens."""
+def _pick(matrix: Tensor | None, rows: slice, tokens: slice) -> Tensor | None:
+    """Cut matrices [B or 1, T or S or 1, G, H/G, H/G]; those of a static base alone are shared by all tokens."""
     if matrix is None or matrix.shape[1] == 1:
-        return matrix if matrix is None or matrix.shape[0] == 1 else matrix[images]
-    return matrix[images, tokens]
+        return matrix if matrix is None or matrix.shape[0] == 1 else matrix[rows]
+    return matrix[rows, tokens]
 
 
-def _accumulate(total: Tensor | None, part: Tensor | None, images: slice, tokens: slice) -> None:
+def _accumulate(total: Tensor | None, part: Tensor | None, rows: slice, tokens: slice) -> None:
     if total is not None:
-        target = _pick(total, images, tokens)
+        target = _pick(total, rows, tokens)
         target += part.sum_to_size(target.shape)
 
 
@@ -209,31 +222,31 @@ def _broadcast_cut(mask: Tensor, cut: tuple[slice, ...]) -> tuple[slice, ...]:
 
 
 def _by_query(x: Tensor) -> Tensor:
-    """[n, H, t, S] -> [n, t, H, S]."""
+    """[b, H, t, s] -> [b, t, H, s]."""
     return x.transpose(1, 2).contiguous()
 
 
-_by_head = _by_query  # [n, t, H, S] -> [n, H, t, S] swaps the same two axes
+_by_head = _by_query  # [b, t, H, s] -> [b, H, t, s] swaps the same two axes
 
 
 def _by_key(x: Tensor) -> Tensor:
-    """[n, t, H, S] -> [n, S, H, t]."""
+    """[b, t, H, s] -> [b, s, H, t]."""
     return x.transpose(1, 3).contiguous()
 
 
 def _mix(matrix: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
-    """Multiply the heads of x [n, N, H, M] by its tokens' matrices [n, N, G, H/G, H/G], or by their transposes."""
-    n, N, H, M = x.shape
+    """Multiply the heads of x [b, t, H, s] by its tokens' matrices [b, t, G, H/G, H/G], or by their transposes."""
+    b, t, H, s = x.shape
     G = matrix.shape[2]
-    matrix = matrix.expand(n, N, -1, -1, -1).reshape(n * N * G, H // G, H // G)
-    return torch.bmm(matrix.mT if is_transposed else matrix, x.view(n * N * G, H // G, M)).view(n, N, H, M)
+    matrix = matrix.expand(b, t, -1, -1, -1).reshape(b * t * G, H // G, H // G)
+    return torch.bmm(matrix.mT if is_transposed else matrix, x.view(b * t * G, H // G, s)).view(b, t, H, s)
 
 
-def _outer(a: Tensor, b: Tensor, num_groups: int) -> Tensor:
-    """Sum a b^T over the last axis: [n, N, H, M] twice -> [n, N, G, H/G, H/G]."""
-    n, N, H, M = a.shape
-    a, b = (x.view(n * N * num_groups, H // num_groups, M) for x in (a, b))
-    return torch.bmm(a, b.mT).view(n, N, num_groups, H // num_groups, H // num_groups)
+def _outer(x: Tensor, y: Tensor, num_groups: int) -> Tensor:
+    """Sum x y^T over the last axis: [b, t, H, s] twice -> [b, t, G, H/G, H/G]."""
+    b, t, H, s = x.shape
+    x, y = (part.view(b * t * num_groups, H // num_groups, s) for part in (x, y))
+    return torch.bmm(x, y.mT).view(b, t, num_groups, H // num_groups, H // num_groups)
 
 
 def _compose(x: Tensor, x_by_key: Tensor | None, query: Tensor | None, key: Tensor | None) -> Tensor:

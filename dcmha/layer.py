@@ -1,0 +1,85 @@
+"""ComposedLayer: what the attention layers share. Options, the call of the operator, and a record of what ran."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
+from .functional import composed_attention
+from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
+from .weights import ComposeWeights
+
+logger = logging.getLogger(__name__)
+
+
+class ComposedLayer(nn.Module):
+    """Base of the layers that call the operator. A subclass sets `num_heads`, `scale` and `attn_drop`.
+
+    Attributes:
+        options: What is composed.
+        window: A query sees this many keys, its own included; None for all.
+        impl: As in `composed_attention`; may be set anew at any time.
+        resolved_impl: The implementation that the layer's first call used; None before.
+    """
+
+    num_heads: int
+    scale: float
+    attn_drop: nn.Dropout
+
+    def _set_options(self, *, window: int | None = None, impl: Impl = "auto", **options) -> None:
+        """Check and keep the options of a layer."""
+        check_names(options, (*COMPOSE_OPTIONS, "window", "impl"))
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
+        check_impl(impl)
+        self.options = ComposeOptions(**options)
+        self.window, self.impl = window, impl
+        self.resolved_impl: ResolvedImpl | None = None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pre: ComposeWeights | None,
+        post: ComposeWeights | None,
+        attn_mask: Tensor | None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Call the operator with this layer's options: [B, H, T, D]."""
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        out = composed_attention(
+            q,
+            k,
+            v,
+            pre,
+            post,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            window=self.window,
+            scale=self.scale,
+            dropout_p=dropout_p,
+            num_groups=self.options.num_groups,
+            impl=self.impl,
+        )
+        self._record_impl(q, attn_mask, dropout_p)
+        return out
+
+    def _record_impl(self, q: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
+        """Remember which implementation ran first, and log it once for all layers alike."""
+        if torch.compiler.is_compiling() or self.resolved_impl is not None:
+            return
+        call = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.options.num_groups}
+        choice = resolve_impl(self.impl, q, is_composed=self.options.is_composed, **call)
+        self.resolved_impl = choice.impl
+        _log_choice(self.impl, choice)
+
+
+@cache
+def _log_choice(impl: Impl, choice: Choice) -> None:
+    because = "" if choice.reason is None else f": {choice.reason}"
+    logger.info("impl=%r runs as %r%s.", impl, choice.impl, because)

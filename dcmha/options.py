@@ -1,0 +1,89 @@
+"""ComposeOptions: which parts a composition has. Declared, documented and checked here alone."""
+
+# H heads, R compose rank, G head groups
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class ComposeOptions:
+    """What composes the heads of a layer (paper, section 3; each row of table 9 is a setting).
+
+    Layers, models and configurations take these fields as keyword arguments of their own. With `pre_compose` and
+    `post_compose` both off attention is plain, and the other fields mean nothing.
+
+    Attributes:
+        rank: Rank R of the dynamic projections, 2 in the paper; 0 leaves them out.
+        pre_compose: Compose the scores, before the softmax.
+        post_compose: Compose the weights, after it.
+        query_wise: Compose by matrices made from the query's token.
+        key_wise: Compose by matrices made from the key's token.
+        dynamic_gate: Gate each head by the token (the diagonal part).
+        static_base: Add a learned static base (talking heads).
+        num_groups: Compose within G groups of heads (section 3.2).
+
+    Raises:
+        ValueError: If a value is of another type or out of range.
+    """
+
+    rank: int = 2
+    pre_compose: bool = True
+    post_compose: bool = True
+    query_wise: bool = True
+    key_wise: bool = True
+    dynamic_gate: bool = True
+    static_base: bool = False
+    num_groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        for name in BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be of type bool.")
+        if type(self.rank) is not int or self.rank < 0:
+            raise ValueError(f"rank={self.rank!r} must be an integer, 0 (no dynamic projection) or more.")
+        if type(self.num_groups) is not int or self.num_groups < 1:
+            raise ValueError(f"num_groups={self.num_groups!r} must be a positive integer.")
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether scores or weights are composed at all."""
+        return self.pre_compose or self.post_compose
+
+    @property
+    def compositions(self) -> tuple[str, ...]:
+        """The compositions there are, of "pre" and "post"."""
+        return ("pre",) * self.pre_compose + ("post",) * self.post_compose
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides whose tokens make weights, of "query" and "key"."""
+        is_dynamic = self.rank > 0 or self.dynamic_gate
+        return ("query",) * (self.query_wise and is_dynamic) + ("key",) * (self.key_wise and is_dynamic)
+
+    def group_heads(self, num_heads: int) -> int:
+        """Count the heads H/G of a group.
+
+        Raises:
+            ValueError: If `num_heads` do not divide into the groups.
+        """
+        if num_heads % self.num_groups:
+            raise ValueError(f"num_groups={self.num_groups} must be a positive divisor of num_heads={num_heads}.")
+        return num_heads // self.num_groups
+
+
+COMPOSE_OPTIONS = tuple(field.name for field in fields(ComposeOptions))
+BOOLEANS = tuple(field.name for field in fields(ComposeOptions) if field.type is bool)
+
+
+def compose_options_of(config: object) -> dict[str, object]:
+    """Read the fields of `ComposeOptions` from an object that has them as attributes."""
+    return {name: getattr(config, name) for name in COMPOSE_OPTIONS}
+
+
+def check_names(options: Mapping[str, object], accepted: tuple[str, ...]) -> None:
+    """Raise ValueError if an option is not among the accepted ones."""
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; accepted: {', '.join(accepted)}.")
