@@ -54,7 +54,7 @@ if wanted models; then
     python benchmarks/decode.py --model dcformer_pp_405m "${gpu[@]}" --compile --json "$folder/decode_405m.json"
 fi
 if wanted cifar10; then
-    compare=(python -m dcvision compare --config configs/vision/cifar10.yaml --folder runs/cifar10)
+    compare=(python -m dcvision compare --config configs/vision/cifar10.yaml --out runs/cifar10)
     composed=dcvit_small_patch4_32
     "${compare[@]}" --seeds 0 1 2 --models mhavit_small_patch4_32 $composed -- "${@:3}"
     "${compare[@]}" --models "mhavit_medium_patch16_224 model_kwargs.patch_size=4" "$composed model_kwargs.rank=1" \

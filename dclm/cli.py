@@ -1,53 +1,23 @@
-"""Command line: `python -m dclm fit|validate|test --config FILE ...`, and `python -m dclm generate|export`."""
+"""Command line: `python -m dclm fit|validate|test --config FILE ...`, and `python -m dclm generate|export|tokens`."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-
-from dctrain.cli import TrainerCLI, run_command, run_lightning
+from dctrain.cli import TrainerCLI, run_program
 from dctrain.errors import UserError
 
 from .data import TokenDataModule
+from .data.make_tokens import make_tokens
 from .data.tokenizers import BYTES
 from .hub import save_pretrained
 from .language_model import LanguageModel
 from .sampling import Sampling
 from .text import continue_text, load_model
 
-MORE_HELP = (
-    "Two more subcommands: generate --checkpoint CHECKPOINT --prompt [TEXT] continues text; export --checkpoint "
-    "CHECKPOINT --folder FOLDER writes the published hub format."
-)
 
-
-class LanguageCLI(TrainerCLI):
-    """The trainers' command line for language models."""
-
-    program = "dclm"
-    linked = ("vocab_size", "context_length", "seed")
-    monitor = "val/loss"
-    monitor_mode = "min"
-    best_name = "best-step={step}-loss={val/loss:.4f}"
-
-    def __init__(self, args: list[str]) -> None:
-        super().__init__(LanguageModel, TokenDataModule, args, f"Language models with DCMHA. {MORE_HELP}")
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """List the subcommands: there is nothing to `predict` but text, which `generate` does."""
-        commands = TrainerCLI.subcommands()
-        del commands["predict"]
-        return commands
-
-    def describe_score(self, score: float) -> str:
-        """Write the loss in nats."""
-        return f"{score:.4f} nats per token"
-
-
-def generate_command(
+def generate(
     checkpoint: str,
-    prompt: list[str] | str,
+    prompt: Sequence[str],
     tokenizer: str | None = None,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
@@ -58,11 +28,11 @@ def generate_command(
     device: str = "cpu",
     compile: bool = False,
 ) -> None:
-    """Continue prompts; one prompt is written as it grows.
+    """Continue texts; one alone is written as it grows.
 
     Args:
-        checkpoint: A `.ckpt` file or run folder of `dclm fit`, or a folder in the published hub format.
-        prompt: A text to continue, or several, together in one batch.
+        checkpoint: A .ckpt file, the folder of a run, or a folder in the published hub format.
+        prompt: Texts to continue, together in one batch.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         max_new_tokens: Most tokens to add to each.
         temperature: 0 takes the likeliest token.
@@ -77,63 +47,69 @@ def generate_command(
         sampling = Sampling(temperature, top_k, top_p)
     except ValueError as error:
         raise UserError(str(error)) from error
-    prompts = [prompt] if isinstance(prompt, str) else prompt
     decoder, words = load_model(checkpoint, tokenizer)
     try:
         decoder.to(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={device!r} cannot be used: {error}") from error
     options = {"stop_at_eos": stop_at_eos, "seed": seed, "compile": compile}
-    steps = continue_text(decoder, words, prompts, max_new_tokens, sampling, **options)
-    if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
+    steps = continue_text(decoder, words, list(prompt), max_new_tokens, sampling, **options)
+    if len(prompt) == 1:
+        print(prompt[0], end="", flush=True)
         for (text,) in steps:
             print(text, end="", flush=True)
         print()
         return
     rows = ["".join(parts) for parts in zip(*steps, strict=True)]
-    for start, text in zip(prompts, rows, strict=True):
+    for start, text in zip(prompt, rows, strict=True):
         print(f"{start}{text}\n{'-' * 20}")
 
 
-def export_command(checkpoint: str, folder: str) -> None:
+def export(checkpoint: str, out: str) -> None:
     """Write a trained model in the published hub format, with its tokenizer unless that is bytes.
 
     Args:
-        checkpoint: A `.ckpt` file or run folder of `dclm fit`.
-        folder: Where to write; must not hold a model already.
+        checkpoint: A .ckpt file, or the folder of a run.
+        out: Folder to write; must not hold a model already.
     """
     decoder, tokenizer = load_model(checkpoint, None)
     try:
-        save_pretrained(decoder, folder)
+        save_pretrained(decoder, out)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     if tokenizer.spec == BYTES:
         print("tokens are bytes: generate from the folder with --tokenizer bytes")
     else:
-        (Path(folder) / "tokenizer.json").write_text(tokenizer.spec)
-    print(f'exported to {folder}; load with dclm.load_pretrained("{folder}")')
+        (Path(out) / "tokenizer.json").write_text(tokenizer.spec)
+    print(f'exported to {out}; load with dclm.load_pretrained("{out}")')
 
 
-def _run_function(function: Callable[..., None], name: str, args: list[str]) -> None:
-    parser = ArgumentParser(prog=f"dclm {name}", description=function.__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file of these options")
-    parser.add_function_arguments(function)
-    options = parser.parse_args(args)
-    options.pop("config", None)
-    function(**options.as_dict())
+class LanguageCLI(TrainerCLI):
+    """The trainers' command line for language models."""
 
+    program = "dclm"
+    description = "Language models with DCMHA."
+    functions = {"generate": generate, "export": export, "tokens": make_tokens}
+    linked = ("vocab_size", "context_length", "seed")
+    monitor = "val/loss"
+    monitor_mode = "min"
+    best_name = "best-step={step}-loss={val/loss:.4f}"
 
-FUNCTIONS = {"generate": generate_command, "export": export_command}
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(LanguageModel, TokenDataModule, args)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands: there is nothing to `predict` but text, which `generate` does."""
+        commands = TrainerCLI.subcommands()
+        del commands["predict"]
+        return commands
 
-def _command(args: list[str]) -> None:
-    if args and args[0] in FUNCTIONS:
-        _run_function(FUNCTIONS[args[0]], args[0], args[1:])
-    else:
-        run_lightning(lambda: LanguageCLI(args))
+    def describe_score(self, score: float) -> str:
+        """Write the loss in nats."""
+        return f"{score:.4f} nats per token"
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line."""
-    run_command(_command, args)
+    run_program(LanguageCLI, args)

@@ -71,7 +71,7 @@ def composed_attention(
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
     check_impl(impl)
-    is_autocast = torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type)
+    is_autocast = _has_autocast(q.device.type) and torch.is_autocast_enabled(q.device.type)
     if is_autocast:
         q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
     _check_qkv(q, k, v)
@@ -126,6 +126,12 @@ def _plain_attention(
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     return out if empty is None else out.masked_fill(empty, 0.0)
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device_type: str) -> bool:
+    """Tell whether a kind of device has autocast at all; a compiler of torch 2.10 cannot trace the question."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def _autocast(q, k, v, pre, post, attn_mask):

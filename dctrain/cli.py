@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks import BestCheckpoint, GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
 from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
 from .errors import UserError
 
@@ -27,7 +28,6 @@ class SaveRunConfig(SaveConfigCallback):
     def __init__(self, parser, config, **kwargs) -> None:
         config = config.clone()
         resumed = config.pop("resume", None) is not None
-        config.pop("ckpt_path", None)
         filename = "config-resumed.yaml" if resumed else "config.yaml"
         super().__init__(parser, config, config_filename=filename, overwrite=resumed, **kwargs)
 
@@ -41,47 +41,52 @@ class SaveRunConfig(SaveConfigCallback):
             add_environment(path, environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
 
 
+A_CHECKPOINT = "a .ckpt file, or the folder of a run, of which the newest counts"
+
+
 class TrainerCLI(LightningCLI):
-    """LightningCLI with `--resume`, and this project's logger, checkpoints and callbacks.
+    """LightningCLI with `--resume` and `--checkpoint`, and this project's logger, checkpoints and callbacks.
 
     Args:
         args: Arguments of the command.
-        description: What the program is for.
         module_class: The LightningModule.
         datamodule_class: Its data.
     """
 
     program: str
+    description: str
+    functions: Functions
     linked: tuple[str, ...]
     monitor: str
     monitor_mode: str
     best_name: str
 
-    def __init__(self, module_class, datamodule_class, args: list[str], description: str) -> None:
+    def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
         super().__init__(
             module_class,
             datamodule_class,
             args=args,
+            parser_class=TrainerParser,
             save_config_callback=SaveRunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,
             trainer_defaults={"use_distributed_sampler": False},
-            parser_kwargs={"allow_abbrev": False, "description": description},
+            parser_kwargs={
+                "prog": self.program,
+                "allow_abbrev": False,
+                "description": f"{self.description} {describe(self.functions)}",
+            },
         )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """List the subcommands; `fit` takes `--resume` in place of `--ckpt_path`."""
-        commands = LightningCLI.subcommands()
-        commands["fit"] = commands["fit"] | {"ckpt_path", "weights_only"}
-        return commands
+        """List the subcommands; `--resume` and `--checkpoint` take the place of Lightning's `--ckpt_path`."""
+        return {name: skipped | {"ckpt_path", "weights_only"} for name, skipped in LightningCLI.subcommands().items()}
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "fit":
-            parser.add_argument(
-                "--resume", type=str | None, help="Go on exactly where a checkpoint, or a run's newest one, stopped."
-            )
+        option, verb = ("--resume", "go on exactly from") if subcommand == "fit" else ("--checkpoint", "evaluate")
+        parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=f"{verb} {A_CHECKPOINT}")
         return parser
 
     def add_arguments_to_parser(self, parser) -> None:
@@ -160,26 +165,26 @@ class TrainerCLI(LightningCLI):
 
     def validate(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint."""
-        self.check_weights(kwargs)
-        self.trainer.validate(model, **kwargs)
+        self.trainer.validate(model, ckpt_path=self.evaluated_checkpoint(), **kwargs)
 
     def test(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint, logged as `test/...`."""
-        self.check_weights(kwargs)
-        self.trainer.test(model, **kwargs)
+        self.trainer.test(model, ckpt_path=self.evaluated_checkpoint(), **kwargs)
 
     def has_weights(self) -> bool:
         """Tell whether the configured model brings trained weights of its own."""
         return False
 
-    def check_weights(self, kwargs: dict) -> None:
-        """Refuse to evaluate random weights, or a file that is no checkpoint."""
-        path = kwargs["ckpt_path"]
-        if path is None and not self.has_weights():
-            raise UserError("--ckpt_path must name a checkpoint (or the configured model bring weights of its own).")
-        if path is not None:
-            kwargs["ckpt_path"] = find_checkpoint(path)
-            load_checkpoint(kwargs["ckpt_path"])
+    def evaluated_checkpoint(self) -> Path | None:
+        """Find what `--checkpoint` names; refuse to evaluate random weights, or a file that is no checkpoint."""
+        named = self._get(self.config, "checkpoint", default=None)
+        if named is None and not self.has_weights():
+            raise UserError(f"--checkpoint must name {A_CHECKPOINT} (or the model bring weights of its own).")
+        if named is None:
+            return None
+        path = find_checkpoint(named)
+        load_checkpoint(path)
+        return path
 
 
 def _as_list(value) -> list:
@@ -208,20 +213,36 @@ def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
         torch.distributed.destroy_process_group()
 
 
-def run_command(command: Callable[[list[str]], None], args: list[str] | None) -> None:
-    """Run a command line; mistakes a user can mend end in one message and exit status 2.
+def _check_subcommand(cli: type[TrainerCLI], args: list[str]) -> None:
+    names = [*cli.subcommands(), *cli.functions]
+    if args and not args[0].startswith("-") and args[0] not in names:
+        raise UserError(f"{args[0]!r} is no subcommand of {cli.program}; accepted: {', '.join(names)}.")
+
+
+def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
+    """Run a program: one of its functions, or a Lightning subcommand.
+
+    Mistakes that a user can mend end in one message and exit status 2.
 
     Args:
-        command: Takes the arguments.
+        cli: The program.
         args: The arguments; those of the process if None.
     """
+    args = sys.argv[1:] if args is None else args
     try:
-        command(sys.argv[1:] if args is None else args)
+        if args and args[0] in cli.functions:
+            run_function(cli.program, args[0], cli.functions[args[0]], args[1:])
+        else:
+            _check_subcommand(cli, args)
+            run_lightning(lambda: cli(args))
     except (UserError, MisconfigurationException) as error:
         message = str(error)
         if message.startswith("Caught UserError"):  # raised in a loader process: keep the message, drop its stack
             message = message.strip().splitlines()[-1].removeprefix("dctrain.errors.UserError: ")
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except RunStopped as stop:
         print(f"{stop}; go on with --resume {relative(stop.checkpoint)}")

@@ -1,34 +1,31 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...`, `export`, `compare` and `look`."""
+"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...`, `export|compare|look|shards`."""
 
-import argparse
 import csv
 from pathlib import Path
 
-from dctrain.cli import TrainerCLI, relative, run_command, run_lightning
+from dctrain.cli import TrainerCLI, relative, run_program
 
 from .classifier import ImageClassifier
-from .compare import compare_command
+from .compare import compare
 from .data import ImageDataModule
+from .data.make_shards import make_shards
 from .export import export
-from .look import look_command
-
-MORE_HELP = (
-    "More subcommands: export CHECKPOINT FOLDER writes a checkpoint as a timm model folder; compare trains several "
-    "models with one recipe and writes a table and a plot; look CHECKPOINT IMAGE FOLDER draws what composition does."
-)
+from .look import look
 
 
 class VisionCLI(TrainerCLI):
     """The trainers' command line for image classification."""
 
     program = "dcvision"
+    description = "Image classification with DCMHA."
+    functions = {"export": export, "compare": compare, "look": look, "shards": make_shards}
     linked = ("num_classes", "image_size", "seed")
     monitor = "val/top1"
     monitor_mode = "max"
     best_name = "best-epoch={epoch}-top1={val/top1:.4f}"
 
     def __init__(self, args: list[str]) -> None:
-        super().__init__(ImageClassifier, ImageDataModule, args, f"Image classification with DCMHA. {MORE_HELP}")
+        super().__init__(ImageClassifier, ImageDataModule, args)
 
     def describe_score(self, score: float) -> str:
         """Write the accuracy in percent."""
@@ -40,8 +37,8 @@ class VisionCLI(TrainerCLI):
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Predict and write one line per image to `predictions.csv` (one file per rank on several)."""
-        self.check_weights(kwargs)
-        batches = self.trainer.predict(model, **{**kwargs, "return_predictions": True})
+        kwargs = {**kwargs, "ckpt_path": self.evaluated_checkpoint(), "return_predictions": True}
+        batches = self.trainer.predict(model, **kwargs)
         suffix = f"-rank{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         path = Path(self.trainer.log_dir) / f"predictions{suffix}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,27 +49,6 @@ class VisionCLI(TrainerCLI):
         print(f"predictions {relative(path)}")
 
 
-def _export_command(args: list[str]) -> None:
-    parser = argparse.ArgumentParser("dcvision export", description="Write a checkpoint as a timm model folder.")
-    parser.add_argument("checkpoint", help="a .ckpt file of dcvision fit, or the folder of a run")
-    parser.add_argument("folder", help="where to write config.json and model.safetensors")
-    parser.add_argument("--raw", action="store_true", help="the raw weights, where the run also kept an average")
-    options = parser.parse_args(args)
-    folder = export(options.checkpoint, options.folder, options.raw)
-    print(f'exported to {folder}; load with timm.create_model("local-dir:{folder}", pretrained=True)')
-
-
-def _command(args: list[str]) -> None:
-    if args[:1] == ["export"]:
-        _export_command(args[1:])
-    elif args[:1] == ["compare"]:
-        compare_command(args[1:])
-    elif args[:1] == ["look"]:
-        look_command(args[1:])
-    else:
-        run_lightning(lambda: VisionCLI(args))
-
-
 def main(args: list[str] | None = None) -> None:
     """Run the command line."""
-    run_command(_command, args)
+    run_program(VisionCLI, args)

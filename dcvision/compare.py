@@ -5,7 +5,6 @@ the folder; the same command again goes on where it stopped, in the middle of a 
 others alone.
 """
 
-import argparse
 import json
 import re
 import signal
@@ -13,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from hashlib import sha1
 from pathlib import Path
 from typing import IO
@@ -32,26 +32,28 @@ STOPPED = "stopped; the same command goes on."
 CURVES = ("val/top1", "val/top5", "val/loss", "train/loss")
 
 
-def compare(config: str, models: list[str], seeds: list[int], folder: str, extra: list[str]) -> bool:
-    """Train what has not been trained yet, and write the report.
+def compare(
+    config: str, models: Sequence[str], out: str, seeds: Sequence[int] = (0,), extra: Sequence[str] = ()
+) -> None:
+    """Train several models with one recipe, over seeds, and write a table and a plot.
+
+    What has not been trained yet is trained; what has, is kept.
 
     Args:
-        config: The recipe, a configuration of `dcvision fit`.
+        config: The recipe, a configuration of dcvision fit.
         models: Models, each a name of timm's and settings of `model` behind it, such as
             "dcvit_small_patch4_32 model_kwargs.rank=1".
+        out: Folder for runs, results, table and plot.
         seeds: Seeds of weights and data; models share the order of the data of a seed.
-        folder: Where runs, results, table and plot go.
         extra: More arguments for every run.
 
-    Returns:
-        Whether all these runs have finished.
-
     Raises:
-        UserError: If the folder holds a comparison by another recipe, the configuration does not exist, or `extra` sets
-            what is set for each run.
+        UserError: If not all runs finish, the folder holds a comparison by another recipe, the configuration does not
+            exist, or `extra` sets what is set for each run.
     """
+    extra = list(extra)
     _check_extra(extra)
-    root = Path(folder)
+    root = Path(out)
     models = [" ".join(model.split()) for model in models]
     if not all(models):
         raise UserError("--models holds an empty name; accepted: names of models, with settings behind them.")
@@ -61,19 +63,25 @@ def compare(config: str, models: list[str], seeds: list[int], folder: str, extra
         key = f"{model} | seed {seed}"
         said = f"{number}/{len(runs)} {key}"
         if "error" not in state["runs"].get(key, {"error": ""}):
-            print(f"{said}: finished before, top-1 {100 * state['runs'][key]['curves']['val/top1'][-1][1]:.2f} %")
+            print(f"{said}: finished before, top-1 {_top1(state['runs'][key])}")
             continue
         print(f"{said} ... (says more: {_log(root / 'runs', model, seed)})", flush=True)
         start = time.monotonic()
         state["runs"][key] = {"model": model, "seed": seed} | _train(root / "runs", config, model, seed, extra)
         write_json(root / "results.json", state)
         result = state["runs"][key]
-        outcome = result.get("error") or f"top-1 {100 * result['curves']['val/top1'][-1][1]:.2f} %"
+        outcome = result.get("error") or f"top-1 {_top1(result)}"
         print(f"{said}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
     finished = [run for run in state["runs"].values() if "error" not in run]
     if finished:
         print(write_report(finished, root))
-    return all("error" not in state["runs"][f"{model} | seed {seed}"] for model, seed in runs)
+    if any("error" in state["runs"][f"{model} | seed {seed}"] for model, seed in runs):
+        raise UserError("not all runs have finished; the same command tries them again.")
+
+
+def _top1(run: dict) -> str:
+    """Write the last top-1 accuracy of a run in percent."""
+    return f"{100 * run['curves']['val/top1'][-1][1]:.2f} %"
 
 
 SET_PER_RUN = (
@@ -106,7 +114,7 @@ def _load(root: Path, config: str, extra: list[str]) -> dict:
         raise UserError(f"{file} cannot be read ({error}); remove it to read the finished runs again.") from error
     if other:
         raise UserError(
-            f"{root} holds a comparison by another recipe (configuration or arguments); give another --folder."
+            f"{root} holds a comparison by another recipe (configuration or arguments); give another --out."
         )
     return state
 
@@ -191,18 +199,3 @@ def _read(run: Path) -> dict:
 def _curve(log: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     """Read a curve; of steps that were taken again after a kill, the last time counts."""
     return sorted({event.step: event.value for event in log.Scalars(tag)}.items())
-
-
-def compare_command(args: list[str]) -> None:
-    """Run `dcvision compare`; arguments after -- go to every run."""
-    parser = argparse.ArgumentParser(
-        "dcvision compare", description="Train several models with one recipe, over seeds, and compare them."
-    )
-    parser.add_argument("--config", required=True, help="the recipe: a configuration of dcvision fit")
-    parser.add_argument("--models", nargs="+", required=True, help='names, or "NAME model_kwargs.rank=1 lr=5e-4"')
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--folder", required=True, help="for runs, results.json, table and plot; goes on if it exists")
-    at = args.index("--") if "--" in args else len(args)
-    options, extra = parser.parse_args(args[:at]), args[at + 1 :]
-    if not compare(options.config, options.models, options.seeds, options.folder, extra):
-        raise UserError("not all runs have finished; the same command tries them again.")

@@ -11,12 +11,12 @@ from dctrain.errors import UserError
 from .classifier import build_model
 
 
-def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
-    """Export the network of a checkpoint; `timm.create_model("local-dir:FOLDER", pretrained=True)` loads it.
+def export(checkpoint: str, out: str, raw: bool = False) -> Path:
+    """Write a trained model as a timm model folder.
 
     Args:
-        checkpoint: A `.ckpt` file of `dcvision fit`, or a run's folder.
-        folder: Where to write; must not hold an exported model already.
+        checkpoint: A .ckpt file, or the folder of a run.
+        out: Folder to write; must not hold an exported model already.
         raw: Export the raw weights of a run that kept an average; otherwise the average is exported.
 
     Returns:
@@ -25,11 +25,12 @@ def export(checkpoint: str, folder: str, raw: bool = False) -> Path:
     Raises:
         UserError: If the checkpoint cannot be read or is none of ours, or the folder is taken.
     """
-    target = Path(folder)
+    target = Path(out)
     if (target / "model.safetensors").exists():
         raise UserError(f"{target} holds an exported model already; nothing was overwritten.")
     model, size = load_network(checkpoint, raw)
-    save_for_hf(model, str(make_folder(folder)), data_config={"input_size": (3, size, size)}, safe_serialization=True)
+    save_for_hf(model, str(make_folder(out)), data_config={"input_size": (3, size, size)}, safe_serialization=True)
+    print(f'exported to {out}; load with timm.create_model("local-dir:{out}", pretrained=True)')
     return target
 
 

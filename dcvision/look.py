@@ -1,6 +1,5 @@
-"""See what composition does to an image: `python -m dcvision look CHECKPOINT IMAGE FOLDER`, or during training."""
+"""See what composition does to an image: `python -m dcvision look`, or during training by `AttentionImages`."""
 
-import argparse
 from pathlib import Path
 
 import lightning as L
@@ -64,17 +63,17 @@ class AttentionImages(Callback):
                 log_pictures(logger.experiment, figures, trainer.global_step)
 
 
-def look(checkpoint: str, image: str, folder: str, query: int | None = None) -> list[Path]:
-    """Draw the attention of a trained model on an image.
+def look(checkpoint: str, image: str, out: str, query: int | None = None) -> list[Path]:
+    """Draw what composition does to an image.
 
     Args:
-        checkpoint: A checkpoint of `dcvision fit`, or a run's folder.
+        checkpoint: A .ckpt file, or the folder of a run.
         image: An image file; it is resized and cropped to the model's size.
-        folder: Where to write the pictures and TensorBoard's file.
+        out: Folder for the pictures, as PNG and for TensorBoard.
         query: Which patch looks, counted row by row; the middle one if None.
 
     Returns:
-        The pictures.
+        The pictures, which are printed too.
 
     Raises:
         UserError: If a file cannot be read or written, the model has no `DCAttention` or attends within windows, or
@@ -88,12 +87,14 @@ def look(checkpoint: str, image: str, folder: str, query: int | None = None) -> 
     with torch.no_grad(), record_attention(model.eval()) as recorded:
         model(((pixels / 255 - mean) / std)[None])
     figures = draw_attention(recorded, view)
-    root = make_folder(folder)
+    root = make_folder(out)
     for name, figure in figures.items():
         figure.savefig(root / f"{name}.png", dpi=100)
     with SummaryWriter(str(root)) as writer:
         log_pictures(writer, figures, step=0)
-    return [root / f"{name}.png" for name in figures]
+    paths = [root / f"{name}.png" for name in figures]
+    print(*paths, f"tensorboard --logdir {out}", sep="\n")
+    return paths
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -108,16 +109,3 @@ def _check_layers(model: nn.Module) -> None:
 
 def _view(model: nn.Module, pixels: Tensor, query: int | None) -> View:
     return View(pixels, patch_grid(model, pixels.shape[-1]), getattr(model, "num_prefix_tokens", 0), query)
-
-
-def look_command(args: list[str]) -> None:
-    """Run `dcvision look`."""
-    parser = argparse.ArgumentParser("dcvision look", description="Draw what composition does to an image.")
-    parser.add_argument("checkpoint", help="a .ckpt file of dcvision fit, or the folder of a run")
-    parser.add_argument("image", help="an image file")
-    parser.add_argument("folder", help="for the pictures, as PNG and for TensorBoard")
-    parser.add_argument("--query", type=int, help="the patch that looks, counted row by row; the middle one if absent")
-    options = parser.parse_args(args)
-    for path in look(options.checkpoint, options.image, options.folder, options.query):
-        print(path)
-    print(f"tensorboard --logdir {options.folder}")

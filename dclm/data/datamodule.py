@@ -29,7 +29,7 @@ class TokenDataModule(ResumableDataModule):
     Resume: training goes on at the very next sample, also on another number of ranks or another batch size.
 
     Args:
-        tokens: Folder that `data/make_tokens.py` made, or "stdlib": the Python sources of the standard library.
+        tokens: Folder that `dclm tokens` made, or "stdlib": the Python sources of the standard library.
         vocab_size: Ids must lie below it; at least the corpus's own.
         context_length: Tokens T of a sequence.
         batch_size: Sequences of one rank in a step.

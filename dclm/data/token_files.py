@@ -38,7 +38,7 @@ class Corpus:
         self.folder = Path(folder)
         path = self.folder / "manifest.json"
         if not path.is_file():
-            raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see data/make_tokens.py.")
+            raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see data/README.md.")
         try:
             self.manifest = json.loads(path.read_text())
         except ValueError as error:

@@ -90,43 +90,43 @@ def test_bigram_baseline_by_hand():
 def test_validate_gives_what_training_reported(trained, capsys):
     config = trained / "t/version_0/config.yaml"
     checkpoint = next((trained / "t/version_0/checkpoints").glob("best*"))
-    run("validate", f"--config={config}", f"--ckpt_path={checkpoint}")
+    run("validate", f"--config={config}", f"--checkpoint={checkpoint}")
     reported = min(event.value for event in scalars(trained / "t/version_0")["val/loss"])
     assert f"{reported:.4f}"[:5] in capsys.readouterr().out
     assert f"loss={reported:.4f}" in checkpoint.name
 
 
-def test_generate_continues_text(trained, capsys, tmp_path):
+def test_generate_continues_text(trained, capsys):
     checkpoint = trained / "t/version_0"
     shutil.move(trained / "corpus", trained / "moved")  # the checkpoint has its own tokenizer
-    run("generate", f"--checkpoint={checkpoint}", "--prompt=[def main]", "--temperature=0", "--max_new_tokens=30")
+    run("generate", f"--checkpoint={checkpoint}", "--prompt=def main", "--temperature=0", "--max_new_tokens=30")
     shutil.move(trained / "moved", trained / "corpus")
     first = capsys.readouterr().out
     assert first.startswith("def main(args):\n    return [")
-    options = tmp_path / "generate.yaml"
-    options.write_text(f"checkpoint: {checkpoint}\nprompt: [def main, ret]\ntemperature: 0\nmax_new_tokens: 20\n")
-    run("generate", f"--config={options}")
+    options = ["--temperature=0", "--max_new_tokens=20"]
+    run("generate", f"--checkpoint={checkpoint}", "--prompt", "def main", "ret", *options)
     rows = capsys.readouterr().out.split("\n" + "-" * 20 + "\n")
     assert rows[0] == first[: len("def main") + 20]
     assert rows[1].startswith("ret") and len(rows) == 3
-    run("generate", f"--checkpoint={checkpoint}", "--prompt=def main", "--temperature=0", "--max_new_tokens=30")
-    assert capsys.readouterr().out == first
+    for text in ("[a, b]", "null", "a: b", "3.0", "'", "{"):
+        run("generate", f"--checkpoint={checkpoint}", f"--prompt={text}", *options)
+        assert capsys.readouterr().out.startswith(text)
     for seed in (3, 3):
-        run("generate", f"--checkpoint={checkpoint}", "--prompt=[x]", "--temperature=2", f"--seed={seed}")
+        run("generate", f"--checkpoint={checkpoint}", "--prompt=x", "--temperature=2", f"--seed={seed}")
     a, b = capsys.readouterr().out, capsys.readouterr().out
     assert a[: len(a) // 2] == a[len(a) // 2 :] and b == ""
 
 
 def test_exported_models_generate_the_same(trained, capsys, tmp_path):
-    run("export", f"--checkpoint={trained / 't/version_0'}", f"--folder={tmp_path / 'hub'}")
+    run("export", f"--checkpoint={trained / 't/version_0'}", f"--out={tmp_path / 'hub'}")
     assert "load with dclm.load_pretrained" in capsys.readouterr().out
-    options = ["--prompt=[def main]", "--temperature=0", "--max_new_tokens=30"]
+    options = ["--prompt=def main", "--temperature=0", "--max_new_tokens=30"]
     run("generate", f"--checkpoint={tmp_path / 'hub'}", "--tokenizer=bytes", *options)
     published = capsys.readouterr().out
     run("generate", f"--checkpoint={find_checkpoint(str(trained))}", *options)
     assert capsys.readouterr().out == published
     assert "no tokenizer" in mistake(capsys, "generate", f"--checkpoint={tmp_path / 'hub'}", *options)
-    again = mistake(capsys, "export", f"--checkpoint={trained / 't/version_0'}", f"--folder={tmp_path / 'hub'}")
+    again = mistake(capsys, "export", f"--checkpoint={trained / 't/version_0'}", f"--out={tmp_path / 'hub'}")
     assert "holds config.json already; nothing was overwritten" in again
 
 
@@ -233,7 +233,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--model.warmup_fraction=1", "warmup_fraction=1.0 must be in [0, 1)"),
         ("--data.vocab_size=100", "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
         ("--data.context_length=2000", "a sequence takes 2000 and one more"),
-        (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see data/make_tokens.py"),
+        (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see data/README.md"),
         (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
         ("--trainer.max_epochs=-1", "the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps"),
         ("--trainer.max_epoch=3", "--trainer.max_epoch=3"),
@@ -244,31 +244,31 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--model.overrides={init_std: x}", "init_std='x' must be of type float or None"),
     ):
         assert message in mistake(capsys, "fit", *arguments, option), option
-    assert "--ckpt_path must name a checkpoint" in mistake(capsys, "validate", *arguments)
+    assert "--checkpoint must name a .ckpt file" in mistake(capsys, "validate", *arguments)
 
 
 def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
     checkpoint = f"--checkpoint={trained / 't/version_0'}"
     for args, message in (
-        ([checkpoint, "--prompt=['']"], "prompt 0 has shape [0]; accepted: at least one token id"),
-        ([checkpoint, "--prompt=[a]", "--temperature=-1"], "temperature=-1.0 must not be negative"),
-        ([checkpoint, "--prompt=[a]", "--top_p=2"], "top_p=2.0 must be in (0, 1]"),
-        ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=[a]"], "no checkpoint"),
-        ([checkpoint, "--prompts=[a]"], "prompts"),
+        ([checkpoint, "--prompt="], "prompt 0 has shape [0]; accepted: at least one token id"),
+        ([checkpoint, "--prompt=a", "--temperature=-1"], "temperature=-1.0 must not be negative"),
+        ([checkpoint, "--prompt=a", "--top_p=2"], "top_p=2.0 must be in (0, 1]"),
+        ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=a"], "no checkpoint"),
+        ([checkpoint, "--prompt=a", "--prompts=a"], "prompts"),
         ([checkpoint, "--prompt=a", "--device=nope"], "device='nope' cannot be used"),
         ([checkpoint], "prompt"),
     ):
         assert message in mistake(capsys, "generate", *args), args
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     assert "is no checkpoint of dclm" in mistake(
-        capsys, "generate", f"--checkpoint={tmp_path / 'other.ckpt'}", "--prompt=[a]"
+        capsys, "generate", f"--checkpoint={tmp_path / 'other.ckpt'}", "--prompt=a"
     )
 
 
 def test_checkpoint_of_another_architecture(trained, capsys):
     error = mistake(
         capsys,
-        *("validate", f"--config={trained / 't/version_0/config.yaml'}", f"--ckpt_path={trained / 't/version_0'}"),
+        *("validate", f"--config={trained / 't/version_0/config.yaml'}", f"--checkpoint={trained / 't/version_0'}"),
         "--model.model=transformer_pp_debug",
     )
     assert "trained with model='dcformer_pp_debug', here 'transformer_pp_debug'" in error
@@ -277,8 +277,8 @@ def test_checkpoint_of_another_architecture(trained, capsys):
 def test_the_token_script_runs(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(TEXT + name)
-    command = [sys.executable, "data/make_tokens.py", str(tmp_path), "--out", str(tmp_path / "out"), "--num-workers=1"]
-    done = subprocess.run([*command, "--val-fraction=0"], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    command = [sys.executable, "data/make_tokens.py", "--inputs", str(tmp_path), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--val_fraction=0"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"{2 * (len(TEXT) + 6)} train tokens, 0 val tokens; vocabulary 257" in done.stdout
     failed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

@@ -63,11 +63,11 @@ def test_validate_and_predict_give_what_training_reported(trained, tmp_path, cap
     best = str(next((trained / "checkpoints").glob("best-*")))
     reported = float(best.rsplit("top1=", 1)[1].removesuffix(".ckpt"))
     config = ["--config", str(trained / "config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
-    run("validate", *config, f"--ckpt_path={best}", "--data.train=folder:not_needed_here")
+    run("validate", *config, f"--checkpoint={best}", "--data.train=folder:not_needed_here")
     top1 = scalars(tmp_path / "t/version_0")["val/top1"][0].value
     assert abs(top1 - reported) < 1e-4
     capsys.readouterr()
-    run("predict", *config, f"--ckpt_path={best}")
+    run("predict", *config, f"--checkpoint={best}")
     path = Path(capsys.readouterr().out.split("predictions ")[-1].strip())
     rows = list(csv.DictReader(path.open()))
     assert len(rows) == 360 and len({row["name"] for row in rows}) == 360
@@ -81,15 +81,15 @@ def test_validate_and_predict_give_what_training_reported(trained, tmp_path, cap
 
 def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
     checkpoint = find_checkpoint(str(trained))
-    for folder, prefix, options in (("average", "ema.module.", []), ("raw", "model.", ["--raw"])):
-        run("export", str(checkpoint), str(tmp_path / folder), *options)
+    for folder, prefix, options in (("average", "ema.module.", []), ("raw", "model.", ["--raw=true"])):
+        run("export", f"--checkpoint={checkpoint}", f"--out={tmp_path / folder}", *options)
         model = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True)
         state = load_checkpoint(checkpoint)["state_dict"]
         for key, value in model.state_dict().items():
             assert torch.equal(value, state[prefix + key]), key
         assert model(torch.randn(1, 3, 8, 8)).shape == (1, 10)
     with pytest.raises(SystemExit):
-        run("export", str(checkpoint), str(tmp_path / "raw"))
+        run("export", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'raw'}")
     assert "holds an exported model already; nothing was overwritten" in capsys.readouterr().err
 
 
@@ -97,7 +97,7 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 2, patch_size: 4}"]
     run("fit", *small(shards, tmp_path), *model, "--model.swap={rank: 1, layers: [-1]}", "--trainer.max_steps=3")
     checkpoint = find_checkpoint(str(tmp_path / "t/version_0"))
-    run("export", str(checkpoint), str(tmp_path / "exported"))
+    run("export", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'exported'}")
     for classes in (10, 3):
         model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True, num_classes=classes)
         assert [isinstance(block.attn, DCAttention) for block in model.blocks] == [False, True]
@@ -110,7 +110,7 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     tuned = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_1")))["state_dict"]
     assert all(torch.equal(value, state[key]) for key, value in tuned.items() if key.startswith("model."))
     Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
-    run("look", str(checkpoint), str(tmp_path / "image.png"), str(tmp_path / "pictures"))
+    run("look", f"--checkpoint={checkpoint}", f"--image={tmp_path}/image.png", f"--out={tmp_path}/pictures")
     assert (tmp_path / "pictures/blocks.1.attn.png").exists()
 
 
@@ -265,13 +265,18 @@ def mistake(capsys, *args: str) -> str:
         run(*args)
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
-    assert "Traceback" not in error
+    assert "Traceback" not in error and "usage:" not in error
     return error
 
 
 def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     arguments = small(shards, tmp_path)
-    assert "--trainer.max_epoch=3" in mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
+    error = mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
+    assert error.endswith("error: unrecognized arguments: --trainer.max_epoch=3\n")
+    error = mistake(capsys, "fitt")
+    assert "'fitt' is no subcommand of dcvision; accepted: fit, validate, test, predict, export, " in error
+    error = mistake(capsys, "export", "--checkpoint=a", "--out=b", "--folder=x")
+    assert error == "error: unrecognized arguments: --folder=x\n"
     typo = tmp_path / "typo.yaml"
     typo.write_text("trainer: {max_epoch: 3}")
     error = mistake(capsys, "fit", *arguments, f"--config={typo}")
@@ -291,8 +296,8 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, f"--resume={tmp_path}/nothing")
     assert "error: no checkpoint" in error
     error = mistake(capsys, "validate", *arguments)
-    assert "--ckpt_path must name a checkpoint" in error
-    error = mistake(capsys, "validate", *arguments, "--ckpt_path=nofile.ckpt")
+    assert "--checkpoint must name a .ckpt file" in error
+    error = mistake(capsys, "validate", *arguments, "--checkpoint=nofile.ckpt")
     assert "no checkpoint: nofile.ckpt does not exist" in error
     for option, message in (
         ("--model.model=dcmha_swapped", "is for loading; to train, name the base"),
@@ -311,10 +316,10 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
         assert message in mistake(capsys, "fit", *arguments, option), option
     error = mistake(capsys, "fit", *arguments, "--model.warmup_steps=1000")
     assert "model.warmup_steps=1000 must be less than the run's 30 steps" in error
-    other = tmp_path / "other.ckpt"
+    other, out = tmp_path / "other.ckpt", [f"--out={tmp_path / 'out'}"]
     torch.save({"hyper_parameters": {"model": "dcformer_pp_405m"}, "state_dict": {}}, other)
-    assert "it holds no image model" in mistake(capsys, "export", str(other), str(tmp_path / "out"))
-    error = mistake(capsys, "export", str(tmp_path / "no.ckpt"), str(tmp_path / "out"))
+    assert "it holds no image model" in mistake(capsys, "export", f"--checkpoint={other}", *out)
+    error = mistake(capsys, "export", f"--checkpoint={tmp_path}/no.ckpt", *out)
     assert "does not exist" in error
 
 
@@ -327,7 +332,7 @@ def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
     arguments = [
         *trained_arguments("validate", tmp_path),
         "--model.model_kwargs={depth: 3}",
-        f"--ckpt_path={checkpoint}",
+        f"--checkpoint={checkpoint}",
     ]
     error = mistake(capsys, *arguments)
     assert "the checkpoint is of another architecture" in error and ", here " in error

@@ -19,11 +19,13 @@ SHORT = [
     "--trainer.log_every_n_steps=1",
 ]
 CONFIG = "configs/vision/digits.yaml"
+UNFINISHED = "not all runs have finished; the same command tries them again"
 MODELS = ["dcvit_digits_patch2_8 model_kwargs.depth=1", "dcvit_nothing"]
 
 
 def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
-    assert not compare(CONFIG, MODELS, [0], str(tmp_path), SHORT)
+    with pytest.raises(UserError, match=UNFINISHED):
+        compare(CONFIG, MODELS, str(tmp_path), extra=SHORT)
     out = capsys.readouterr().out
     assert "2/2 dcvit_nothing | seed 0: failed with status 2: error: model 'dcvit_nothing' is unknown to timm" in out
     assert "| dcvit_digits_patch2_8 model_kwargs.depth=1 | 1 |" in out
@@ -31,10 +33,10 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     first = json.loads(results)["runs"][f"{MODELS[0]} | seed 0"]
     assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["flops"] > 1e5
     assert first["environment"][-1]["torch"] == torch.__version__
-    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    compare(CONFIG, MODELS[:1], str(tmp_path), extra=SHORT)
     assert "1/1 dcvit_digits_patch2_8 model_kwargs.depth=1 | seed 0: finished before" in capsys.readouterr().out
     (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
-    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    compare(CONFIG, MODELS[:1], str(tmp_path), extra=SHORT)
     again = json.loads((tmp_path / "results.json").read_text())["runs"][f"{MODELS[0]} | seed 0"]
     assert again["curves"]["train/loss"] == first["curves"]["train/loss"]
     assert again["curves"]["val/top1"] == first["curves"]["val/top1"]
@@ -43,20 +45,20 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
 def test_another_recipe_is_refused(tmp_path, capsys):
     (tmp_path / "results.json").write_text('{"recipe": {"config": "", "extra": []}, "runs": {}}')
     with pytest.raises(SystemExit) as exit_info:
-        run("compare", "--config", CONFIG, "--models", "a", "--folder", str(tmp_path), "--", "--trainer.max_epochs=1")
+        run("compare", "--config", CONFIG, "--models", "a", "--out", str(tmp_path), "--", "--trainer.max_epochs=1")
     assert exit_info.value.code == 2
     assert "holds a comparison by another recipe" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run("compare", "--config", "nowhere.yaml", "--models", "a", "--folder", str(tmp_path))
+        run("compare", "--config", "nowhere.yaml", "--models", "a", "--out", str(tmp_path))
     assert "--config=nowhere.yaml does not exist" in capsys.readouterr().err
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
-    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    compare(CONFIG, MODELS[:1], str(tmp_path), extra=SHORT)
     (tmp_path / "results.json").unlink()
     for checkpoint in (tmp_path / "runs").rglob("*.ckpt"):
         checkpoint.unlink()
-    assert compare(CONFIG, MODELS[:1], [0], str(tmp_path), SHORT)
+    compare(CONFIG, MODELS[:1], str(tmp_path), extra=SHORT)
     assert len(list((tmp_path / "runs").glob("*/version_1/checkpoints/last-*.ckpt"))) == 1
 
 
@@ -68,25 +70,28 @@ def test_bad_folders_and_names(tmp_path):
         (MODELS, "/proc/nowhere", "cannot write to /proc/nowhere"),
     ):
         with pytest.raises(UserError, match=message):
-            compare(CONFIG, models, [0], str(folder), SHORT)
+            compare(CONFIG, models, str(folder), extra=SHORT)
     for extra in (["--name=x"], ["--trainer.logger", "false"]):
         with pytest.raises(UserError, match=f"{extra[0].split('=')[0]} cannot stand after --: it is set for each run"):
-            compare(CONFIG, MODELS, [0], str(tmp_path / "new"), extra)
+            compare(CONFIG, MODELS, str(tmp_path / "new"), extra=extra)
 
 
 def test_a_run_that_trains_nothing_is_no_result(tmp_path, capsys):
-    assert not compare(CONFIG, MODELS[:1], [0], str(tmp_path), [*SHORT, "--trainer.fast_dev_run=true"])
+    with pytest.raises(UserError, match=UNFINISHED):
+        compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.fast_dev_run=true"])
     assert "trained nothing (see" in capsys.readouterr().out
 
 
 def test_settings_may_hold_spaces_and_errors_are_told_whole(tmp_path, capsys):
     models = ["dcvit_digits_patch2_8 model_kwargs={depth: 1, num_heads: 5} lr=0.001"]
-    assert not compare(CONFIG, models, [0], str(tmp_path), SHORT)
+    with pytest.raises(UserError, match=UNFINISHED):
+        compare(CONFIG, models, str(tmp_path), extra=SHORT)
     assert "dim=64 must be divisible by num_heads=5" in capsys.readouterr().out
 
 
 def test_without_validation_a_run_is_no_result(tmp_path, capsys):
-    assert not compare(CONFIG, MODELS[:1], [0], str(tmp_path), [*SHORT, "--trainer.limit_val_batches=0"])
+    with pytest.raises(UserError, match=UNFINISHED):
+        compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.limit_val_batches=0"])
     assert "no validation was logged" in capsys.readouterr().out
 
 

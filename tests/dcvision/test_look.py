@@ -29,7 +29,7 @@ def image(tmp_path):
 def test_pictures_of_every_layer(tmp_path, image, capsys):
     run("fit", *SHORT, f"--trainer.default_root_dir={tmp_path}")
     checkpoint, folder = str(tmp_path / "t/version_0"), tmp_path / "pictures"
-    run("look", checkpoint, image, str(folder), "--query=3")
+    run("look", f"--checkpoint={checkpoint}", f"--image={image}", f"--out={folder}", "--query=3")
     names = ["blocks.0.attn", "blocks.1.attn", "compositions"]
     out = capsys.readouterr().out
     for name in names:
@@ -41,12 +41,15 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
     with pytest.raises(UserError, match="image.png cannot be made"):
         look.look(checkpoint, image, image)
     for arguments, message in (
-        ([checkpoint, image, "--query=16"], "query=16; accepted: 0 to 15, the patches of 4 x 4"),
-        ([checkpoint, str(tmp_path / "none.png")], "none.png cannot be read"),
-        ([str(tmp_path / "nowhere"), image], "no checkpoint"),
+        (
+            [f"--checkpoint={checkpoint}", f"--image={image}", "--query=16"],
+            "query=16; accepted: 0 to 15, the",
+        ),
+        ([f"--checkpoint={checkpoint}", f"--image={tmp_path}/none.png"], "none.png cannot be read"),
+        ([f"--checkpoint={tmp_path}/nowhere", f"--image={image}"], "no checkpoint"),
     ):
         with pytest.raises(SystemExit) as exit_info:
-            run("look", *arguments[:2], str(folder), *arguments[2:])
+            run("look", *arguments, f"--out={folder}")
         assert exit_info.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -54,7 +57,7 @@ def test_a_model_without_composition_layers(tmp_path, image, capsys):
     model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     run("fit", *SHORT[:-2], *model, "--name=t", f"--trainer.default_root_dir={tmp_path}")
     with pytest.raises(SystemExit):
-        run("look", str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
+        run("look", f"--checkpoint={tmp_path}/t/version_0", f"--image={image}", f"--out={tmp_path}/pictures")
     assert "VisionTransformer has no DCAttention to look at" in capsys.readouterr().err
 
 
@@ -105,7 +108,7 @@ def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
     assert not list(tmp_path.rglob("events.out.tfevents.*"))
     run("fit", *SHORT, *callback, root)
     Path(image).unlink()
-    config = ["--config", str(tmp_path / "t/version_0/config.yaml"), f"--ckpt_path={tmp_path / 't/version_0'}"]
+    config = ["--config", str(tmp_path / "t/version_0/config.yaml"), f"--checkpoint={tmp_path / 't/version_0'}"]
     run("predict", *config, root, "--trainer.limit_predict_batches=1")
     assert len(list(tmp_path.rglob("predictions.csv"))) == 1
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dclm.data.prepare import Options, prepare
+from dclm.data.make_tokens import Options, prepare
 from dclm.data.texts import find_inputs
 
 
@@ -42,5 +42,5 @@ def numbered_corpus(folder: Path, num_tokens: int = 1000, num_val: int = 200) ->
     return folder
 
 
-def prepared(inputs: list[Path], out: Path, num_workers: int = 0, **options) -> dict:
-    return prepare(find_inputs(inputs), out, Options(**options), num_workers, progress=False)
+def prepared(inputs: list[Path], out: Path, batch_bytes: int = 300, **options) -> dict:
+    return prepare(find_inputs(inputs), out, Options(**options), progress=False, batch_bytes=batch_bytes)

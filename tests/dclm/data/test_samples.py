@@ -55,9 +55,8 @@ def test_padding_counts_nowhere_and_is_made_of_tokens(batch_size, tmp_path):
     assert (batch.input_ids >= 0).all()
 
 
-def test_rows_cross_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("dclm.data.prepare.PART_BYTES", 500)
-    prepared(write_texts(tmp_path / "in", texts(40)), tmp_path / "c", val_fraction=0.0)
+def test_rows_cross_files(tmp_path):
+    prepared(write_texts(tmp_path / "in", texts(40)), tmp_path / "c", val_fraction=0.0, segment_tokens=300)
     row = Corpus(tmp_path / "c").split("train")
     assert len(row.files) > 3
     whole = np.concatenate([np.fromfile(f.filename, "<u2") for f in row.files])

@@ -1,4 +1,4 @@
-"""Preparing a corpus: every document comes back, whatever the format, the processes and the interruptions."""
+"""Preparing a corpus: every document comes back, whatever the format, the batches and the interruptions."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from filelock import FileLock
 
-from dclm.data import prepare as prepare_module
+from dclm.data.make_tokens import Segment
 from dclm.data.stdlib import stdlib_sources
 from dclm.data.texts import find_inputs, read_documents
 from dclm.data.token_files import Corpus
@@ -64,25 +64,26 @@ def test_every_document_comes_back(kind, tokenizer, tmp_path):
     assert manifest["vocab_size"] == {"bytes": 257}.get(tokenizer, manifest["vocab_size"]) <= 300
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "PART_BYTES", 300)
+def test_batches_change_nothing_but_where_segments_end(tmp_path):
     write_texts(tmp_path / "in", texts(60))
-    alone = prepared([tmp_path / "in"], tmp_path / "a", segment_tokens=200)
-    together = prepared([tmp_path / "in"], tmp_path / "b", num_workers=2, segment_tokens=200)
-    assert alone == together
-    assert len(alone["splits"]["train"]) > 5
-    for entry in alone["splits"]["train"]:
-        assert (tmp_path / "a" / entry["file"]).read_bytes() == (tmp_path / "b" / entry["file"]).read_bytes()
+    small = prepared([tmp_path / "in"], tmp_path / "a", segment_tokens=200, batch_bytes=1)
+    large = prepared([tmp_path / "in"], tmp_path / "b", segment_tokens=200, batch_bytes=10**6)
+    assert len(small["splits"]["train"]) > 5 and len(large["splits"]["train"]) == 1
+    assert small["tokens"] == large["tokens"]
+    assert documents_of(tmp_path / "a") == documents_of(tmp_path / "b")
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 5])
+@pytest.mark.parametrize("stop_after", [1, 2, 5, 12])
 def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts(90)))
-    monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 5)
-    options = {"segment_tokens": 120, "val_fraction": 0.2}
-    whole = prepared([tmp_path / "in.jsonl"], tmp_path / "a", **options)
+    write_texts(tmp_path / "more", texts(9))
+    (tmp_path / "more/004.txt").write_bytes(b"caf\xe9")
+    inputs = [tmp_path / "in.jsonl", tmp_path / "more"]
+    options = {"segment_tokens": 120, "val_fraction": 0.2, "batch_bytes": 50}
+    whole = prepared(inputs, tmp_path / "a", **options)
+    assert len(whole["splits"]["train"]) > stop_after + 1 and len(whole["skipped"]) == 1
     calls = []
-    close = prepare_module._Segment.close
+    close = Segment.close
 
     def interrupted(segment):
         calls.append(1)
@@ -91,16 +92,16 @@ def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypa
         return close(segment)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module._Segment, "close", interrupted)
+        patch.setattr(Segment, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepared([tmp_path / "in.jsonl"], tmp_path / "b", **options)
+            prepared(inputs, tmp_path / "b", **options)
     assert not (tmp_path / "b/manifest.json").exists()
     written = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "b").glob("*.bin")}
-    assert prepared([tmp_path / "in.jsonl"], tmp_path / "b", **options) == whole
+    assert prepared(inputs, tmp_path / "b", **options) == whole
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "b").glob("*.bin")}
     assert written and written.items() <= after.items()
     assert documents_of(tmp_path / "a") == documents_of(tmp_path / "b")
-    assert not list((tmp_path / "b").rglob("*.partial"))
+    assert not list((tmp_path / "b").rglob("*.partial")) and not (tmp_path / "b/progress.json").exists()
 
 
 def test_running_again_changes_nothing_and_other_input_is_refused(tmp_path):
@@ -253,26 +254,26 @@ def test_two_preparations_of_one_folder_do_not_meet(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
-def test_killed_with_its_workers_and_run_again_equals_one_run(signum, tmp_path):
-    documents = [f"document {i} " + "word " * (i % 97) for i in range(30000)]
+def test_killed_and_run_again_equals_one_run(signum, tmp_path):
+    documents = [f"document {i} " + "word " * (i % 97) for i in range(60000)]
     for part in range(3):
         (tmp_path / f"{part}.jsonl").write_bytes(jsonl(documents[part::3]))
     inputs = [str(tmp_path / f"{part}.jsonl") for part in range(3)]
-    command = [sys.executable, "data/make_tokens.py", *inputs, "--num-workers=2", "--segment-tokens=20000"]
+    command = [sys.executable, "-m", "dclm", "tokens", "--inputs", *inputs, "--segment_tokens=20000"]
+    command += ["--tokenizer=bpe:300"]
     process = subprocess.Popen(
         [*command, f"--out={tmp_path}/b"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )
-    while not list(tmp_path.glob("b/parts/*.json")):
+    while not list(tmp_path.glob("b/progress.json")):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signum)
     process.wait(timeout=60)
     assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[signum]
     assert not (tmp_path / "b/manifest.json").exists()
-    time.sleep(1)  # workers notice that their parent is gone
     for folder in ("a", "b"):
         subprocess.run([*command, f"--out={tmp_path}/{folder}"], cwd=ROOT, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "a/manifest.json").read_bytes() == (tmp_path / "b/manifest.json").read_bytes()

@@ -11,21 +11,31 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
+from dcvision.cli import main
 from dcvision.data.decode import decode
 from dcvision.data.shards import ShardSource, expand_urls
 from tests.conftest import encode
+from tests.dctrain.commands import ROOT
 
-SCRIPT = Path(__file__).parents[2] / "data" / "make_shards.py"
 CLASSES = ["n01", "n02", "n03"]
 
 
-def make(*args, fails: str | None = None) -> str:
-    result = subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True, timeout=120)
-    if fails is None:
-        assert result.returncode == 0, result.stderr
-    else:
-        assert result.returncode == 2 and fails in result.stderr and "Traceback" not in result.stderr, result.stderr
-    return result.stdout
+@pytest.fixture
+def make(capsys):
+    """Run `dcvision shards` in this process; returns what it printed, or checks how it fails."""
+
+    def run(*args, fails: str | None = None) -> str:
+        arguments = ["shards", *map(str, args)]
+        if fails is None:
+            main(arguments)
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        error = capsys.readouterr().err
+        assert exit_info.value.code == 2 and fails in error and error.startswith("error: "), error
+        return error
+
+    return run
 
 
 @pytest.fixture
@@ -46,9 +56,9 @@ def contents(out: Path, prefix: str) -> list[tuple[int, int]]:
     return [(int(decode(image)[0, 0, 0]), label) for image, label in map(source.read, range(len(source)))]
 
 
-def test_folders(folder, tmp_path):
+def test_folders(folder, tmp_path, make):
     out = tmp_path / "out"
-    options = ("--folder", folder, "--out", out, "--num-shards", 4, "--num-workers", 2)
+    options = ("--folder", folder, "--out", out, "--num_shards", 4, "--num_workers", 2)
     assert "15 images of 3 classes in 4 shards" in make(*options)
     got = contents(out, "train")
     assert sorted(got) == [(10 * label + i, label) for label in range(3) for i in range(5)]
@@ -64,7 +74,7 @@ def test_folders(folder, tmp_path):
     make(*options)
     assert {path: content for path, (content, _) in before.items()} == {p: p.read_bytes() for p in out.glob("*.tar")}
     assert json.loads((out / "train-manifest.json").read_text()) == manifest
-    make(*options[:-4], "--num-shards", 3, fails="holds train shards of other images, --num-shards or --seed")
+    make(*options[:-4], "--num_shards", 3, fails="was made with other num_shards; nothing was overwritten")
     assert len(list(out.glob("*.tar"))) == 4
 
 
@@ -82,12 +92,12 @@ def ground_truths(tmp_path: Path, truth: list[str]) -> dict[str, list]:
     return {
         "wnids": ["--labels", wnids],
         "csv": ["--labels", table],
-        "devkit": ["--labels", numbers, "--devkit-meta", tmp_path / "meta.mat"],
+        "devkit": ["--labels", numbers, "--devkit_meta", tmp_path / "meta.mat"],
     }
 
 
 @pytest.mark.parametrize("form", ["wnids", "csv", "devkit"])
-def test_validation_tar(tmp_path, form):
+def test_validation_tar(tmp_path, form, make):
     truth = ["n02", "n01", "n03", "n02"]
     with tarfile.open(tmp_path / "val.tar", "w") as tar:
         for i in (2, 0, 3, 1):
@@ -96,21 +106,21 @@ def test_validation_tar(tmp_path, form):
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
-    options = ["--validation-tar", tmp_path / "val.tar", "--classes", tmp_path / "classes.txt", "--prefix", "val"]
-    options += ["--out", tmp_path / "out", "--num-shards", 2, "--num-workers", 1]
+    options = ["--validation_tar", tmp_path / "val.tar", "--classes", tmp_path / "classes.txt", "--prefix", "val"]
+    options += ["--out", tmp_path / "out", "--num_shards", 2, "--num_workers", 1]
     truths = ground_truths(tmp_path, truth)
     make(*options, *truths[form])
     assert sorted(contents(tmp_path / "out", "val")) == [(i, CLASSES.index(name)) for i, name in enumerate(truth)]
     if form == "devkit":
-        make(*options, *truths[form][:2], fails="--devkit-meta must name its meta.mat")
+        make(*options, *truths[form][:2], fails="--devkit_meta must name its meta.mat")
         truths["wnids"][1].write_text("n01\nn02\n")
         make(*options, *truths["wnids"], fails="has 2 lines, the tar 4 images; they must be as many")
         truths["wnids"][1].write_text("n01\nn02\nn09\nn01\n")
         make(*options, *truths["wnids"], fails="1 classes of")
 
 
-def test_mistakes(folder, tmp_path):
-    common = ("--out", tmp_path / "out", "--num-shards", 2)
+def test_mistakes(folder, tmp_path, make):
+    common = ("--out", tmp_path / "out", "--num_shards", 2)
     make("--folder", tmp_path / "nowhere", *common, fails="is no folder")
     (tmp_path / "flat").mkdir()
     make("--folder", tmp_path / "flat", *common, fails="holds no class folders; accepted:")
@@ -118,9 +128,16 @@ def test_mistakes(folder, tmp_path):
     make("--folder", folder, *common, fails="n04 holds no image")
     (folder / "n04").rmdir()
     make(
-        "--folder", folder, "--out", tmp_path / "out", "--num-shards", 99, fails="--num-shards=99 must be between 1 and"
+        "--folder", folder, "--out", tmp_path / "out", "--num_shards", 99, fails="--num_shards=99 must be between 1 and"
     )
-    make("--validation-tar", tmp_path / "no.tar", *common, fails="--validation-tar must name a file")
+    make("--validation_tar", tmp_path / "no.tar", *common, fails="--validation_tar must name a file")
     (folder / "n01" / "n01.v1_0.jpg").write_bytes(b"x")
     make("--folder", folder, *common, fails="two images would be sample n01/n01_v1_0")
+    make(*common, fails="--folder or --validation_tar must name the images")
     assert not list((tmp_path / "out").glob("*.tar"))
+
+
+def test_the_script_runs(folder, tmp_path):
+    command = [sys.executable, "data/make_shards.py", f"--folder={folder}", f"--out={tmp_path}/out", "--num_shards=2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "15 images of 3 classes in 2 shards" in done.stdout, done.stderr

@@ -5,11 +5,9 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from dctrain.errors import UserError
+
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
-
-
-class LayoutError(Exception):
-    """The files given are not laid out as they must be; the message says how they should."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +32,18 @@ def class_folders(root: Path) -> tuple[list[Image], list[str]]:
     """List FOLDER/CLASS/image files; classes are numbered in sorted order.
 
     Raises:
-        LayoutError: If there is no folder, no class folder, or a class without images.
+        UserError: If there is no folder, no class folder, or a class without images.
     """
     if not root.is_dir():
-        raise LayoutError(f"--folder: {root} is no folder.")
+        raise UserError(f"--folder: {root} is no folder.")
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
     if not classes:
-        raise LayoutError(f"--folder: {root} holds no class folders; accepted: {root}/CLASS/image.jpg.")
+        raise UserError(f"--folder: {root} holds no class folders; accepted: {root}/CLASS/image.jpg.")
     images = []
     for label, name in enumerate(classes):
         files = sorted(path for path in (root / name).iterdir() if path.is_file() and path.suffix.lower() in EXTENSIONS)
         if not files:
-            raise LayoutError(f"--folder: the class folder {root / name} holds no image.")
+            raise UserError(f"--folder: the class folder {root / name} holds no image.")
         images += [_image(path, f"{name}/{path.stem}", label, size=path.stat().st_size) for path in files]
     return images, classes
 
@@ -55,7 +53,7 @@ def _image(path: Path, key: str, label: int, size: int) -> Image:
     return Image(key.replace(".", "_"), path, label, path.suffix.lower().lstrip("."), size)
 
 
-def validation_tar(
+def validation_images(
     path: Path, labels: Path | None, classes: Path | None, devkit_meta: Path | None
 ) -> tuple[list[Image], list[str]]:
     """List the images of the official validation tar with their labels.
@@ -68,22 +66,22 @@ def validation_tar(
         devkit_meta: The devkit's `meta.mat`.
 
     Raises:
-        LayoutError: If a file is missing or the counts and names do not fit.
+        UserError: If a file is missing or the counts and names do not fit.
     """
-    for option, file in (("--validation-tar", path), ("--labels", labels), ("--classes", classes)):
+    for option, file in (("--validation_tar", path), ("--labels", labels), ("--classes", classes)):
         if file is None or not file.is_file():
-            raise LayoutError(f"{option} must name a file; got {file}.")
+            raise UserError(f"{option} must name a file; got {file}.")
     names = classes.read_text().split()
     number = {name: i for i, name in enumerate(names)}
     try:
         with tarfile.open(path, "r:") as tar:
             members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
     except tarfile.TarError as error:
-        raise LayoutError(f"--validation-tar: {path} is no uncompressed tar file: {error}.") from error
+        raise UserError(f"--validation_tar: {path} is no uncompressed tar file: {error}.") from error
     truth = _ground_truth(labels, [Path(m.name).stem for m in members], devkit_meta)
     unknown = sorted(set(truth) - set(names))
     if unknown:
-        raise LayoutError(
+        raise UserError(
             f"{len(unknown)} classes of {labels} are not among the {len(names)} of {classes}: {unknown[0]}."
         )
     images = [
@@ -107,15 +105,15 @@ def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> l
         rows = {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
         missing = [stem for stem in stems if stem not in rows]
         if missing:
-            raise LayoutError(f"{labels} has no line for {len(missing)} images, the first is {missing[0]}.")
+            raise UserError(f"{labels} has no line for {len(missing)} images, the first is {missing[0]}.")
         return [rows[stem] for stem in stems]
     values = [line.strip() for line in lines if line.strip()]
     if len(values) != len(stems):
-        raise LayoutError(f"{labels} has {len(values)} lines, the tar {len(stems)} images; they must be as many.")
+        raise UserError(f"{labels} has {len(values)} lines, the tar {len(stems)} images; they must be as many.")
     if not all(value.isdigit() for value in values):
         return values
     if devkit_meta is None:
-        raise LayoutError(f"{labels} holds the devkit's class numbers; --devkit-meta must name its meta.mat.")
+        raise UserError(f"{labels} holds the devkit's class numbers; --devkit_meta must name its meta.mat.")
     from scipy.io import loadmat
 
     synsets = loadmat(devkit_meta, squeeze_me=True)["synsets"]

@@ -1,0 +1,318 @@
+"""From texts to token files: `python -m dclm tokens`; an interrupted preparation goes on where it stopped.
+
+One process reads and writes; the tokenizer's own threads encode a batch of documents meanwhile. Documents come in the
+order of the inputs and fill segments (a train and a val file); each whole segment is noted.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from dctrain.errors import UserError
+from dctrain.files import write_json
+from dctrain.prepared import Preparation, digest_lines, preparing
+
+from .texts import SUFFIXES, Document, find_inputs, read_documents
+from .token_files import DTYPES, FORMAT, SPLITS, token_dtype
+from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
+
+BATCH_BYTES = 2**22  # of text that the tokenizer's threads share
+BPE_SAMPLE_BYTES = 2**27
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the content of a corpus, beside its inputs.
+
+    Attributes:
+        tokenizer: "bytes", "bpe:SIZE" (trained on the inputs), a `tokenizer.json`, or a hub name.
+        eos: Token that ends documents; None takes the tokenizer's usual one.
+        text_key: Key of the text in JSONL.
+        val_fraction: Part of the documents, chosen by their content, that becomes the split "val".
+        segment_tokens: Training tokens after which a new file begins.
+    """
+
+    tokenizer: str = BYTES
+    eos: str | None = None
+    text_key: str = "text"
+    val_fraction: float = 0.005
+    segment_tokens: int = 10**8
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.val_fraction < 1 or self.segment_tokens < 1:
+            raise UserError(
+                f"val_fraction={self.val_fraction} must be in [0, 1), segment_tokens={self.segment_tokens} at least 1."
+            )
+        kind, _, size = self.tokenizer.partition(":")
+        if kind == "bpe" and not size.isdigit():
+            raise UserError(f"tokenizer={self.tokenizer!r}; accepted: bpe:SIZE, such as bpe:16384.")
+
+
+class Place(NamedTuple):
+    """How far a preparation is: documents taken of input number `file`."""
+
+    file: int = 0
+    documents: int = 0
+
+
+def make_tokens(
+    inputs: Sequence[str],
+    out: str,
+    tokenizer: str = BYTES,
+    eos: str | None = None,
+    suffix: Sequence[str] = SUFFIXES,
+    text_key: str = "text",
+    val_fraction: float = 0.005,
+    segment_tokens: int = 10**8,
+) -> None:
+    """Turn texts into token files.
+
+    Args:
+        inputs: Text files, JSONL and JSONL.zst (the Pile's format), or folders of them.
+        out: Folder of the corpus.
+        tokenizer: "bytes", "bpe:SIZE" to train one on the inputs, a tokenizer.json, or a hub name.
+        eos: Token that ends a document; by default the tokenizer's usual one.
+        suffix: Files taken from folders.
+        text_key: Key of the text in JSONL.
+        val_fraction: Part of the documents, chosen by their content, for validation.
+        segment_tokens: Training tokens of a file, about.
+    """
+    files = find_inputs([Path(path) for path in inputs], tuple(suffix))
+    manifest = prepare(files, Path(out), Options(tokenizer, eos, text_key, val_fraction, segment_tokens))
+    counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
+    print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {Path(out) / 'manifest.json'}")
+    if manifest["skipped"]:
+        print(f"left out, for not being UTF-8 (the manifest lists them): {len(manifest['skipped'])} files")
+
+
+def prepare(
+    files: list[Path], out: Path, options: Options, *, progress: bool = True, batch_bytes: int = BATCH_BYTES
+) -> dict:
+    """Prepare a corpus; again, it changes nothing.
+
+    Args:
+        files: Texts, JSONL and JSONL.zst, in an order that stays the same.
+        out: Folder of the corpus.
+        options: What to make.
+        progress: Show a bar over the bytes read.
+        batch_bytes: Text that the tokenizer's threads share, about.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UserError: If an input cannot be read, `out` was made from other inputs or options, or another process is at it.
+    """
+    inputs = digest_lines(f"{file.resolve()} {file.stat().st_size}" for file in files)
+    with preparing(out, {"inputs": inputs, **asdict(options)}) as preparation:
+        return preparation.manifest() or _prepare(files, preparation, options, progress, batch_bytes)
+
+
+def _prepare(files: list[Path], preparation: Preparation, options: Options, progress: bool, batch_bytes: int) -> dict:
+    tokenizer = _make_tokenizer(files, preparation, options)
+    preparation.begin()
+    path = preparation.out / "progress.json"
+    notes = json.loads(path.read_text()) if path.is_file() else {"place": Place(), "segments": [], "skipped": []}
+    total = sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
+        documents = _read(files, options.text_key, Place(*notes["place"]), bar.update)
+        encoded = _encode(tokenizer, _batches(documents, batch_bytes))
+        _write(encoded, files, preparation.out, tokenizer, options, notes)
+    manifest = preparation.finish(_manifest(notes, tokenizer, options))
+    path.unlink()
+    return manifest
+
+
+def _make_tokenizer(files: list[Path], preparation: Preparation, options: Options) -> Tokenizer:
+    """Open the tokenizer, or train it on documents from the start of every input; keep its JSON beside the tokens."""
+    path = preparation.out / "tokenizer.json"
+    if path.is_file() and preparation.has_begun:
+        return tokenizer_from_spec(path.read_text(), options.eos)
+    kind, _, size = options.tokenizer.partition(":")
+    if kind == "bpe":
+        tokenizer = train_bpe(_sample(files, options), int(size))
+    else:
+        tokenizer = open_tokenizer(options.tokenizer, options.eos)
+    if tokenizer.spec != BYTES:
+        write_json(path, json.loads(tokenizer.spec))
+    return tokenizer
+
+
+def _sample(files: list[Path], options: Options) -> Iterator[str]:
+    """Yield training documents for a tokenizer, equally many bytes of every input at most."""
+    share = max(1, BPE_SAMPLE_BYTES // len(files))
+    for file in files:
+        taken = 0
+        for document in read_documents(file, options.text_key):
+            if taken >= share:
+                break
+            if document.text is not None and not _is_val(document.text, options.val_fraction):
+                taken += len(document.text)
+                yield document.text
+
+
+def _read(
+    files: list[Path], text_key: str, start: Place, advance: Callable[[int], object]
+) -> Iterator[tuple[Place, Document]]:
+    """Read the documents from a place on, each with the place behind it."""
+    advance(sum(file.stat().st_size for file in files[: start.file]))
+    for number in range(start.file, len(files)):
+        taken = start.documents if number == start.file else 0
+        position = 0
+        for count, document in enumerate(read_documents(files[number], text_key), 1):
+            if count > taken:
+                yield Place(number, count), document
+            advance(document.position - position)
+            position = document.position
+
+
+class Batch(NamedTuple):
+    """Documents, those that are no UTF-8 apart by the number of their file, and the place behind them."""
+
+    texts: list[str]
+    unreadable: list[int]
+    place: Place
+
+
+def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int) -> Iterator[Batch]:
+    """Gather documents until there is enough for the tokenizer's threads."""
+    batch, size = Batch([], [], Place()), 0
+    for place, document in documents:
+        if document.text is None:
+            batch.unreadable.append(place.file)
+        else:
+            batch.texts.append(document.text)
+            size += len(document.text)
+        batch = batch._replace(place=place)
+        if size >= batch_bytes:
+            yield batch
+            batch, size = Batch([], [], place), 0
+    if batch.texts or batch.unreadable:
+        yield batch
+
+
+def _encode(tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Encode each batch while the one before it is written and the one after it is read."""
+    before = None
+    with ThreadPoolExecutor(1) as pool:
+        for batch in batches:
+            encoding = batch, pool.submit(tokenizer.encode, batch.texts)
+            if before is not None:
+                yield before[0], before[1].result()
+            before = encoding
+        if before is not None:
+            yield before[0], before[1].result()
+
+
+def _write(
+    encoded: Iterator[tuple[Batch, list[np.ndarray]]],
+    files: list[Path],
+    out: Path,
+    tokenizer: Tokenizer,
+    options: Options,
+    notes: dict,
+) -> None:
+    """Fill segments; note each whole one in `notes` and in `progress.json`."""
+    segment, skipped = None, []
+    for batch, rows in encoded:
+        segment = segment or Segment(out, len(notes["segments"]), tokenizer, options.val_fraction)
+        segment.add(batch.texts, rows)
+        skipped += [str(files[number]) for number in batch.unreadable]
+        if segment.num_tokens >= options.segment_tokens:
+            _note(segment, batch.place, skipped, out, notes)
+            segment, skipped = None, []
+    if segment is not None:
+        _note(segment, Place(len(files)), skipped, out, notes)
+
+
+def _note(segment: "Segment", place: Place, skipped: list[str], out: Path, notes: dict) -> None:
+    notes["segments"].append(segment.close())
+    notes["skipped"] += skipped
+    notes["place"] = place
+    write_json(out / "progress.json", notes)
+
+
+class Segment:
+    """A train and a val file that are being written.
+
+    Args:
+        out: Folder of the corpus.
+        number: Number of the segment.
+        tokenizer: Of the corpus.
+        val_fraction: Part of the documents for the val file.
+    """
+
+    def __init__(self, out: Path, number: int, tokenizer: Tokenizer, val_fraction: float) -> None:
+        self.out, self.eos_id, self.val_fraction = out, tokenizer.eos_id, val_fraction
+        self.dtype = DTYPES[token_dtype(tokenizer.vocab_size)]
+        self.names = {split: f"{split}-{number:04d}.bin" for split in SPLITS}
+        self.files = {
+            split: open(out / f"{name}.partial", "wb")  # noqa: SIM115  closed by close()
+            for split, name in self.names.items()
+        }
+        self.hashes = {split: hashlib.sha256() for split in SPLITS}
+        self.counts = {split: {"tokens": 0, "bytes": 0, "documents": 0, "max_token": -1} for split in SPLITS}
+
+    @property
+    def num_tokens(self) -> int:
+        """Training tokens so far."""
+        return self.counts["train"]["tokens"]
+
+    def add(self, texts: list[str], rows: list[np.ndarray]) -> None:
+        """Add documents, each as text and as tokens."""
+        for text, ids in zip(texts, rows, strict=True):
+            split = "val" if _is_val(text, self.val_fraction) else "train"
+            data = np.append(ids.astype(self.dtype), self.dtype.type(self.eos_id)).tobytes()
+            self.files[split].write(data)
+            self.hashes[split].update(data)
+            count = self.counts[split]
+            count["tokens"] += len(ids) + 1
+            count["bytes"] += len(text.encode())
+            count["documents"] += 1
+            count["max_token"] = max(count["max_token"], self.eos_id, int(ids.max(initial=0)))
+
+    def close(self) -> dict:
+        """Put the files in their places and return their entries of the manifest; empty ones are dropped."""
+        entries = {}
+        for split, name in self.names.items():
+            file = self.files[split]
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            if self.counts[split]["tokens"]:
+                os.replace(file.name, self.out / name)
+                entries[split] = {"file": name, **self.counts[split], "sha256": self.hashes[split].hexdigest()}
+            else:
+                os.remove(file.name)
+        return entries
+
+
+def _is_val(text: str, fraction: float) -> bool:
+    """Choose by content, so that equal documents lie in one split."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _manifest(notes: dict, tokenizer: Tokenizer, options: Options) -> dict:
+    splits = {split: [segment[split] for segment in notes["segments"] if split in segment] for split in SPLITS}
+    if not splits["train"]:
+        raise UserError("the inputs hold no training document.")
+    return {
+        "format": FORMAT,
+        "dtype": token_dtype(tokenizer.vocab_size),
+        "vocab_size": tokenizer.vocab_size,
+        "eos": options.eos,
+        "eos_id": tokenizer.eos_id,
+        "tokens": {split: sum(entry["tokens"] for entry in entries) for split, entries in splits.items()},
+        "skipped": notes["skipped"],
+        "splits": splits,
+    }

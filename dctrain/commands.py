@@ -1,0 +1,85 @@
+"""Subcommands that are functions: arguments are the function's own, their help its docstring."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, get_args, get_origin
+
+from docstring_parser import parse
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from .errors import UserError
+
+EXTRA = "extra"  # the parameter that takes what stands after --
+
+Functions = Mapping[str, Callable[..., None]]
+
+
+class ShortErrors:
+    """A parser whose errors are one message, without the usage before it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise what the command line prints."""
+        raise UserError(message) from ex
+
+
+class FunctionParser(ShortErrors, ArgumentParser):
+    """Of a function."""
+
+
+class TrainerParser(ShortErrors, LightningArgumentParser):
+    """Of a Lightning subcommand."""
+
+
+def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
+    """Call a function with arguments of the command line: `PROGRAM NAME --parameter value ...`.
+
+    A parameter that is a sequence takes its values one after the other, each as plain text. One called `extra` takes
+    what stands after `--`.
+
+    Raises:
+        UserError: If the arguments do not fit, or a file cannot be read or written.
+    """
+    parser = FunctionParser(
+        prog=f"{program} {name}", description=inspect.getdoc(function).splitlines()[0], allow_abbrev=False
+    )
+    parameters = inspect.signature(function).parameters
+    sequences = {key for key, parameter in parameters.items() if _item_type(parameter.annotation)}
+    extra = []
+    if EXTRA in parameters and "--" in args:
+        at = args.index("--")
+        args, extra = args[:at], args[at + 1 :]
+    parser.add_function_arguments(function, as_group=False, skip=sequences)
+    helps = _parameter_docs(function)
+    for key in sequences - {EXTRA}:
+        default = parameters[key].default
+        is_required = default is inspect.Parameter.empty
+        parser.add_argument(
+            f"--{key}",
+            nargs="+",
+            type=_item_type(parameters[key].annotation),
+            required=is_required,
+            default=None if is_required else list(default),
+            help=helps[key],
+        )
+    options = parser.parse_args(args).as_dict()
+    try:
+        function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
+    except OSError as error:
+        raise UserError(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error
+
+
+def _item_type(annotation) -> type | None:
+    """Return what a sequence holds; None for other types."""
+    return get_args(annotation)[0] if get_origin(annotation) is Sequence else None
+
+
+def _parameter_docs(function: Callable[..., None]) -> dict[str, str]:
+    """Read what a docstring says of each parameter."""
+    return {parameter.arg_name: parameter.description for parameter in parse(inspect.getdoc(function)).params}
+
+
+def describe(functions: Functions) -> str:
+    """Say in one sentence each what the functions do, for the help of a program."""
+    said = (f"{name}: {inspect.getdoc(function).splitlines()[0]}" for name, function in functions.items())
+    return "More subcommands: " + " ".join(said) + " Each has --help."

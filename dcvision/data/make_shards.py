@@ -1,0 +1,137 @@
+"""From images to WebDataset shards: `python -m dcvision shards`; an interrupted preparation goes on where it stopped.
+
+The images are those of class folders, or of the official validation tar with its ground truth. `PREFIX-manifest.json`
+lists every shard with its number of samples and SHA-256.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+from webdataset import TarWriter
+
+from dctrain.errors import UserError
+from dctrain.prepared import digest_lines, preparing
+
+from .layouts import Image, class_folders, validation_images
+
+
+def make_shards(
+    out: str,
+    num_shards: int,
+    folder: str | None = None,
+    validation_tar: str | None = None,
+    labels: str | None = None,
+    classes: str | None = None,
+    devkit_meta: str | None = None,
+    prefix: str = "train",
+    num_workers: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Turn an image set into WebDataset shards.
+
+    Args:
+        out: Folder of the shards.
+        num_shards: How many to write.
+        folder: Class folders, FOLDER/CLASS/image.jpg.
+        validation_tar: In place of a folder ILSVRC2012_img_val.tar, with labels and classes.
+        labels: Ground truth of the validation images (see data/README.md).
+        classes: Class names in order, one a line, as this command writes them for class folders.
+        devkit_meta: The devkit's meta.mat, where labels holds its class numbers.
+        prefix: Shards are named PREFIX-0000.tar.
+        num_workers: Processes; by default one for each core.
+        seed: Seed of the one shuffle.
+    """
+    if (folder is None) == (validation_tar is None):
+        raise UserError("--folder or --validation_tar must name the images, one of them.")
+    workers = os.cpu_count() if num_workers is None else num_workers
+    if workers < 1:
+        raise UserError(f"--num_workers={num_workers} must be at least 1.")
+    if folder is not None:
+        images, names = class_folders(Path(folder))
+    else:
+        paths = (None if path is None else Path(path) for path in (validation_tar, labels, classes, devkit_meta))
+        images, names = validation_images(*paths)
+    manifest_path = write_shards(images, names, Path(out), prefix, num_shards, seed, workers)
+    print(f"{len(images)} images of {len(names)} classes in {num_shards} shards; manifest {manifest_path}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard to write: its file and its images in order."""
+
+    path: Path
+    images: tuple[Image, ...]
+
+
+def plan(images: list[Image], out: Path, prefix: str, num_shards: int, seed: int) -> list[Shard]:
+    """Shuffle the images once, by `seed`, and deal them into shards of nearly equal size."""
+    if not 0 < num_shards <= len(images):
+        raise UserError(f"--num_shards={num_shards} must be between 1 and the number of images, {len(images)}.")
+    keys: set[str] = set()
+    for image in images:
+        if image.key in keys:
+            raise UserError(
+                f"two images would be sample {image.key}: names must differ in more than dots and extension."
+            )
+        keys.add(image.key)
+    order = np.random.default_rng(seed).permutation(len(images))
+    width = max(4, len(str(num_shards - 1)))
+    return [
+        Shard(out / f"{prefix}-{number:0{width}d}.tar", tuple(images[i] for i in part))
+        for number, part in enumerate(np.array_split(order, num_shards))
+    ]
+
+
+def write_shard(shard: Shard) -> dict:
+    """Write one shard beside its place, move it there when whole, and return its entry of the manifest."""
+    partial = shard.path.with_suffix(".partial")
+    with TarWriter(str(partial), mtime=0) as writer:
+        for image in shard.images:
+            writer.write({"__key__": image.key, image.extension: image.read(), "cls": str(image.label)})
+    entry = describe(partial, shard)
+    os.replace(partial, shard.path)
+    return entry
+
+
+def describe(path: Path, shard: Shard) -> dict:
+    """Make a shard's entry of the manifest."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": shard.path.name, "samples": len(shard.images), "sha256": digest}
+
+
+def write_shards(
+    images: list[Image], classes: list[str], out: Path, prefix: str, num_shards: int, seed: int, num_workers: int
+) -> Path:
+    """Write the shards that are missing, their manifest and the class names; return the manifest's path.
+
+    Raises:
+        UserError: If there are fewer images than shards, two of one name, or `out` was made from others.
+    """
+    shards = plan(images, out, prefix, num_shards, seed)
+    listing = digest_lines(f"{image.key} {image.label} {image.size}" for image in images)
+    made_from = {"images": listing, "num_shards": num_shards, "seed": seed}
+    names = {"plan_name": f".{prefix}-plan.json", "manifest_name": f"{prefix}-manifest.json"}
+    with preparing(out, made_from, **names) as preparation:
+        if preparation.manifest() is None or not all(shard.path.exists() for shard in shards):
+            preparation.begin()
+            entries = _write_missing(shards, num_workers)
+            preparation.finish({"samples": len(images), "classes": len(classes), "shards": entries})
+            (out / f"{prefix}-classes.txt").write_text("\n".join(classes) + "\n")
+    return preparation.manifest_path
+
+
+def _write_missing(shards: list[Shard], num_workers: int) -> list[dict]:
+    """Write the shards that are missing, in parallel; return the entries of all, in order."""
+    missing = [shard for shard in shards if not shard.path.exists()]
+    entries = {shard.path.name: describe(shard.path, shard) for shard in shards if shard.path.exists()}
+    with ProcessPoolExecutor(num_workers) as pool, tqdm(total=len(shards), unit="shard", initial=len(entries)) as bar:
+        for entry in pool.map(write_shard, missing):
+            entries[entry["file"]] = entry
+            bar.update()
+    return [entries[shard.path.name] for shard in shards]
