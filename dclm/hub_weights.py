@@ -1,9 +1,9 @@
 """Tensors of the published models to a `Decoder`'s state dict and back.
 
-The published slots of the compose weights are (pre query, pre key, post query, post key); ours are side-major.
+The published roles of the compose weights are (pre query, pre key, post query, post key); ours are side-major.
 """
 
-# L layers, C model width, H heads, K = 4H hidden width of a slot's MLP, R = 2
+# L layers, C model width, H heads, K = 4H hidden width of a role's MLP, R = 2
 
 import re
 import warnings
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import DecoderConfig
 
-SLOTS = (0, 2, 1, 3)  # where our slots (query pre, query post, key pre, key post) are among the published ones
+ROLES = (0, 2, 1, 3)  # where our roles (query pre, query post, key pre, key post) are among the published ones
 
 TOP = {"tok_embeddings": "embed", "norm": "norm", "output": "output"}
 LAYER = {  # published name within a layer: ours within a block
@@ -95,16 +95,16 @@ def weights_from_hub(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[
 
 
 def _compose_from_hub(name: str, tensor: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
-    """Rearrange one compose tensor: of the query's slots for query-wise models; nothing for plain and derived ones."""
-    slots = list(SLOTS if config.key_wise else SLOTS[:2])
+    """Rearrange one compose tensor: of the query's roles for query-wise models; nothing for plain and derived ones."""
+    roles = list(ROLES if config.key_wise else ROLES[:2])
     if name not in COMPOSE or not config.is_composed:
         return {}
     if name == COMPOSE[0]:
-        return {"hidden": tensor[:, 0, slots].permute(1, 2, 0).flatten(0, 1).contiguous()}  # [slots * K, C]
+        return {"hidden": tensor[:, 0, roles].permute(1, 2, 0).flatten(0, 1).contiguous()}  # [roles * K, C]
     if name == COMPOSE[1]:
-        return {"project": tensor[0, slots].flatten(2)}  # [slots, K, 2RH]
-    by_slot = tensor[:, 0].unflatten(1, (4, -1))  # [C, 4, H]
-    return {"gate": by_slot[:, slots].permute(1, 2, 0).flatten(0, 1).contiguous()}  # [slots * H, C]
+        return {"project": tensor[0, roles].flatten(2)}  # [roles, K, 2RH]
+    by_role = tensor[:, 0].unflatten(1, (4, -1))  # [C, 4, H]
+    return {"gate": by_role[:, roles].permute(1, 2, 0).flatten(0, 1).contiguous()}  # [roles * H, C]
 
 
 def weights_to_hub(weights: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -133,11 +133,11 @@ def _compose_to_hub(compose: dict[str, Tensor], config: DecoderConfig) -> dict[s
     """Make a layer's published compose tensors; a key side that is off becomes zeros, which compose nothing."""
     C, H = config.dim, config.num_heads
     K = 4 * H
-    slots = list(SLOTS if config.key_wise else SLOTS[:2])
+    roles = list(ROLES if config.key_wise else ROLES[:2])
     hidden, project, gate = compose["hidden"], compose["project"], compose["gate"]
     dw1, qkw, dd = hidden.new_zeros(C, 1, 4, K), hidden.new_zeros(1, 4, K, 4, H), hidden.new_zeros(C, 4, H)
-    dw1[:, 0, slots] = hidden.view(len(slots), K, C).permute(2, 0, 1)
-    qkw[0, slots] = project.view(len(slots), K, 4, H)
-    dd[:, slots] = gate.view(len(slots), H, C).permute(2, 0, 1)
+    dw1[:, 0, roles] = hidden.view(len(roles), K, C).permute(2, 0, 1)
+    qkw[0, roles] = project.view(len(roles), K, 4, H)
+    dd[:, roles] = gate.view(len(roles), H, C).permute(2, 0, 1)
     originals = (dw1, qkw, dd.flatten(1).unsqueeze(1))
     return dict(zip(COMPOSE, originals, strict=True)) | _derive(*originals)

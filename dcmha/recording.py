@@ -42,7 +42,7 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
     """Record the last call of every `DCAttention` of a model, by name, while the context is open.
 
         with torch.no_grad(), record_attention(model) as recorded:
-            model(images)
+            model(x)
         recorded["blocks.0.attn"].maps.composed_weights      # [B, H, T, T]
 
     The model computes what it always does; compiled ones run eagerly while the context is open.

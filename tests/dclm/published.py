@@ -118,16 +118,16 @@ def attention(config, w, name, x, window):
         q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.q_norm.scale"]
         k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.k_norm.scale"]
     q, k = (torch.stack([torch.stack([turn(config, h, t) for h in a[t]]) for t in range(T)]) for a in (q, k))
-    slots = [token_matrices(config, w, f"{name}.dyn_w_proj", x, c) for c in range(4)]
+    roles = [token_matrices(config, w, f"{name}.dyn_w_proj", x, c) for c in range(4)]
     out = torch.zeros(T, H, D, dtype=x.dtype)
     for t in range(T):
         first = 0 if window is None else max(0, t - window + 1)
         scores = torch.stack([(q[t] * k[u]).sum(-1) / math.sqrt(D) for u in range(first, t + 1)])  # [keys, H]
         if config["use_dcmha"]:
-            scores = torch.stack([a @ (slots[0][t] + slots[1][first + n]) + a for n, a in enumerate(scores)])
+            scores = torch.stack([a @ (roles[0][t] + roles[1][first + n]) + a for n, a in enumerate(scores)])
         weights = scores.softmax(0)
         if config["use_dcmha"]:
-            weights = torch.stack([a @ (slots[2][t] + slots[3][first + n]) + a for n, a in enumerate(weights)])
+            weights = torch.stack([a @ (roles[2][t] + roles[3][first + n]) + a for n, a in enumerate(weights)])
         out[t] = (weights[:, :, None] * v[first : t + 1]).sum(0)
     return linear(w, f"{name}.wo", out.reshape(T, E))
 

@@ -68,9 +68,9 @@ def test_the_cache_keeps_low_rank_factors_and_only_the_window():
     cache = decoder.make_cache(20)
     decoder.decode(ids(2, 5), cache)
     H, D, R = 4, 8, 2
-    for layer, slots in zip(cache.layers, (4, 20, 4), strict=True):
+    for layer, size in zip(cache.layers, (4, 20, 4), strict=True):
         kept = sum(tensor[0].numel() for tensor in layer.kept)
-        assert kept == slots * (2 * H * D + 2 * (2 * R + 1) * H)
+        assert kept == size * (2 * H * D + 2 * (2 * R + 1) * H)
     query_wise = small("dcformer_pp_debug", key_wise=False)
     cache = query_wise.make_cache(20)
     query_wise.decode(ids(2, 5), cache)

@@ -1,12 +1,12 @@
 """How a call is cut into chunks, and how a chunk's operands and results are laid out for products of matrices.
 
-A chunk is a range of images and of queries, in blocks. A chunk of one block has the keys from the first to the last
-that any of its queries may see. Windowed attention has chunks of many: each block of C queries has the K keys around
-it, so that little of what is hidden is computed, and all blocks are items of one batch of products. The keys of
-neighbouring blocks overlap; they are a strided view of one buffer in which planes (images x heads) follow each other.
+A chunk is a range of rows of the batch and of queries, in blocks. A chunk of one block has the keys from the first to
+the last that any of its queries may see. Windowed attention has chunks of many: each block of Q queries has the K keys
+around it, so that little of what is hidden is computed, and all blocks are items of one batch of products. The keys of
+neighbouring blocks overlap; they are a strided view of one buffer in which planes (rows x heads) follow each other.
 """
 
-# B batch, T query tokens, S key tokens, H heads, D head dim, C queries and K keys of a block
+# B batch, T query tokens, S key tokens, H heads, D head dim, Q queries and K keys of a block
 
 from typing import NamedTuple
 
@@ -26,19 +26,19 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class Chunk(NamedTuple):
-    """A range of images and queries, and the keys of its blocks.
+    """A range of rows of the batch and of queries, and the keys of its blocks.
 
     Attributes:
-        images: Range of images.
+        rows: Range of rows of the batch.
         queries: Range of queries.
         first_key: Token of the first block's first key; negative before the first token of all.
         num_keys: K, keys of a block.
-        block: C, queries of a block; block n starts n C queries and keys later.
+        block: Q, queries of a block; block n starts n Q queries and keys later.
         num_blocks: Blocks that hold the queries.
         plane_blocks: Blocks of a plane of the workspace: the same, or more, to separate the planes.
     """
 
-    images: slice
+    rows: slice
     queries: slice
     first_key: int
     num_keys: int
@@ -47,9 +47,9 @@ class Chunk(NamedTuple):
     plane_blocks: int = 1
 
     @property
-    def num_images(self) -> int:
-        """Count the images."""
-        return self.images.stop - self.images.start
+    def num_rows(self) -> int:
+        """Count the rows of the batch."""
+        return self.rows.stop - self.rows.start
 
     @property
     def num_queries(self) -> int:
@@ -58,19 +58,19 @@ class Chunk(NamedTuple):
 
     def workspace_size(self, H: int) -> int:
         """Count the elements of a workspace."""
-        return self.num_images * H * self.plane_blocks * self.block * self.num_keys
+        return self.num_rows * H * self.plane_blocks * self.block * self.num_keys
 
     def workspace(self, buffer: Tensor, H: int) -> Tensor:
-        """See the front of a buffer as the chunk's workspace [images * H * blocks, C, K]."""
+        """See the front of a buffer as the chunk's workspace [rows * H * blocks, Q, K]."""
         return buffer[: self.workspace_size(H)].view(-1, self.block, self.num_keys)
 
     def of_queries(self, x: Tensor, H: int) -> Tensor:
-        """See rows of queries [images * H * blocks, C, D] as [images, H, queries, D]."""
-        return x.view(self.num_images, H, -1, x.shape[-1])[:, :, : self.num_queries]
+        """See rows of queries [rows * H * blocks, Q, D] as [rows, H, queries, D]."""
+        return x.view(self.num_rows, H, -1, x.shape[-1])[:, :, : self.num_queries]
 
     def of_keys(self, x: Tensor, H: int) -> Tensor:
-        """See rows of keys [images * H * blocks, K, D] as [images * H, blocks, K, D], those that hold queries."""
-        return x.view(self.num_images * H, -1, *x.shape[1:])[:, : self.num_blocks]
+        """See rows of keys [rows * H * blocks, K, D] as [rows * H, blocks, K, D], those that hold queries."""
+        return x.view(self.num_rows * H, -1, *x.shape[1:])[:, : self.num_blocks]
 
 
 def chunks(B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int) -> list[Chunk]:
@@ -86,24 +86,24 @@ def _rectangles(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, wi
     """Cut into chunks of one block; short ones where queries see different keys, to leave out what is hidden."""
     queries = min(T, CHUNK_QUERIES) if is_causal or window else T
     widest = min(S, queries + (1 if is_causal else 2) * window) if window else S
-    row = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
-    queries = max(1, min(queries, budget // row))
-    images = max(1, budget // (row * queries))
+    per_query = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
+    queries = max(1, min(queries, budget // per_query))
+    rows = max(1, budget // (per_query * queries))
     plan = []
-    for b in range(0, B, images):
+    for b in range(0, B, rows):
         for i in range(0, T, queries):
             stop = min(T, i + queries)
             first, last = key_range(i, stop, T, S, is_causal, window or None)
             first = first // ALIGNMENT * ALIGNMENT
             num_keys = round_up(last - first, ALIGNMENT)
-            plan.append(Chunk(slice(b, min(B, b + images)), slice(i, stop), first, num_keys, stop - i))
+            plan.append(Chunk(slice(b, min(B, b + rows)), slice(i, stop), first, num_keys, stop - i))
     return plan
 
 
 def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int) -> list[Chunk]:
-    """Cut windowed attention into chunks of blocks, of whole images or of one; empty where that saves nothing.
+    """Cut windowed attention into chunks of blocks, of whole rows or of one; empty where that saves nothing.
 
-    The first keys of a whole image's planes and the last are hidden where they reach into another plane, if T = S. Else
+    The first keys of a whole row's planes and the last are hidden where they reach into another plane, if T = S. Else
     blocks without queries keep the planes apart.
     """
     block, blocks = BLOCK_QUERIES, -(-T // BLOCK_QUERIES)
@@ -111,25 +111,25 @@ def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: 
     around = before if is_causal else 2 * before
     apart = around // block
     size = H * block * (block + around)
-    images, count, plane_blocks = budget // (size * blocks), blocks, blocks
-    if S != T or images == 0:
+    rows, count, plane_blocks = budget // (size * blocks), blocks, blocks
+    if S != T or rows == 0:
         count = min(blocks, budget // size - apart)
-        images, plane_blocks = max(1, budget // (size * (blocks + apart))), count + apart
+        rows, plane_blocks = max(1, budget // (size * (blocks + apart))), count + apart
     saves_nothing = block + around >= min(S, CHUNK_QUERIES + around) or count * block < 2 * around
     if saves_nothing or count < 1 or plane_blocks < 2:
         return []
     plan = []
-    for b in range(0, B, images):
+    for b in range(0, B, rows):
         for n in range(0, blocks, count):
             stop, first_key = min(T, (n + count) * block), n * block + S - T - before
             shape = (first_key, block + around, block, min(count, blocks - n), plane_blocks)
-            plan.append(Chunk(slice(b, min(B, b + images)), slice(n * block, stop), *shape))
+            plan.append(Chunk(slice(b, min(B, b + rows)), slice(n * block, stop), *shape))
     return plan
 
 
 def query_planes(x: Tensor, chunk: Chunk) -> Tensor:
-    """Lay queries [B, H, T, D] out as the chunk's planes and blocks [images * H * blocks, C, D]; zeros fill up."""
-    part = x[chunk.images, :, chunk.queries]
+    """Lay queries [B, H, T, D] out as the chunk's planes and blocks [rows * H * blocks, Q, D]; zeros fill up."""
+    part = x[chunk.rows, :, chunk.queries]
     if chunk.plane_blocks == 1:
         return part.flatten(0, 1)
     if chunk.plane_blocks * chunk.block > chunk.num_queries:
@@ -140,18 +140,18 @@ def query_planes(x: Tensor, chunk: Chunk) -> Tensor:
 
 
 def key_planes(x: Tensor, chunk: Chunk) -> Tensor:
-    """Lay keys or values [B, H, S, D] out likewise [images * H * blocks, K, D]; S is padded to whole rows.
+    """Lay keys or values [B, H, S, D] out likewise [rows * H * blocks, K, D]; S is padded to whole rows.
 
     Keys of neighbouring blocks share memory: only to be read.
     """
     B, H, S, D = x.shape
     if chunk.plane_blocks == 1:
-        return x[chunk.images, :, chunk.first_key : chunk.first_key + chunk.num_keys].flatten(0, 1)
-    planes, step = chunk.num_images * H, chunk.plane_blocks * chunk.block
+        return x[chunk.rows, :, chunk.first_key : chunk.first_key + chunk.num_keys].flatten(0, 1)
+    planes, step = chunk.num_rows * H, chunk.plane_blocks * chunk.block
     buffer = x.new_zeros(planes * step + chunk.num_keys - chunk.block, D)
     first, last = _key_range(chunk, S)
     place = buffer.as_strided((planes, last - first, D), (step * D, D, 1), (first - chunk.first_key) * D)
-    place.copy_(x[chunk.images, :, first:last].flatten(0, 1))
+    place.copy_(x[chunk.rows, :, first:last].flatten(0, 1))
     blocks = planes * chunk.plane_blocks
     return buffer.as_strided((blocks, chunk.num_keys, D), (chunk.block * D, D, 1))
 
@@ -163,13 +163,13 @@ def _key_range(chunk: Chunk, S: int) -> tuple[int, int]:
 
 
 def fold(total: Tensor, parts: Tensor, chunk: Chunk) -> None:
-    """Add rows of keys [N, blocks, K, X] to those of all tokens, [N, S, X]."""
+    """Add what belongs to blocks' keys [planes, blocks, K, X] to that of all keys, [planes, S, X]."""
     overlaps = chunk.num_keys // chunk.block
     if chunk.plane_blocks == 1:
         rows = parts.flatten(1, 2)
     else:
-        N, count, _, X = parts.shape
-        rows = total.new_zeros(N, (count + overlaps - 1) * chunk.block, X)
+        planes, count, _, X = parts.shape
+        rows = total.new_zeros(planes, (count + overlaps - 1) * chunk.block, X)
         for shift in range(overlaps):
             place = rows[:, shift * chunk.block : (shift + count) * chunk.block].unflatten(1, (count, chunk.block))
             place += parts[:, :, shift * chunk.block : (shift + 1) * chunk.block]

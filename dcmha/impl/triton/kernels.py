@@ -1,9 +1,9 @@
 """The five kernels that mix heads on a chunk of scores: two forward, three backward.
 
-A chunk is a range of images and of queries. The workspace `x` holds its scaled scores, [images, H, blocks, C, K]: each
-block of C queries with the K keys that it may see (one block, unless a window makes many); `da`, of the same shape, the
+A chunk is a range of the batch and of queries. The workspace `x` holds its scaled scores, [rows, H, blocks, Q, K]: each
+block of Q queries with the K keys that it may see (one block, unless a window makes many); `da`, of the same shape, the
 gradient of the composed weights. Library products make and use them. `log_sum` [B, H, T] is in base 2, `row_sum` is
-sum_j P dP. What a program cannot sum by itself it stores, and the launch adds up in a fixed order.
+sum_j P dP, with P the weights. What a program cannot sum by itself it stores, and the launch adds up in a fixed order.
 
     row_statistics      x -> log_sum
     composed_weights    x -> A, in place
@@ -11,10 +11,13 @@ sum_j P dP. What a program cannot sum by itself it stores, and the launch adds u
     key_gradients       x, da -> gradients of the key side of both compositions
     pre_gradients       x, da -> gradients of the query side of the pre-composition; x -> A, da -> dX, in place
 
-PRE and POST tell whether the batch side (or a base) takes part in a composition.
+Of a kernel's arguments the integers are fields of `Sizes`, but for `num_keys`; Triton would compile a kernel anew for
+other values in a tuple, so they become one inside.
 """
 
-# B batch, T query tokens, S key tokens, H heads, P slots of a group
+# B batch, T query tokens, S key tokens, H heads, Q queries and K keys of a block; of a tile: BQ queries, BK keys
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,175 +25,189 @@ import triton.language as tl
 from .tiles import (
     LANES,
     SLOTS,
-    batch_matrices,
+    Form,
+    Kind,
+    Slots,
     exponents,
     group_sum,
     hidden_bias,
     key_bounds,
-    load_weights,
+    load_vectors,
     mask_of_keys,
     mix,
     outer_sum,
     query_bounds,
-    slot_heads,
+    slots_of,
     split_range,
-    store_weight_gradients,
+    store_vector_gradients,
     store_zeros,
+    token_matrices,
     within_threads,
 )
 
+__all__ = ["EMPTY", "Form", "Kind", "Sizes"]
+
 EMPTY = tl.constexpr(1e30)  # the log-sum of a query with no visible key: its weights become 0
 
-# Sizes that differ from call to call: no kernel is compiled anew for them.
-SIZES = [
-    *("num_instances", "num_groups", "H", "image0", "T", "S", "query0", "num_queries", "block", "num_blocks"),
-    *("plane_blocks", "first_key", "window", "num_splits"),
-]
+
+class Sizes(NamedTuple):
+    """Sizes that differ from call to call: no kernel is compiled anew for them.
+
+    Attributes:
+        num_instances: Groups of heads of the chunk: rows times `num_groups`.
+        num_groups: G.
+        H: Heads.
+        row0: First row of the batch of the chunk.
+        T: Queries of the call.
+        S: Keys of the call.
+        query0: First query of the chunk.
+        num_queries: Queries of the chunk.
+        block: Q, queries of a block.
+        num_blocks: Blocks that hold the queries.
+        plane_blocks: Blocks of a plane of the workspace.
+        first_key: Token of the first block's first key.
+        window: Keys a query sees, if there is a window.
+        num_splits: Programs that share a loop.
+    """
+
+    num_instances: Any
+    num_groups: Any
+    H: Any
+    row0: Any
+    T: Any
+    S: Any
+    query0: Any
+    num_queries: Any
+    block: Any
+    num_blocks: Any
+    plane_blocks: Any
+    first_key: Any
+    window: Any
+    num_splits: Any
 
 
-@triton.jit
-def _query_tile(
-    num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
-    window, num_splits, P: tl.constexpr, HEADS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Locate a program of the kernels whose batch side is the queries.
+class QueryTile(NamedTuple):
+    """Where a program is of the kernels whose matrix side is the queries.
 
-    Returns:
-        local, head, column, is_instance, is_real: What each slot holds; images count from the chunk's first.
-        query, is_query: Queries [BQ] of the program, counted from the chunk's first, and which of them there are.
-        rows: Offsets of their rows in a workspace [BQ, 16].
+    Attributes:
+        slots: What each slot holds.
+        query: Queries [BQ], counted from the chunk's first.
+        position: The same among all keys' positions.
+        mask: Which queries and heads there are [BQ, 16].
+        weight_mask: Which queries and columns of packed weights there are [BQ, 16].
+        offsets: Of the queries' first keys in a workspace [BQ, 16].
         key0: Token of the block's first key.
-        low, high: Range of the block's keys that they may see.
-        split: Of that range, which of `num_splits` shares is the program's.
+        low: First of the block's keys that the queries may see, a multiple of BK.
+        high: Behind the last.
+        split: Which of `num_splits` shares of them is the program's.
+        width: Columns of packed weights.
     """
-    num_tiles = tl.cdiv(block, BQ)
-    tile = tl.program_id(0) % num_tiles
-    part = tl.program_id(0) // num_tiles % (num_blocks * num_splits)
-    program = tl.program_id(0) // num_tiles // (num_blocks * num_splits)
-    local, head, column, is_instance, is_real = slot_heads(program, num_instances, num_groups, P, HEADS)
-    number = part // num_splits
-    in_block = tile * BQ + tl.arange(0, BQ)
-    query = in_block + number * block
-    is_query = (in_block < block) & (query < num_queries)
-    plane = (local * H + head) * plane_blocks + number
-    rows = (plane * block)[None, :] * num_keys + (in_block * num_keys)[:, None]
-    key0 = first_key + number * block
-    first = query0 + number * block + tile * BQ + S - T
-    low, high = key_bounds(first, first + BQ - 1, num_keys, S, key0, window, IS_CAUSAL, HAS_WINDOW, BK)
-    return local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, part % num_splits
+
+    slots: Slots
+    query: Any
+    position: Any
+    mask: Any
+    weight_mask: Any
+    offsets: Any
+    key0: Any
+    low: Any
+    high: Any
+    split: Any
+    width: Any
+
+
+class KeyTile(NamedTuple):
+    """A step of a loop over keys.
+
+    Attributes:
+        token: Tokens [BK] of the keys.
+        real: Which keys and columns of packed weights there are [BK, 16].
+        bias: -inf where a key is hidden from a query [BQ, BK, 1].
+        seen: Which keys a mask lets the slots' rows see [1, BK, 1 or 16].
+        place: Offsets in a workspace [BQ, BK, 16].
+        inside: Which of them there are.
+    """
+
+    token: Any
+    real: Any
+    bias: Any
+    seen: Any
+    place: Any
+    inside: Any
 
 
 @triton.jit
-def _key_tile(
-    key_mask, image, is_instance, position, token, S, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Prepare a tile of keys.
-
-    Returns:
-        mask: Which keys and slots there are [keys, 16].
-        bias: -inf where a key is hidden from a query [queries, keys, 1].
-        seen: Which keys a mask lets the slots' images see [1, keys, 1 or 16].
-    """
-    mask = ((token >= 0) & (token < S))[:, None] & is_instance[None, :]
-    bias = hidden_bias(position[:, None], token[None, :], S, window, IS_CAUSAL, HAS_WINDOW)[:, :, None]
-    seen = mask
-    if HAS_MASK:
-        seen = mask_of_keys(key_mask, image, token, S, is_instance, P)
-    return mask, bias, seen[None, :, :]
-
-
-@triton.jit(do_not_specialize=SIZES)
-def row_statistics(
-    x, log_sums, pre_q, pre_k, pre_base, key_mask,
-    num_instances, num_groups, H, image0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    num_keys, window, num_splits,
-    P: tl.constexpr, HEADS: tl.constexpr, PRE_QR: tl.constexpr, PRE_QG: tl.constexpr, PRE_KR: tl.constexpr,
-    PRE_KG: tl.constexpr, PRE_B: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """F1: the base-2 logarithm of the sum of exp(composed scores), per query and head, of each split of the keys."""
-    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
-    local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
-        num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
-        window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
-    )  # fmt: skip
-    image, width = local + image0, num_groups * P
-    mask, weight_mask = is_query[:, None] & is_real[None, :], is_query[:, None] & is_instance[None, :]
-    pre_rows = load_weights(pre_q, image, T, column, width, query0 + query, weight_mask, 2 * PRE_QR + PRE_QG)
-    pre = batch_matrices(pre_rows, pre_base, head, is_real, BQ, P, HEADS, PRE_QR, PRE_QG, PRE_B, DOT)
-    sums = group_sum(BQ, P, DOT)
-    largest = tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32)
-    total = tl.zeros([BQ, LANES, SLOTS], tl.float32)
-    position = query0 + query + S - T
-    low, high = split_range(low, high, split, num_splits, BK)
-    for start in range(low, high, BK):
-        key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias, seen = _key_tile(
-            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
-        )
-        inside = mask[:, None, :] & (key < num_keys)[None, :, None]
-        x16 = tl.load(x + rows[:, None, :] + key[None, :, None], mask=inside, other=0.0).to(DOT)
-        pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
-        y = within_threads(exponents(y, bias, seen, HAS_MASK))
-        new_largest = tl.maximum(largest, tl.max(y, 1))
-        total = total * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(y - new_largest[:, None, :, :]), 1)
-        largest = new_largest
-    top = tl.max(largest, 1)
-    total = tl.sum(total * tl.exp2(largest - top[:, None, :]), 1)
-    nothing = tl.where(num_splits == 1, EMPTY, -EMPTY)  # so that parts can be added first
-    result = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), nothing)
-    place = (split * (num_instances // num_groups) + local) * H + head
-    tl.store(log_sums + (place * num_queries)[None, :] + query[:, None], result, mask=mask)
+def _query_tile(sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    """Locate a program among the tiles of queries, blocks, splits and sets of slots: `QueryTile`."""
+    num_tiles = tl.cdiv(sizes.block, BQ)
+    num_parts = sizes.num_blocks * sizes.num_splits
+    tile = tl.program_id(0) % num_tiles
+    part = tl.program_id(0) // num_tiles % num_parts
+    slots = slots_of(tl.program_id(0) // num_tiles // num_parts, sizes.num_instances, sizes.num_groups, KIND)
+    number = part // sizes.num_splits
+    in_block = tile * BQ + tl.arange(0, BQ)
+    query = in_block + number * sizes.block
+    is_query = (in_block < sizes.block) & (query < sizes.num_queries)
+    plane = (slots.row * sizes.H + slots.head) * sizes.plane_blocks + number
+    key0 = sizes.first_key + number * sizes.block
+    first = sizes.query0 + number * sizes.block + tile * BQ + sizes.S - sizes.T
+    low, high = key_bounds(first, first + BQ - 1, num_keys, sizes.S, key0, sizes.window, KIND, BK)
+    return QueryTile(
+        slots=slots,
+        query=query,
+        position=sizes.query0 + query + sizes.S - sizes.T,
+        mask=is_query[:, None] & slots.is_real[None, :],
+        weight_mask=is_query[:, None] & slots.is_instance[None, :],
+        offsets=(plane * sizes.block)[None, :] * num_keys + (in_block * num_keys)[:, None],
+        key0=key0,
+        low=low,
+        high=high,
+        split=part % sizes.num_splits,
+        width=sizes.num_groups * KIND.GROUP_SLOTS,
+    )
 
 
-@triton.jit(do_not_specialize=SIZES)
-def composed_weights(
-    x, log_sum, pre_q, pre_k, pre_base, post_q, post_k, post_base, key_mask,
-    num_instances, num_groups, H, image0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    num_keys, window, num_splits,
-    P: tl.constexpr, HEADS: tl.constexpr, PRE_QR: tl.constexpr, PRE_QG: tl.constexpr, PRE_KR: tl.constexpr,
-    PRE_KG: tl.constexpr, PRE_B: tl.constexpr, POST_QR: tl.constexpr, POST_QG: tl.constexpr, POST_KR: tl.constexpr,
-    POST_KG: tl.constexpr, POST_B: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """F2: scores to composed weights, in place."""
-    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
-    POST: tl.constexpr = POST_QR + POST_QG + POST_B > 0
-    local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
-        num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
-        window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
-    )  # fmt: skip
-    image, width = local + image0, num_groups * P
-    mask, weight_mask = is_query[:, None] & is_real[None, :], is_query[:, None] & is_instance[None, :]
-    pre_rows = load_weights(pre_q, image, T, column, width, query0 + query, weight_mask, 2 * PRE_QR + PRE_QG)
-    pre = batch_matrices(pre_rows, pre_base, head, is_real, BQ, P, HEADS, PRE_QR, PRE_QG, PRE_B, DOT)
-    post_rows = load_weights(post_q, image, T, column, width, query0 + query, weight_mask, 2 * POST_QR + POST_QG)
-    post = batch_matrices(post_rows, post_base, head, is_real, BQ, P, HEADS, POST_QR, POST_QG, POST_B, DOT)
-    sums = group_sum(BQ, P, DOT)
-    statistics = ((image.to(tl.int64) * H + head) * T)[None, :] + (query0 + query)[:, None]
-    log_sum_tile = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[:, None, :]
-    position = query0 + query + S - T
-    start0, stop = split_range(low, high, split, num_splits, BK)
-    for start in range(start0, stop, BK):
-        key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias, seen = _key_tile(
-            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
-        )
-        inside = mask[:, None, :] & (key < num_keys)[None, :, None]
-        place = x + rows[:, None, :] + key[None, :, None]
-        x16 = tl.load(place, mask=inside, other=0.0).to(DOT)
-        pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
-        post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
-        weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
-        composed = mix(weights, weights.to(DOT), post, post_keys, sums, POST, POST_KR, POST_KG, 0, POST_KR)
-        tl.store(place, composed.to(x.dtype.element_ty), mask=inside)
-    if split == 0:
-        store_zeros(x + rows, 0, low, num_keys, mask, BK)
-        store_zeros(x + rows, (high + BK - 1) // BK * BK, num_keys, num_keys, mask, BK)
+@triton.jit
+def _key_tile(start, tile, sizes, num_keys, key_mask, KIND: tl.constexpr, BK: tl.constexpr):
+    """Prepare the tile of keys from `start`, a multiple of BK: `KeyTile`."""
+    key = tl.multiple_of(start, BK) + tl.arange(0, BK)
+    token = tile.key0 + key
+    real = ((token >= 0) & (token < sizes.S))[:, None] & tile.slots.is_instance[None, :]
+    bias = hidden_bias(tile.position[:, None], token[None, :], sizes.S, sizes.window, KIND)[:, :, None]
+    seen = real
+    if KIND.HAS_MASK:
+        seen = mask_of_keys(key_mask, tile.slots.row + sizes.row0, tile.slots.is_instance, token, sizes.S, KIND)
+    return KeyTile(
+        token=token,
+        real=real,
+        bias=bias,
+        seen=seen[None, :, :],
+        place=tile.offsets[:, None, :] + key[None, :, None],
+        inside=tile.mask[:, None, :] & (key < num_keys)[None, :, None],
+    )
+
+
+@triton.jit
+def _statistics(tile, sizes):
+    """Give the places of the tile's queries and heads in tensors [B, H, T]: [BQ, 16]."""
+    row = tile.slots.row + sizes.row0
+    return ((row.to(tl.int64) * sizes.H + tile.slots.head) * sizes.T)[None, :] + (sizes.query0 + tile.query)[:, None]
+
+
+@triton.jit
+def _split_statistics(tile, sizes):
+    """Give their places in what each split stores, [num_splits, rows, H, num_queries]: [BQ, 16]."""
+    num_rows = sizes.num_instances // sizes.num_groups
+    plane = (tile.split * num_rows + tile.slots.row) * sizes.H + tile.slots.head
+    return (plane * sizes.num_queries)[None, :] + tile.query[:, None]
+
+
+@triton.jit
+def _split_weights(tile, sizes, COUNT: tl.constexpr):
+    """Give the places of the queries' packed weights in what each split stores: [BQ, 16]."""
+    num_rows = sizes.num_instances // sizes.num_groups
+    token = ((tile.split * num_rows + tile.slots.row) * sizes.num_queries)[None, :] + tile.query[:, None]
+    return token.to(tl.int64) * COUNT * tile.width + tile.slots.column[None, :]
 
 
 @triton.jit
@@ -201,209 +218,291 @@ def _store_base_sum(d_matrices, sums):
     tl.store(sums + tl.program_id(0).to(tl.int64) * SLOTS * SLOTS + square, tl.sum(d_matrices, 0))
 
 
-@triton.jit(do_not_specialize=SIZES)
-def post_gradients(
-    x, da, log_sum, row_sums, pre_q, pre_k, pre_base, post_q, post_k, post_base, d_post_q, d_post_base, key_mask,
-    num_instances, num_groups, H, image0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    num_keys, window, num_splits,
-    P: tl.constexpr, HEADS: tl.constexpr, PRE_QR: tl.constexpr, PRE_QG: tl.constexpr, PRE_KR: tl.constexpr,
-    PRE_KG: tl.constexpr, PRE_B: tl.constexpr, POST_QR: tl.constexpr, POST_QG: tl.constexpr, POST_KR: tl.constexpr,
-    POST_KG: tl.constexpr, POST_B: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+@triton.jit(do_not_specialize=Sizes._fields)
+def row_statistics(
+    x, log_sums, pre_query, pre_key, pre_base, key_mask,
+    num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, window,
+    num_splits, num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """R1: sum_j P dP, and the gradients of the post-composition's query side and base, of each split of the keys."""
-    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
-    POST: tl.constexpr = POST_QR + POST_QG + POST_B > 0
-    local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
-        num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
-        window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
+    """The base-2 logarithm of the sum of exp(composed scores), per query and head, of each split of the keys."""
+    sizes = Sizes(
+        num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
+        window, num_splits,
     )  # fmt: skip
-    image, width = local + image0, num_groups * P
-    mask, weight_mask = is_query[:, None] & is_real[None, :], is_query[:, None] & is_instance[None, :]
-    pre_rows = load_weights(pre_q, image, T, column, width, query0 + query, weight_mask, 2 * PRE_QR + PRE_QG)
-    pre = batch_matrices(pre_rows, pre_base, head, is_real, BQ, P, HEADS, PRE_QR, PRE_QG, PRE_B, DOT)
-    post_rows = load_weights(post_q, image, T, column, width, query0 + query, weight_mask, 2 * POST_QR + POST_QG)
-    post = batch_matrices(post_rows, post_base, head, is_real, BQ, P, HEADS, POST_QR, POST_QG, POST_B, DOT)
-    post = tl.permute(post, (0, 2, 1))
-    sums = group_sum(BQ, P, DOT)
-    statistics = ((image.to(tl.int64) * H + head) * T)[None, :] + (query0 + query)[:, None]
-    log_sum_tile = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[:, None, :]
+    tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
+    row, token = tile.slots.row + row0, query0 + tile.query
+    pre_vectors = load_vectors(
+        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
+    )
+    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
+    sums = group_sum(BQ, KIND)
+    largest = tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32)
+    total = tl.zeros([BQ, LANES, SLOTS], tl.float32)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
+    for start in range(low, high, BK):
+        keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
+        x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
+        pre_keys = load_vectors(
+            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
+        )
+        y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
+        y = within_threads(exponents(y, keys.bias, keys.seen, KIND))  # [BQ, BK / 8, 8, 16]
+        new_largest = tl.maximum(largest, tl.max(y, 1))
+        total = total * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(y - new_largest[:, None, :, :]), 1)
+        largest = new_largest
+    top = tl.max(largest, 1)
+    total = tl.sum(total * tl.exp2(largest - top[:, None, :]), 1)
+    nothing = tl.where(num_splits == 1, EMPTY, -EMPTY)  # so that parts can be added first
+    result = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), nothing)
+    tl.store(log_sums + _split_statistics(tile, sizes), result, mask=tile.mask)  # [BQ, 16]
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def composed_weights(
+    x, log_sum, pre_query, pre_key, pre_base, post_query, post_key, post_base, key_mask,
+    num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, window,
+    num_splits, num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Scores to composed weights, in place."""
+    sizes = Sizes(
+        num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
+        window, num_splits,
+    )  # fmt: skip
+    tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
+    row, token = tile.slots.row + row0, query0 + tile.query
+    pre_vectors = load_vectors(
+        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
+    )
+    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
+    post_vectors = load_vectors(
+        post_query, row, T, token, tile.weight_mask, tile.slots, tile.width, POST.QUERY_RANK, POST.QUERY_GATE
+    )
+    post = token_matrices(post_vectors, post_base, tile.slots, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
+    HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
+    sums = group_sum(BQ, KIND)
+    log_sums = tl.load(log_sum + _statistics(tile, sizes), mask=tile.mask, other=EMPTY)[:, None, :]  # [BQ, 1, 16]
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
+    for start in range(low, high, BK):
+        keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
+        x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
+        pre_keys = load_vectors(
+            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
+        )
+        post_keys = load_vectors(
+            post_key, row, S, keys.token, keys.real, tile.slots, tile.width, POST.KEY_RANK, POST.KEY_GATE
+        )
+        y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
+        weights = tl.exp2(exponents(y, keys.bias, keys.seen, KIND) - log_sums)
+        composed = mix(weights, weights.to(KIND.DOT), post, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE)
+        tl.store(x + keys.place, composed.to(x.dtype.element_ty), mask=keys.inside)  # [BQ, BK, 16]
+    if tile.split == 0:
+        store_zeros(x + tile.offsets, 0, tile.low, num_keys, tile.mask, BK)
+        store_zeros(x + tile.offsets, (tile.high + BK - 1) // BK * BK, num_keys, num_keys, tile.mask, BK)
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def post_gradients(
+    x, da, log_sum, row_sums, pre_query, pre_key, pre_base, post_query, post_key, post_base, d_post_query, d_post_base,
+    key_mask, num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
+    first_key, window, num_splits, num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The sums sum_j P dP; gradients of the post-composition's query side and base; of each split of the keys."""
+    sizes = Sizes(
+        num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
+        window, num_splits,
+    )  # fmt: skip
+    tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
+    row, token = tile.slots.row + row0, query0 + tile.query
+    pre_vectors = load_vectors(
+        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
+    )
+    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
+    post_vectors = load_vectors(
+        post_query, row, T, token, tile.weight_mask, tile.slots, tile.width, POST.QUERY_RANK, POST.QUERY_GATE
+    )
+    post = token_matrices(post_vectors, post_base, tile.slots, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
+    HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
+    post_back = tl.permute(post, (0, 2, 1))
+    sums = group_sum(BQ, KIND)
+    log_sums = tl.load(log_sum + _statistics(tile, sizes), mask=tile.mask, other=EMPTY)[:, None, :]  # [BQ, 1, 16]
     row_sum = tl.zeros([BQ, LANES, SLOTS], tl.float32)
     d_post = tl.zeros([BQ, SLOTS, SLOTS], tl.float32)
-    position = query0 + query + S - T
-    low, high = split_range(low, high, split, num_splits, BK)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):
-        key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias, seen = _key_tile(
-            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
+        keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
+        x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
+        da_dot = tl.load(da + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
+        pre_keys = load_vectors(
+            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
         )
-        inside = mask[:, None, :] & (key < num_keys)[None, :, None]
-        place = rows[:, None, :] + key[None, :, None]
-        x16 = tl.load(x + place, mask=inside, other=0.0).to(DOT)
-        da16 = tl.load(da + place, mask=inside, other=0.0).to(DOT)
-        pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
-        post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
-        weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
-        d_weights = mix(da16.to(tl.float32), da16, post, post_keys, sums, POST, POST_KR, POST_KG, POST_KR, 0)
+        post_keys = load_vectors(
+            post_key, row, S, keys.token, keys.real, tile.slots, tile.width, POST.KEY_RANK, POST.KEY_GATE
+        )
+        y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
+        weights = tl.exp2(exponents(y, keys.bias, keys.seen, KIND) - log_sums)
+        d_weights = mix(
+            da_dot.to(tl.float32), da_dot, post_back, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE, BACK=True
+        )
         row_sum += tl.sum(within_threads(weights * d_weights), 1)
-        if POST:
-            d_post = outer_sum(weights.to(DOT), da16, d_post)
-    local_images = num_instances // num_groups
-    place = (split * local_images + local) * H + head
-    tl.store(row_sums + (place * num_queries)[None, :] + query[:, None], tl.sum(row_sum, 1), mask=mask)
-    if POST_QR + POST_QG > 0:
-        token = ((split * local_images + local) * num_queries)[None, :] + query[:, None]
-        pointers = d_post_q + token.to(tl.int64) * (2 * POST_QR + POST_QG) * width + column[None, :]
-        store_weight_gradients(d_post, post_rows, pointers, width, weight_mask, P, POST_QR, POST_QG)
-    if POST_B:
+        if HAS_POST:
+            d_post = outer_sum(weights.to(KIND.DOT), da_dot, d_post)
+    tl.store(row_sums + _split_statistics(tile, sizes), tl.sum(row_sum, 1), mask=tile.mask)  # [BQ, 16]
+    if POST.QUERY_RANK + POST.QUERY_GATE > 0:
+        pointers = d_post_query + _split_weights(tile, sizes, 2 * POST.QUERY_RANK + POST.QUERY_GATE)
+        store_vector_gradients(
+            d_post, post_vectors, pointers, tile.width, tile.weight_mask, POST.QUERY_RANK, POST.QUERY_GATE, KIND
+        )
+    if POST.BASE:
         _store_base_sum(d_post, d_post_base)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=Sizes._fields)
 def pre_gradients(
-    x, da, log_sum, row_sum, pre_q, pre_k, pre_base, post_q, post_k, post_base, d_pre_q, d_pre_base, key_mask,
-    num_instances, num_groups, H, image0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    num_keys, window, num_splits,
-    P: tl.constexpr, HEADS: tl.constexpr, PRE_QR: tl.constexpr, PRE_QG: tl.constexpr, PRE_KR: tl.constexpr,
-    PRE_KG: tl.constexpr, PRE_B: tl.constexpr, POST_QR: tl.constexpr, POST_QG: tl.constexpr, POST_KR: tl.constexpr,
-    POST_KG: tl.constexpr, POST_B: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    x, da, log_sum, row_sum, pre_query, pre_key, pre_base, post_query, post_key, post_base, d_pre_query, d_pre_base,
+    key_mask, num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
+    first_key, window, num_splits, num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """R2: gradients of the pre-composition's query side and base, of each split of the keys; x -> A, da -> dX."""
-    PRE: tl.constexpr = PRE_QR + PRE_QG + PRE_B > 0
-    POST: tl.constexpr = POST_QR + POST_QG + POST_B > 0
-    local, head, column, is_instance, is_real, query, is_query, rows, key0, low, high, split = _query_tile(
-        num_instances, num_groups, H, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key, num_keys,
-        window, num_splits, P, HEADS, IS_CAUSAL, HAS_WINDOW, BQ, BK,
+    """Gradients of the pre-composition's query side and base, of each split of the keys; x -> A, da -> dX in place."""
+    sizes = Sizes(
+        num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
+        window, num_splits,
     )  # fmt: skip
-    image, width = local + image0, num_groups * P
-    mask, weight_mask = is_query[:, None] & is_real[None, :], is_query[:, None] & is_instance[None, :]
-    pre_rows = load_weights(pre_q, image, T, column, width, query0 + query, weight_mask, 2 * PRE_QR + PRE_QG)
-    pre = batch_matrices(pre_rows, pre_base, head, is_real, BQ, P, HEADS, PRE_QR, PRE_QG, PRE_B, DOT)
-    post_rows = load_weights(post_q, image, T, column, width, query0 + query, weight_mask, 2 * POST_QR + POST_QG)
-    post = batch_matrices(post_rows, post_base, head, is_real, BQ, P, HEADS, POST_QR, POST_QG, POST_B, DOT)
+    tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
+    row, token = tile.slots.row + row0, query0 + tile.query
+    pre_vectors = load_vectors(
+        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
+    )
+    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
+    post_vectors = load_vectors(
+        post_query, row, T, token, tile.weight_mask, tile.slots, tile.width, POST.QUERY_RANK, POST.QUERY_GATE
+    )
+    post = token_matrices(post_vectors, post_base, tile.slots, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
+    HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
     pre_back, post_back = tl.permute(pre, (0, 2, 1)), tl.permute(post, (0, 2, 1))
-    sums = group_sum(BQ, P, DOT)
-    statistics = ((image.to(tl.int64) * H + head) * T)[None, :] + (query0 + query)[:, None]
-    log_sum_tile = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[:, None, :]
-    row_sum_tile = tl.load(row_sum + statistics, mask=mask, other=0.0)[:, None, :]
+    sums = group_sum(BQ, KIND)
+    log_sums = tl.load(log_sum + _statistics(tile, sizes), mask=tile.mask, other=EMPTY)[:, None, :]  # [BQ, 1, 16]
+    row_sums = tl.load(row_sum + _statistics(tile, sizes), mask=tile.mask, other=0.0)[:, None, :]  # [BQ, 1, 16]
     d_pre = tl.zeros([BQ, SLOTS, SLOTS], tl.float32)
-    position = query0 + query + S - T
-    start0, stop = split_range(low, high, split, num_splits, BK)
-    for start in range(start0, stop, BK):
-        key = tl.multiple_of(start, BK) + tl.arange(0, BK)
-        real, bias, seen = _key_tile(
-            key_mask, image, is_instance, position, key0 + key, S, window, IS_CAUSAL, HAS_WINDOW, HAS_MASK, P
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
+    for start in range(low, high, BK):
+        keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
+        x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
+        da_dot = tl.load(da + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
+        pre_keys = load_vectors(
+            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
         )
-        inside = mask[:, None, :] & (key < num_keys)[None, :, None]
-        place = rows[:, None, :] + key[None, :, None]
-        x16 = tl.load(x + place, mask=inside, other=0.0).to(DOT)
-        da16 = tl.load(da + place, mask=inside, other=0.0).to(DOT)
-        pre_keys = load_weights(pre_k, image, S, column, width, key0 + key, real, 2 * PRE_KR + PRE_KG)
-        post_keys = load_weights(post_k, image, S, column, width, key0 + key, real, 2 * POST_KR + POST_KG)
-        y = mix(x16.to(tl.float32), x16, pre, pre_keys, sums, PRE, PRE_KR, PRE_KG, 0, PRE_KR)
-        weights = tl.exp2(exponents(y, bias, seen, HAS_MASK) - log_sum_tile)
-        composed = mix(weights, weights.to(DOT), post, post_keys, sums, POST, POST_KR, POST_KG, 0, POST_KR)
-        tl.store(x + place, composed.to(x.dtype.element_ty), mask=inside)
-        d_weights = mix(da16.to(tl.float32), da16, post_back, post_keys, sums, POST, POST_KR, POST_KG, POST_KR, 0)
-        dy = weights * (d_weights - row_sum_tile)
-        dy16 = dy.to(DOT)
-        if PRE:
-            d_pre = outer_sum(x16, dy16, d_pre)
-        dx = mix(dy, dy16, pre_back, pre_keys, sums, PRE, PRE_KR, PRE_KG, PRE_KR, 0)
-        tl.store(da + place, dx.to(da.dtype.element_ty), mask=inside)
-    if split == 0:
+        post_keys = load_vectors(
+            post_key, row, S, keys.token, keys.real, tile.slots, tile.width, POST.KEY_RANK, POST.KEY_GATE
+        )
+        y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
+        weights = tl.exp2(exponents(y, keys.bias, keys.seen, KIND) - log_sums)
+        composed = mix(weights, weights.to(KIND.DOT), post, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE)
+        tl.store(x + keys.place, composed.to(x.dtype.element_ty), mask=keys.inside)  # [BQ, BK, 16]
+        d_weights = mix(
+            da_dot.to(tl.float32), da_dot, post_back, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE, BACK=True
+        )
+        dy = weights * (d_weights - row_sums)
+        dy_dot = dy.to(KIND.DOT)
+        if HAS_PRE:
+            d_pre = outer_sum(x_dot, dy_dot, d_pre)
+        dx = mix(dy, dy_dot, pre_back, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE, BACK=True)
+        tl.store(da + keys.place, dx.to(da.dtype.element_ty), mask=keys.inside)  # [BQ, BK, 16]
+    if tile.split == 0:
         for workspace in tl.static_range(2):
-            pointers = (x if workspace == 0 else da) + rows
-            store_zeros(pointers, 0, low, num_keys, mask, BK)
-            store_zeros(pointers, (high + BK - 1) // BK * BK, num_keys, num_keys, mask, BK)
-    if PRE_QR + PRE_QG > 0:
-        token = ((split * (num_instances // num_groups) + local) * num_queries)[None, :] + query[:, None]
-        pointers = d_pre_q + token.to(tl.int64) * (2 * PRE_QR + PRE_QG) * width + column[None, :]
-        store_weight_gradients(d_pre, pre_rows, pointers, width, weight_mask, P, PRE_QR, PRE_QG)
-    if PRE_B:
+            pointers = (x if workspace == 0 else da) + tile.offsets
+            store_zeros(pointers, 0, tile.low, num_keys, tile.mask, BK)
+            store_zeros(pointers, (tile.high + BK - 1) // BK * BK, num_keys, num_keys, tile.mask, BK)
+    if PRE.QUERY_RANK + PRE.QUERY_GATE > 0:
+        pointers = d_pre_query + _split_weights(tile, sizes, 2 * PRE.QUERY_RANK + PRE.QUERY_GATE)
+        store_vector_gradients(
+            d_pre, pre_vectors, pointers, tile.width, tile.weight_mask, PRE.QUERY_RANK, PRE.QUERY_GATE, KIND
+        )
+    if PRE.BASE:
         _store_base_sum(d_pre, d_pre_base)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=Sizes._fields)
 def key_gradients(
-    x, da, log_sum, row_sum, pre_q, pre_k, pre_base, post_q, post_k, post_base, d_pre_k, d_post_k, key_mask,
-    num_instances, num_groups, H, image0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    num_keys, window, num_splits,
-    P: tl.constexpr, HEADS: tl.constexpr, PRE_QR: tl.constexpr, PRE_QG: tl.constexpr, PRE_KR: tl.constexpr,
-    PRE_KG: tl.constexpr, PRE_B: tl.constexpr, POST_QR: tl.constexpr, POST_QG: tl.constexpr, POST_KR: tl.constexpr,
-    POST_KG: tl.constexpr, POST_B: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, DOT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    x, da, log_sum, row_sum, pre_query, pre_key, pre_base, post_query, post_key, post_base, d_pre_key, d_post_key,
+    key_mask, num_instances, num_groups, H, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
+    first_key, window, num_splits, num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """K: gradients of the key side of both compositions, of each block and each split of its queries.
+    """Gradients of the key side of both compositions, of each block and each split of its queries.
 
-    Keys are the batch side, queries the row side.
+    Keys are the matrix side, queries the vector side.
     """
-    PRE: tl.constexpr = PRE_KR + PRE_KG + PRE_B > 0
-    POST: tl.constexpr = POST_KR + POST_KG + POST_B > 0
     num_tiles = tl.cdiv(num_keys, BK)
     tile = tl.program_id(0) % num_tiles
     part = tl.program_id(0) // num_tiles % (num_blocks * num_splits)
-    program = tl.program_id(0) // num_tiles // (num_blocks * num_splits)
+    slots = slots_of(tl.program_id(0) // num_tiles // (num_blocks * num_splits), num_instances, num_groups, KIND)
     number, split = part // num_splits, part % num_splits
-    local, head, column, is_instance, is_real = slot_heads(program, num_instances, num_groups, P, HEADS)
-    image, width = local + image0, num_groups * P
+    row, width = slots.row + row0, num_groups * KIND.GROUP_SLOTS
     key = tile * BK + tl.arange(0, BK)
     key0 = first_key + number * block
     token = key0 + key
-    mask = ((key < num_keys) & (token >= 0) & (token < S))[:, None] & is_instance[None, :]
-    plane = (local * H + head) * plane_blocks + number
-    columns = (plane * block)[None, :] * num_keys + key[:, None]
-    pre_rows = load_weights(pre_k, image, S, column, width, token, mask, 2 * PRE_KR + PRE_KG)
-    pre = batch_matrices(pre_rows, pre_base, head, is_real, BK, P, HEADS, PRE_KR, PRE_KG, PRE_B, DOT)
-    post_rows = load_weights(post_k, image, S, column, width, token, mask, 2 * POST_KR + POST_KG)
-    post = batch_matrices(post_rows, post_base, head, is_real, BK, P, HEADS, POST_KR, POST_KG, POST_B, DOT)
+    real = ((key < num_keys) & (token >= 0) & (token < S))[:, None] & slots.is_instance[None, :]  # [BK, 16]
+    plane = (slots.row * H + slots.head) * plane_blocks + number
+    offsets = (plane * block)[None, :] * num_keys + key[:, None]  # of the keys' first queries [BK, 16]
+    pre_vectors = load_vectors(pre_key, row, S, token, real, slots, width, PRE.KEY_RANK, PRE.KEY_GATE)
+    pre = token_matrices(pre_vectors, pre_base, slots, BK, PRE.KEY_RANK, PRE.KEY_GATE, PRE.BASE, KIND)
+    HAS_PRE: tl.constexpr = PRE.KEY_RANK + PRE.KEY_GATE + PRE.BASE > 0
+    post_vectors = load_vectors(post_key, row, S, token, real, slots, width, POST.KEY_RANK, POST.KEY_GATE)
+    post = token_matrices(post_vectors, post_base, slots, BK, POST.KEY_RANK, POST.KEY_GATE, POST.BASE, KIND)
+    HAS_POST: tl.constexpr = POST.KEY_RANK + POST.KEY_GATE + POST.BASE > 0
     post_back = tl.permute(post, (0, 2, 1))
-    sums = group_sum(BK, P, DOT)
+    sums = group_sum(BK, KIND)
     d_pre = tl.zeros([BK, SLOTS, SLOTS], tl.float32)
     d_post = tl.zeros([BK, SLOTS, SLOTS], tl.float32)
     position0 = query0 + number * block + S - T
     first = key0 + tile * BK
     num_real = tl.minimum(block, num_queries - number * block)
-    low, high = query_bounds(first, first + BK - 1, num_real, position0, window, IS_CAUSAL, HAS_WINDOW, BQ)
+    low, high = query_bounds(first, first + BK - 1, num_real, position0, window, KIND, BQ)
     low, high = split_range(low, high, split, num_splits, BQ)
     for start in range(low, high, BQ):
         in_block = tl.multiple_of(start, BQ) + tl.arange(0, BQ)
         query = query0 + number * block + in_block
-        real = (in_block < num_real)[:, None] & is_real[None, :]
-        weight_mask = (in_block < num_real)[:, None] & is_instance[None, :]
-        bias = hidden_bias((position0 + in_block)[None, :], token[:, None], S, window, IS_CAUSAL, HAS_WINDOW)[
-            :, :, None
-        ]
-        seen = mask
-        if HAS_MASK:
-            seen = mask_of_keys(key_mask, image, token, S, is_instance, P)
-        inside = ((key < num_keys)[:, None] & is_real[None, :])[:, None, :] & (in_block < num_real)[None, :, None]
-        place = columns[:, None, :] + (in_block * num_keys)[None, :, None]
-        x16 = tl.load(x + place, mask=inside, other=0.0).to(DOT)
-        da16 = tl.load(da + place, mask=inside, other=0.0).to(DOT)
-        pre_queries = load_weights(pre_q, image, T, column, width, query, weight_mask, 2 * PRE_QR + PRE_QG)
-        post_queries = load_weights(post_q, image, T, column, width, query, weight_mask, 2 * POST_QR + POST_QG)
-        statistics = ((image.to(tl.int64) * H + head) * T)[None, :] + query[:, None]
-        log_sum_tile = tl.load(log_sum + statistics, mask=real, other=EMPTY)[None, :, :]
-        row_sum_tile = tl.load(row_sum + statistics, mask=real, other=0.0)[None, :, :]
-        y = mix(x16.to(tl.float32), x16, pre, pre_queries, sums, PRE, PRE_QR, PRE_QG, 0, PRE_QR)
-        weights = tl.exp2(exponents(y, bias, seen[:, None, :], HAS_MASK) - log_sum_tile)
-        if POST_KR + POST_KG > 0:
-            d_post = outer_sum(weights.to(DOT), da16, d_post)
-        if PRE_KR + PRE_KG > 0:
+        is_query = in_block < num_real
+        mask, weight_mask = is_query[:, None] & slots.is_real[None, :], is_query[:, None] & slots.is_instance[None, :]
+        bias = hidden_bias((position0 + in_block)[None, :], token[:, None], S, window, KIND)[:, :, None]  # [BK, BQ, 1]
+        seen = real
+        if KIND.HAS_MASK:
+            seen = mask_of_keys(key_mask, row, slots.is_instance, token, S, KIND)
+        inside = ((key < num_keys)[:, None] & slots.is_real[None, :])[:, None, :] & is_query[None, :, None]
+        place = offsets[:, None, :] + (in_block * num_keys)[None, :, None]
+        x_dot = tl.load(x + place, mask=inside, other=0.0).to(KIND.DOT)  # [BK, BQ, 16]
+        da_dot = tl.load(da + place, mask=inside, other=0.0).to(KIND.DOT)  # [BK, BQ, 16]
+        pre_queries = load_vectors(pre_query, row, T, query, weight_mask, slots, width, PRE.QUERY_RANK, PRE.QUERY_GATE)
+        post_queries = load_vectors(
+            post_query, row, T, query, weight_mask, slots, width, POST.QUERY_RANK, POST.QUERY_GATE
+        )
+        statistics = ((row.to(tl.int64) * H + slots.head) * T)[None, :] + query[:, None]
+        log_sums = tl.load(log_sum + statistics, mask=mask, other=EMPTY)[None, :, :]  # [1, BQ, 16]
+        row_sums = tl.load(row_sum + statistics, mask=mask, other=0.0)[None, :, :]  # [1, BQ, 16]
+        y = mix(x_dot.to(tl.float32), x_dot, pre, pre_queries, sums, HAS_PRE, PRE.QUERY_RANK, PRE.QUERY_GATE)
+        weights = tl.exp2(exponents(y, bias, seen[:, None, :], KIND) - log_sums)
+        if POST.KEY_RANK + POST.KEY_GATE > 0:
+            d_post = outer_sum(weights.to(KIND.DOT), da_dot, d_post)
+        if PRE.KEY_RANK + PRE.KEY_GATE > 0:
             d_weights = mix(
-                da16.to(tl.float32), da16, post_back, post_queries, sums, POST, POST_QR, POST_QG, POST_QR, 0
-            )
-            dy = weights * (d_weights - row_sum_tile)
-            d_pre = outer_sum(x16, dy.to(DOT), d_pre)
-    place = split * (num_instances // num_groups) + local
+                da_dot.to(tl.float32), da_dot, post_back, post_queries, sums, HAS_POST, POST.QUERY_RANK,
+                POST.QUERY_GATE, BACK=True,
+            )  # fmt: skip
+            dy = weights * (d_weights - row_sums)
+            d_pre = outer_sum(x_dot, dy.to(KIND.DOT), d_pre)
+    place = split * (num_instances // num_groups) + slots.row
     place = ((place * num_blocks + number) * num_keys)[None, :] + key[:, None]
-    stored = (key < num_keys)[:, None] & is_instance[None, :]
-    if PRE_KR + PRE_KG > 0:
-        pointers = d_pre_k + place.to(tl.int64) * (2 * PRE_KR + PRE_KG) * width + column[None, :]
-        store_weight_gradients(d_pre, pre_rows, pointers, width, stored, P, PRE_KR, PRE_KG)
-    if POST_KR + POST_KG > 0:
-        pointers = d_post_k + place.to(tl.int64) * (2 * POST_KR + POST_KG) * width + column[None, :]
-        store_weight_gradients(d_post, post_rows, pointers, width, stored, P, POST_KR, POST_KG)
+    stored = (key < num_keys)[:, None] & slots.is_instance[None, :]
+    if PRE.KEY_RANK + PRE.KEY_GATE > 0:
+        pointers = d_pre_key + place.to(tl.int64) * (2 * PRE.KEY_RANK + PRE.KEY_GATE) * width + slots.column[None, :]
+        store_vector_gradients(d_pre, pre_vectors, pointers, width, stored, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
+    if POST.KEY_RANK + POST.KEY_GATE > 0:
+        pointers = d_post_key + place.to(tl.int64) * (2 * POST.KEY_RANK + POST.KEY_GATE) * width + slots.column[None, :]
+        store_vector_gradients(d_post, post_vectors, pointers, width, stored, POST.KEY_RANK, POST.KEY_GATE, KIND)

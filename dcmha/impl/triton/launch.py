@@ -1,6 +1,6 @@
 """Forward and backward over chunks: library products on a reused workspace, and the kernels that mix heads on it.
 
-For each chunk of images and queries, and the keys they may see:
+For each chunk of rows of the batch and queries, and the keys they may see:
 
     forward     x = scale q k^T;  row_statistics;  composed_weights;  o = x v
     backward    x = scale q k^T;  da = do v^T;  post_gradients;  key_gradients;  pre_gradients;
@@ -53,25 +53,30 @@ def tile_of(name: str, itemsize: int, has_mask: bool) -> tuple[int, int, int, in
 
 
 def slots_of_group(heads: int) -> int:
-    """Return P, the slots that hold the heads of a group: 4, 8 or 16."""
+    """Return how many slots hold the heads of a group: 4, 8 or 16."""
     return max(4, triton.next_power_of_2(heads))
 
 
 class Operands(NamedTuple):
-    """The packed weights [B, N, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
+    """The packed weights [B, T or S, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
 
-    The kernels see P columns for each group, some of them empty, and bases as they are.
+    The kernels see GROUP_SLOTS columns for each group, some of them empty, and bases as they are.
     """
 
-    pre_q: Tensor | None
-    pre_k: Tensor | None
+    pre_query: Tensor | None
+    pre_key: Tensor | None
     pre_base: Tensor | None
-    post_q: Tensor | None
-    post_k: Tensor | None
+    post_query: Tensor | None
+    post_key: Tensor | None
     post_base: Tensor | None
 
+    def form(self, composition: str) -> kernels.Form:
+        """Tell the kernels which branches "pre" or "post" has."""
+        query, key, base = (getattr(self, f"{composition}_{part}") for part in ("query", "key", "base"))
+        return kernels.Form(*rank_and_gate(query), *rank_and_gate(key), int(base is not None))
+
     def to_columns(self, num_groups: int) -> "Operands":
-        """Add empty columns [B, N, 2R + gate, G P], for aligned loads."""
+        """Add empty columns [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""
 
         def pad(w: Tensor | None) -> Tensor | None:
             if w is None:
@@ -94,6 +99,12 @@ class Operands(NamedTuple):
         return Operands(*map(cut, self))
 
 
+def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:
+    """Tell the rank of packed weights [B, T or S, 2R + gate, H], and whether they have a gate (1 or 0)."""
+    rank, gate = divmod(0 if packed is None else packed.shape[2], 2)
+    return rank, gate
+
+
 @dataclass(frozen=True)
 class Call:
     """What a call is, apart from its tensors; a window of 0 is none."""
@@ -112,24 +123,25 @@ class Mixer:
         self.heads = q.shape[1] // call.num_groups
         self.slots_of_group = slots_of_group(self.heads)
         self.dummy = q.new_empty(1, dtype=torch.float32)
-        self.dot = _dot_dtype(q)
+        self.kind = kernels.Kind(
+            GROUP_SLOTS=self.slots_of_group,
+            HEADS=self.heads,
+            IS_CAUSAL=call.is_causal,
+            HAS_WINDOW=call.window > 0,
+            HAS_MASK=key_mask is not None,
+            DOT=_dot_dtype(q),
+        )
 
     def run(self, name: str, chunk: Chunk, tensors: list[Tensor | None], num_splits: int = 1) -> None:
         """Launch one kernel; `tensors` are those of its signature that come before the mask of keys."""
         query_tile, key_tile, num_warps, num_stages = tile_of(name, self.q.element_size(), self.key_mask is not None)
+        compositions = ("PRE",) if name == "row_statistics" else ("PRE", "POST")
         getattr(kernels, name)[(self.num_programs(name, chunk) * num_splits,)](
             *(self.dummy if t is None else t for t in (*tensors, self.key_mask)),
-            *(chunk.num_images * self.call.num_groups, self.call.num_groups, self.q.shape[1]),
-            *(chunk.images.start, self.q.shape[2], self.S, chunk.queries.start, chunk.num_queries),
-            *(chunk.block, chunk.num_blocks, chunk.plane_blocks, chunk.first_key, chunk.num_keys),
-            *(self.call.window, num_splits),
-            P=self.slots_of_group,
-            HEADS=self.heads,
-            **self._forms(name),
-            IS_CAUSAL=self.call.is_causal,
-            HAS_WINDOW=self.call.window > 0,
-            HAS_MASK=self.key_mask is not None,
-            DOT=self.dot,
+            **self.sizes(chunk, num_splits)._asdict(),
+            num_keys=chunk.num_keys,
+            KIND=self.kind,
+            **{composition: self.operands.form(composition.lower()) for composition in compositions},
             BQ=query_tile,
             BK=key_tile,
             num_warps=num_warps,
@@ -137,16 +149,35 @@ class Mixer:
             **_fused_multiply_add(self.q),
         )
 
+    def sizes(self, chunk: Chunk, num_splits: int) -> kernels.Sizes:
+        """Tell a kernel what the chunk is."""
+        return kernels.Sizes(
+            num_instances=chunk.num_rows * self.call.num_groups,
+            num_groups=self.call.num_groups,
+            H=self.q.shape[1],
+            row0=chunk.rows.start,
+            T=self.q.shape[2],
+            S=self.S,
+            query0=chunk.queries.start,
+            num_queries=chunk.num_queries,
+            block=chunk.block,
+            num_blocks=chunk.num_blocks,
+            plane_blocks=chunk.plane_blocks,
+            first_key=chunk.first_key,
+            window=self.call.window,
+            num_splits=num_splits,
+        )
+
     def num_programs(self, name: str, chunk: Chunk) -> int:
         """Count the programs of a kernel whose loops are not split."""
         query_tile, key_tile, *_ = tile_of(name, self.q.element_size(), self.key_mask is not None)
         by_keys = name == "key_gradients"
         tiles = triton.cdiv(chunk.num_keys, key_tile) if by_keys else triton.cdiv(chunk.block, query_tile)
-        return self.num_slot_groups(chunk) * chunk.num_blocks * tiles
+        return self.num_slot_sets(chunk) * chunk.num_blocks * tiles
 
-    def num_slot_groups(self, chunk: Chunk) -> int:
+    def num_slot_sets(self, chunk: Chunk) -> int:
         """Count the sets of 16 slots that hold a chunk's groups of heads."""
-        return triton.cdiv(chunk.num_images * self.call.num_groups, 16 // self.slots_of_group)
+        return triton.cdiv(chunk.num_rows * self.call.num_groups, 16 // self.slots_of_group)
 
     def num_splits(self, name: str, chunk: Chunk) -> int:
         """Tell between how many programs a loop is split, so that few long rows fill a GPU too."""
@@ -155,38 +186,38 @@ class Mixer:
 
     def statistics(self, chunk: Chunk, num_splits: int) -> Tensor:
         """Make room for a number per query and head of each split."""
-        return self.dummy.new_empty(num_splits, chunk.num_images, self.q.shape[1], chunk.num_queries)
+        return self.dummy.new_empty(num_splits, chunk.num_rows, self.q.shape[1], chunk.num_queries)
 
     def row_statistics(self, chunk: Chunk, x: Tensor, log_sum: Tensor) -> None:
-        """Launch F1 and put the base-2 log-sums of its chunk into `log_sum` [B, H, T]."""
+        """Launch the kernel and put the base-2 log-sums of its chunk into `log_sum` [B, H, T]."""
         num_splits = self.num_splits("row_statistics", chunk)
         parts = self.statistics(chunk, num_splits)
-        operands = [self.operands.pre_q, self.operands.pre_k, self.operands.pre_base]
+        operands = [self.operands.pre_query, self.operands.pre_key, self.operands.pre_base]
         self.run("row_statistics", chunk, [x, parts, *operands], num_splits)
-        log_sum[chunk.images, :, chunk.queries] = parts[0] if num_splits == 1 else _log_add(parts)
+        log_sum[chunk.rows, :, chunk.queries] = parts[0] if num_splits == 1 else _log_add(parts)
 
     def composed_weights(self, chunk: Chunk, x: Tensor, log_sum: Tensor) -> None:
-        """Launch F2."""
+        """Launch the kernel: scores to composed weights, in place."""
         num_splits = self.num_splits("composed_weights", chunk)
         self.run("composed_weights", chunk, [x, log_sum, *self.operands], num_splits)
 
     def post_gradients(
         self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
     ) -> None:
-        """Launch R1; put its chunk into `row_sum` [B, H, T] and `grads.post_q`, add to `grads.post_base`."""
+        """Launch the kernel; put its chunk into `row_sum` and `grads.post_query`, add to `grads.post_base`."""
         num_splits = self.num_splits("post_gradients", chunk)
         parts = self.statistics(chunk, num_splits)
         before = [x, da, log_sum, parts, *self.operands]
-        self._run_with_gradients("post_gradients", chunk, before, num_splits, grads.post_q, grads.post_base)
-        row_sum[chunk.images, :, chunk.queries] = parts.sum(0)
+        self._run_with_gradients("post_gradients", chunk, before, num_splits, grads.post_query, grads.post_base)
+        row_sum[chunk.rows, :, chunk.queries] = parts.sum(0)
 
     def pre_gradients(
         self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
     ) -> None:
-        """Launch R2; put its chunk into `grads.pre_q`, add to `grads.pre_base`."""
+        """Launch the kernel; put its chunk into `grads.pre_query`, add to `grads.pre_base`."""
         before = [x, da, log_sum, row_sum, *self.operands]
         num_splits = self.num_splits("pre_gradients", chunk)
-        self._run_with_gradients("pre_gradients", chunk, before, num_splits, grads.pre_q, grads.pre_base)
+        self._run_with_gradients("pre_gradients", chunk, before, num_splits, grads.pre_query, grads.pre_base)
 
     def _run_with_gradients(
         self,
@@ -200,48 +231,36 @@ class Mixer:
         """Launch a kernel that stores gradients per split, and those of a base per program; add them up."""
         parts = sums = None
         if d_weights is not None:
-            parts = d_weights.new_empty(num_splits, chunk.num_images, chunk.num_queries, *d_weights.shape[2:])
+            parts = d_weights.new_empty(num_splits, chunk.num_rows, chunk.num_queries, *d_weights.shape[2:])
         if d_base is not None:
             sums = d_base.new_empty(self.num_programs(name, chunk) * num_splits, 16, 16)
         self.run(name, chunk, [*tensors, parts, sums], num_splits)
         if d_weights is not None:
-            d_weights[chunk.images, chunk.queries] = parts.sum(0)
+            d_weights[chunk.rows, chunk.queries] = parts.sum(0)
         if d_base is not None:
             self._add_base(chunk, sums, d_base)
 
     def _add_base(self, chunk: Chunk, sums: Tensor, d_base: Tensor) -> None:
         """Add the sums of all programs, block matrices of 16 slots, to the gradient of a base."""
-        P, groups = self.slots_of_group, self.num_slot_groups(chunk)
-        blocks = sums.view(groups, -1, 16 // P, P, 16 // P, P).sum(1).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-        real = blocks.flatten(0, 1)[: chunk.num_images * self.call.num_groups, : self.heads, : self.heads]
-        d_base += real.unflatten(0, (chunk.num_images, -1)).sum(0)
+        size, sets = self.slots_of_group, self.num_slot_sets(chunk)
+        blocks = sums.view(sets, -1, 16 // size, size, 16 // size, size).sum(1).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+        real = blocks.flatten(0, 1)[: chunk.num_rows * self.call.num_groups, : self.heads, : self.heads]
+        d_base += real.unflatten(0, (chunk.num_rows, -1)).sum(0)
 
     def key_gradients(
         self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
     ) -> None:
-        """Launch K; add to `grads.pre_k` and `grads.post_k`."""
-        totals = [grads.pre_k, grads.post_k]
+        """Launch the kernel; add to `grads.pre_key` and `grads.post_key`."""
+        totals = [grads.pre_key, grads.post_key]
         if totals == [None, None]:
             return
         num_splits = self.num_splits("key_gradients", chunk)
-        size = (num_splits, chunk.num_images, chunk.num_blocks, chunk.num_keys)
+        size = (num_splits, chunk.num_rows, chunk.num_blocks, chunk.num_keys)
         parts = [None if total is None else total.new_empty(*size, *total.shape[2:]) for total in totals]
         self.run("key_gradients", chunk, [x, da, log_sum, row_sum, *self.operands, *parts], num_splits)
         for total, part in zip(totals, parts, strict=True):
             if total is not None:
-                fold(total[chunk.images].flatten(2), part.sum(0).flatten(3), chunk)
-
-    def _forms(self, name: str) -> dict[str, int]:
-        """Describe the operands to a kernel: ranks, gates and bases."""
-        forms = {}
-        for composition in ("pre",) if name == "row_statistics" else ("pre", "post"):
-            for side in ("q", "k"):
-                packed = getattr(self.operands, f"{composition}_{side}")
-                rows = 0 if packed is None else packed.shape[2]
-                forms[f"{composition.upper()}_{side.upper()}R"] = rows // 2
-                forms[f"{composition.upper()}_{side.upper()}G"] = rows % 2
-            forms[f"{composition.upper()}_B"] = int(getattr(self.operands, f"{composition}_base") is not None)
-        return forms
+                fold(total[chunk.rows].flatten(2), part.sum(0).flatten(3), chunk)
 
 
 def _log_add(parts: Tensor) -> Tensor:
@@ -301,7 +320,7 @@ def forward(
         _multiply(query_planes(q, chunk), key_planes(k, chunk).mT, call.scale, out=x)
         mixer.row_statistics(chunk, x, log_sum)
         mixer.composed_weights(chunk, x, log_sum)
-        out[chunk.images, :, chunk.queries] = chunk.of_queries(x @ key_planes(v, chunk), H)
+        out[chunk.rows, :, chunk.queries] = chunk.of_queries(x @ key_planes(v, chunk), H)
     return out, log_sum
 
 
@@ -333,7 +352,7 @@ def backward(
         mixer.post_gradients(chunk, x, da, log_sum, row_sum, grads)
         mixer.key_gradients(chunk, x, da, log_sum, row_sum, grads)
         mixer.pre_gradients(chunk, x, da, log_sum, row_sum, grads)
-        dq[chunk.images, :, chunk.queries] = chunk.of_queries(_multiply(da, keys, call.scale), H)
+        dq[chunk.rows, :, chunk.queries] = chunk.of_queries(_multiply(da, keys, call.scale), H)
         for total, product in ((dk, _multiply(da.mT, queries, call.scale)), (dv, x.mT @ d_queries)):
-            fold(total[chunk.images].flatten(0, 1), chunk.of_keys(product, H), chunk)
+            fold(total[chunk.rows].flatten(0, 1), chunk.of_keys(product, H), chunk)
     return dq, dk.to(q.dtype), dv.to(q.dtype), grads.from_columns(call.num_groups, mixer.heads)

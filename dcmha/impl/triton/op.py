@@ -13,11 +13,11 @@ def composed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pre_q: Tensor | None,
-    pre_k: Tensor | None,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
     pre_base: Tensor | None,
-    post_q: Tensor | None,
-    post_k: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
     post_base: Tensor | None,
     key_mask: Tensor | None,
     is_causal: bool,
@@ -26,14 +26,29 @@ def composed(
     num_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
-    operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
+    operands = Operands(pre_query, pre_key, pre_base, post_query, post_key, post_base)
     call = Call(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
     with torch.cuda.device_of(q):
         return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
 
 
 @composed.register_fake
-def _(q, k, v, pre_q, pre_k, pre_base, post_q, post_k, post_base, key_mask, is_causal, window, scale, num_groups):
+def _(
+    q,
+    k,
+    v,
+    pre_query,
+    pre_key,
+    pre_base,
+    post_query,
+    post_key,
+    post_base,
+    key_mask,
+    is_causal,
+    window,
+    scale,
+    num_groups,
+):
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -43,11 +58,11 @@ def composed_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pre_q: Tensor | None,
-    pre_k: Tensor | None,
+    pre_query: Tensor | None,
+    pre_key: Tensor | None,
     pre_base: Tensor | None,
-    post_q: Tensor | None,
-    post_k: Tensor | None,
+    post_query: Tensor | None,
+    post_key: Tensor | None,
     post_base: Tensor | None,
     key_mask: Tensor | None,
     log_sum: Tensor,
@@ -57,7 +72,7 @@ def composed_backward(
     num_groups: int,
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v and the six operands; empty tensors where there is none."""
-    operands = Operands(pre_q, pre_k, pre_base, post_q, post_k, post_base)
+    operands = Operands(pre_query, pre_key, pre_base, post_query, post_key, post_base)
     call = Call(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
@@ -68,10 +83,10 @@ def composed_backward(
 
 @composed_backward.register_fake
 def _(
-    d_out, q, k, v, pre_q, pre_k, pre_base, post_q, post_k, post_base, key_mask, log_sum, is_causal, window, scale,
-    num_groups,
+    d_out, q, k, v, pre_query, pre_key, pre_base, post_query, post_key, post_base, key_mask, log_sum, is_causal,
+    window, scale, num_groups,
 ):  # fmt: skip
-    operands = (q, k, v, pre_q, pre_k, pre_base, post_q, post_k, post_base)
+    operands = (q, k, v, pre_query, pre_key, pre_base, post_query, post_key, post_base)
     return [
         q.new_empty(0) if w is None else torch.empty_like(w, memory_format=torch.contiguous_format) for w in operands
     ]

@@ -17,11 +17,8 @@ from dcmha.impl.triton import kernels, launch
 KERNELS = tuple(launch.TILES)
 FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums")
 ALIGNED = ("num_keys",)  # sizes that are multiples of 16; the others are not specialised
-FORMS = {
-    f"{composition}_{branch}": number
-    for composition in ("PRE", "POST")
-    for branch, number in {"QR": 2, "QG": 1, "KR": 2, "KG": 1, "B": 0}.items()
-}
+KIND = kernels.Kind(GROUP_SLOTS=16, HEADS=16, IS_CAUSAL=True, HAS_WINDOW=False, HAS_MASK=False, DOT=None)
+FORM = kernels.Form(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
 DOTS = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}
 
 
@@ -42,14 +39,23 @@ class Resources(NamedTuple):
 
 
 def compile_kernel(
-    name: str, capability: int, dtype: str = "bf16", tile: tuple[int, int, int, int] | None = None, **forms
+    name: str,
+    capability: int,
+    dtype: str = "bf16",
+    tile: tuple[int, int, int, int] | None = None,
+    form: dict[str, int] | None = None,
+    **kind,
 ) -> Resources:
-    """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., with its shipped tile or another."""
+    """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., with its shipped tile or another.
+
+    Both compositions are of `FORM`, the call of `KIND`, with other fields as given.
+    """
     kernel = getattr(kernels, name)
-    shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, forms.get("HAS_MASK", False))
+    kind = KIND._replace(DOT=DOTS[dtype], **kind)
+    shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, kind.HAS_MASK)
     query_tile, key_tile, num_warps, num_stages = tile or shipped
-    constants = FORMS | {"P": 16, "HEADS": 16, "IS_CAUSAL": True, "HAS_WINDOW": False, "HAS_MASK": False} | forms
-    constants |= {"DOT": DOTS[dtype], "BQ": query_tile, "BK": key_tile}
+    form = FORM._replace(**form or {})
+    constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": query_tile, "BK": key_tile}
     signature, attributes, constexprs = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -99,13 +105,13 @@ def _main_loop(code: str) -> int:
 
 VARIANTS = {
     "16 heads": {},
-    "groups of 8": {"P": 8, "HEADS": 8},
-    "6 heads, bidirectional": {"P": 8, "HEADS": 6, "IS_CAUSAL": False},
+    "groups of 8": {"GROUP_SLOTS": 8, "HEADS": 8},
+    "6 heads, bidirectional": {"GROUP_SLOTS": 8, "HEADS": 6, "IS_CAUSAL": False},
     "window": {"HAS_WINDOW": True},
-    "static base": {"PRE_B": 1, "POST_B": 1},
-    "query-wise": {"PRE_KR": 0, "PRE_KG": 0, "POST_KR": 0, "POST_KG": 0},
+    "static base": {"form": {"BASE": 1}},
+    "query-wise": {"form": {"KEY_RANK": 0, "KEY_GATE": 0}},
     "mask of keys": {"HAS_MASK": True},
-    "mask of keys, groups of 8": {"HAS_MASK": True, "P": 8, "HEADS": 8},
+    "mask of keys, groups of 8": {"HAS_MASK": True, "GROUP_SLOTS": 8, "HEADS": 8},
     "float16": {"dtype": "fp16"},
     "float32": {"dtype": "fp32"},
 }
