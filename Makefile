@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train train-lm test lint
+.PHONY: train train-lm test test-slow test-all test-lowest lint
 train: $(VENV)/installed
 	$(BIN)/python -m dcvision fit --config configs/vision/digits.yaml
 
@@ -11,7 +12,20 @@ train-lm: $(VENV)/installed
 	$(BIN)/python -m dclm fit --config configs/lm/stdlib.yaml
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST)
+
+# The second tier: what `make test` leaves out, but for the long grids.
+test-slow: $(VENV)/installed
+	$(PYTEST) -m slow
+
+test-all: $(VENV)/installed
+	$(PYTEST) -m "slow or not slow"
+
+# The operator with the oldest torch that it supports, and nothing else installed.
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet torch==2.9.1 "numpy<2.4" pytest safetensors
+	.venv-lowest/bin/python -m pytest tests/dcmha
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

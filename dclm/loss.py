@@ -11,7 +11,14 @@ IGNORED = -100
 CHUNK_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32
 
 
-def next_token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, skip_ignored: bool = False) -> Tensor:
+def next_token_loss(
+    hidden: Tensor,
+    output: Tensor,
+    targets: Tensor,
+    *,
+    skip_ignored: bool = False,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> Tensor:
     """Average the cross-entropy of the targets, without ever holding all logits.
 
     Logits of a chunk are made, used and dropped, and made again in the backward pass. Softmax and sums are done in
@@ -23,6 +30,7 @@ def next_token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, skip_ign
         targets: Token ids [B, T]; -100 does not count.
         skip_ignored: Leave tokens that do not count out of the products as well. Worth it where they are many; on a
             GPU it costs a synchronisation.
+        chunk_logits: Logits held at once, about.
 
     Returns:
         Mean over the targets that count, a scalar; 0 if none does.
@@ -31,7 +39,7 @@ def next_token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, skip_ign
     counts = targets != IGNORED
     if skip_ignored:
         hidden, targets = hidden[counts], targets[counts]
-    size = max(1, CHUNK_LOGITS // output.shape[0])
+    size = max(1, chunk_logits // output.shape[0])
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
     if len(chunks) == 1:
         losses = [_summed_loss(hidden, output, targets)]

@@ -1,17 +1,15 @@
 """Shared fixtures: a private cache, small image shards and folders.
 
-Without a GPU the fused kernels run in Triton's interpreter, which must be chosen before anything imports Triton.
+Without a GPU the fused kernels run in Triton's interpreter, which must be chosen before anything imports Triton. What
+images need is imported where it is used: the operator's tests run without.
 """
 
 import io
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from webdataset import TarWriter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -25,13 +23,18 @@ def cache(tmp_path_factory):
         yield
 
 
-def encode(pixels: np.ndarray, kind: str = "PNG") -> bytes:
+def encode(pixels, kind: str = "PNG") -> bytes:
+    """Encode an array of uint8 pixels."""
+    from PIL import Image
+
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
 
 
 def write_shard(path: Path, samples: list[dict]) -> Path:
+    from webdataset import TarWriter
+
     with TarWriter(str(path)) as writer:
         for sample in samples:
             writer.write(sample)
@@ -40,6 +43,8 @@ def write_shard(path: Path, samples: list[dict]) -> Path:
 
 def numbered_samples(count: int, start: int = 0, num_classes: int = 10) -> list[dict]:
     """Tiny images whose pixels tell their number."""
+    import numpy as np
+
     return [
         {
             "__key__": f"{i:04d}",

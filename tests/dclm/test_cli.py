@@ -144,10 +144,10 @@ DDP = ["--trainer.strategy=ddp"]
 @pytest.mark.parametrize(
     ("strategy", "impl", "tolerance"),
     [
-        pytest.param(DDP, "auto", 1e-10, id="ddp"),
+        pytest.param(DDP, "auto", 1e-10, id="ddp", marks=pytest.mark.slow),
         pytest.param(FSDP, "auto", 1e-10, id="fsdp2"),
-        pytest.param(DDP, "triton", 1e-5, id="ddp-triton", marks=pytest.mark.slow),
-        pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton", marks=pytest.mark.slow),
+        pytest.param(DDP, "triton", 1e-5, id="ddp-triton", marks=pytest.mark.long),
+        pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton", marks=pytest.mark.long),
     ],
 )
 def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, tolerance):
@@ -160,8 +160,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
         common.append("--trainer.callbacks+=tests.dctrain.recorder.InFloat64")
     else:  # the interpreter is slow
         common += ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--data.context_length=12"]
-    one = spawn("fit", *small(corpus, tmp_path / "one"), *common, *record(tmp_path / "one"))
-    assert one.returncode == 0, one.stderr
+    run("fit", *small(corpus, tmp_path / "one"), *common, *record(tmp_path / "one"))
     two = ["--trainer.devices=2", "--data.batch_size=2", *strategy]
     both = spawn("fit", *small(corpus, tmp_path / "two"), *common, *two, *record(tmp_path / "two"))
     assert both.returncode == 0, both.stderr
@@ -189,7 +188,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
         ["--model.model=transformer_debug"],
         ["--model.model=dcpythia_debug", "--model.decay_all=false"],
         ["--model.recompute=true", "--data.separate_documents=true"],
-        ["--model.compile=true", "--trainer.max_epochs=1"],
+        pytest.param(["--model.compile=true", "--trainer.max_epochs=1"], marks=pytest.mark.slow, id="compiled"),
         ["--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"],
     ],
     ids=lambda extra: extra[0].split("=")[-1],
@@ -201,6 +200,7 @@ def test_variants_run(corpus, tmp_path, extra):
     assert not any("_orig_mod" in key for key in state)
 
 
+@pytest.mark.slow
 def test_fabric_launches_several_processes(corpus, tmp_path):
     program = str(Path(sys.executable).with_name("fabric"))
     fabric = (program, "run", "--accelerator=cpu", "--devices=2", "dclm/__main__.py")

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dclm
-from dclm import loss as loss_module
 from dclm.loss import next_token_loss
 from tests.dcmha.inputs import relative_error
 
@@ -177,8 +177,11 @@ def test_recomputing_changes_no_gradient(name):
 
 @pytest.mark.parametrize("skip_ignored", [False, True])
 @pytest.mark.parametrize("chunk_logits", [50 * 7, 50 * 1000])
-def test_loss_equals_the_plain_one_in_chunks(chunk_logits, skip_ignored, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_loss_equals_the_plain_one_in_chunks(chunk_logits, skip_ignored, is_compiled):
+    loss = partial(next_token_loss, skip_ignored=skip_ignored, chunk_logits=chunk_logits)
+    if is_compiled and not skip_ignored:  # how many are skipped depends on the data
+        loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.manual_seed(0)
     hidden = torch.randn(3, 8, 16, dtype=torch.float64, requires_grad=True)
     output = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
@@ -186,19 +189,18 @@ def test_loss_equals_the_plain_one_in_chunks(chunk_logits, skip_ignored, monkeyp
     targets[0, :5] = targets[2, 7] = -100
     expected = F.cross_entropy((hidden @ output.T).flatten(0, 1), targets.flatten())
     expected_grads = torch.autograd.grad(expected, (hidden, output))
-    got = next_token_loss(hidden, output, targets, skip_ignored=skip_ignored)
+    got = loss(hidden, output, targets)
     torch.testing.assert_close(got, expected)
     for a, b in zip(torch.autograd.grad(got, (hidden, output)), expected_grads, strict=True):
         torch.testing.assert_close(a, b)
-    assert next_token_loss(hidden, output, torch.full_like(targets, -100), skip_ignored=skip_ignored) == 0
+    assert loss(hidden, output, torch.full_like(targets, -100)) == 0
 
 
 def test_loss_never_holds_all_logits(monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 50 * 7)
     sizes = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w: sizes.append(len(x)) or linear(x, w))
-    next_token_loss(torch.randn(3, 8, 16), torch.randn(50, 16), torch.randint(50, (3, 8)))
+    next_token_loss(torch.randn(3, 8, 16), torch.randn(50, 16), torch.randint(50, (3, 8)), chunk_logits=50 * 7)
     assert max(sizes) == 7 and sum(sizes) == 24
 
 
@@ -241,11 +243,15 @@ def test_options_reach_the_layers(overrides):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "recompute"), [pytest.param(9, False, marks=pytest.mark.slow), (300, True)], ids=["short", "long"]
+    ("tokens", "recompute", "backend"),
+    [
+        pytest.param(9, True, "aot_eager", id="short"),
+        pytest.param(9, False, "inductor", marks=pytest.mark.slow, id="short-inductor"),
+        pytest.param(300, True, "inductor", marks=pytest.mark.slow, id="long-inductor"),
+    ],
 )
-def test_compiles_whole_and_trains(tokens, recompute, monkeypatch):
-    """With a loss in chunks, and attention in chunks where the sequence is long."""
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 61 * tokens)
+def test_compiles_whole_and_trains(tokens, recompute, backend):
+    """With attention in chunks where the sequence is long."""
     decoder = small("dcformer_pp_debug", num_layers=2, windows=(40, None)).float()
     text, targets = ids(2, tokens), ids(2, tokens, seed=2)
     expected = decoder(text, targets=targets)
@@ -254,7 +260,7 @@ def test_compiles_whole_and_trains(tokens, recompute, monkeypatch):
     decoder.zero_grad()
     keys = list(decoder.state_dict())
     decoder.recompute = recompute
-    decoder.compile(fullgraph=True)
+    decoder.compile(fullgraph=True, backend=backend)
     loss = decoder(text, targets=targets)
     loss.backward()
     torch.testing.assert_close(loss, expected)

@@ -10,9 +10,14 @@ from tests.dctrain.recorder import read
 
 from .commands import run, small, spawn
 
+WORKERS = ["--data.num_workers=1", "--data.separate_documents=true"]
+STOPS = [(4, []), (9, WORKERS)]
+MORE_STOPS = [(17, []), (17, WORKERS), (9, []), (4, WORKERS)]
 
-@pytest.mark.parametrize("extra", [[], ["--data.num_workers=1", "--data.separate_documents=true"]], ids=["", "workers"])
-@pytest.mark.parametrize("at", [4, 9, 17])
+
+@pytest.mark.parametrize(
+    ("at", "extra"), [*STOPS, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in MORE_STOPS)], ids=str
+)
 def test_stopped_and_resumed_equals_uninterrupted(corpus, tmp_path, at, extra):
     run("fit", *small(corpus, tmp_path / "whole"), *extra, *record(tmp_path / "whole"))
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=at)
@@ -35,10 +40,8 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_pat
     killed = spawn("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=14))
     assert killed.returncode == -signal.SIGKILL
     last = tmp_path / "parts/t/version_0/checkpoints/last-step=12.ckpt"
-    resumed = spawn("fit", *arguments, *record(tmp_path / "parts"), f"--resume={last}")
-    assert resumed.returncode == 0, resumed.stderr
-    whole = spawn("fit", *small(corpus, tmp_path / "whole"), *by_steps, *record(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    run("fit", *arguments, *record(tmp_path / "parts"), f"--resume={last}")
+    run("fit", *small(corpus, tmp_path / "whole"), *by_steps, *record(tmp_path / "whole"))
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
     ends = [load_checkpoint(tmp_path / d / "t/version_0/checkpoints/last-step=25.ckpt") for d in ("parts", "whole")]
     assert ends[0]["TokenDataModule"] == ends[1]["TokenDataModule"]

@@ -140,16 +140,19 @@ def test_cpu_blocks_of_any_size(case, elements):
         assert relative_error(got, expected) < 1e-12, name
 
 
-def test_traces_into_one_graph():
+CHUNKS = Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window=30)
+
+
+@pytest.mark.parametrize("case", [Case(T=20, S=20, mask="bool"), pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=str)
+def test_traces_into_one_graph(case):
     compiled_run = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for case in (Case(T=20, S=20, mask="bool"), Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window=30)):
-        operands, mask = make_operands(case), make_mask(case)
-        expected = run(case, operands, "reference", mask)
-        got = compiled_run(case, operands, "compiled", mask)
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-        gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in (expected, got)]
-        for name, a, b in zip(operands, *gradients, strict=True):
-            assert relative_error(b, a) < 1e-12, name
+    operands, mask = make_operands(case), make_mask(case)
+    expected = run(case, operands, "reference", mask)
+    got = compiled_run(case, operands, "compiled", mask)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in (expected, got)]
+    for name, a, b in zip(operands, *gradients, strict=True):
+        assert relative_error(b, a) < 1e-12, name
 
 
 def test_chunk_compiles_with_inductor():

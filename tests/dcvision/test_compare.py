@@ -53,6 +53,7 @@ def test_another_recipe_is_refused(tmp_path, capsys):
     assert "--config=nowhere.yaml does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     compare(CONFIG, MODELS[:1], str(tmp_path), extra=SHORT)
     (tmp_path / "results.json").unlink()
@@ -76,6 +77,7 @@ def test_bad_folders_and_names(tmp_path):
             compare(CONFIG, MODELS, str(tmp_path / "new"), extra=extra)
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_nothing_is_no_result(tmp_path, capsys):
     with pytest.raises(UserError, match=UNFINISHED):
         compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.fast_dev_run=true"])
@@ -89,6 +91,7 @@ def test_settings_may_hold_spaces_and_errors_are_told_whole(tmp_path, capsys):
     assert "dim=64 must be divisible by num_heads=5" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_validation_a_run_is_no_result(tmp_path, capsys):
     with pytest.raises(UserError, match=UNFINISHED):
         compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.limit_val_batches=0"])

@@ -65,7 +65,9 @@ def read_run(folder) -> EventAccumulator:
     return EventAccumulator(str(folder / "version_0"), size_guidance={"images": 0}).Reload()
 
 
-@pytest.mark.parametrize("more", [[], ["--model.ema_decay=0.9"]], ids=["raw", "averaged"])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], marks=pytest.mark.slow, id="raw"), pytest.param(["--model.ema_decay=0.9"], id="averaged")]
+)
 def test_pictures_during_training(tmp_path, image, more):
     """At the start and after every epoch, of the weights evaluated; the steps are those of a run without them."""
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]

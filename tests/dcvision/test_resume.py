@@ -13,10 +13,15 @@ from tests.dctrain.recorder import read
 
 from .commands import run, small, spawn
 
+STOPS = [(at, workers) for at in (0, 4, 9, 10, 17) for workers in (0, 2)]
+FIRST_STOPS = [(4, 2), (9, 0)]  # within an epoch, and behind its last step
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", [0, 4, 9, 10, 17])
-def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, workers, at):
+
+@pytest.mark.parametrize(
+    ("at", "workers"),
+    [*FIRST_STOPS, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in STOPS if stop not in FIRST_STOPS)],
+)
+def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, at, workers):
     common = [f"--data.num_workers={workers}"]
     run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=at)
@@ -33,6 +38,7 @@ def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, workers, at)
         assert torch.equal(value, final[1]["state_dict"][key]), key
 
 
+@pytest.mark.slow
 def test_killed_soon_after_a_resume(shards, tmp_path):
     """A resumed run keeps the checkpoint it came from until it has a newer one."""
     arguments = small(shards, tmp_path / "parts")
@@ -70,7 +76,7 @@ def test_stopped_while_accumulating_gradients(shards, tmp_path):
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("pattern", ["best-epoch=0*", "last*"])
+@pytest.mark.parametrize("pattern", ["best-epoch=0*", pytest.param("last*", marks=pytest.mark.slow)])
 def test_resumed_from_the_checkpoint_of_an_epochs_end(shards, tmp_path, pattern):
     """Saved after validation by the best checkpoint, and at the end of the last epoch of a shorter run."""
     once = ["--trainer.max_steps=30", "--trainer.max_epochs=-1"]
@@ -89,13 +95,12 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_pat
     assert killed.returncode == -signal.SIGKILL
     checkpoint = find_checkpoint(str(tmp_path / "parts"))
     assert checkpoint.name == "last-step=12.ckpt"
-    resumed = spawn("fit", *arguments, *record(tmp_path / "parts"), f"--resume={checkpoint}")
-    assert resumed.returncode == 0, resumed.stderr
-    whole = spawn("fit", *small(shards, tmp_path / "whole"), *record(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    run("fit", *arguments, *record(tmp_path / "parts"), f"--resume={checkpoint}")
+    run("fit", *small(shards, tmp_path / "whole"), *record(tmp_path / "whole"))
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled_rank", [0, 1])
 def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signalled_rank):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2", "--data.num_workers=1"]
@@ -113,6 +118,7 @@ def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signal
         assert read(tmp_path / "parts", rank) == read(tmp_path / "whole", rank)
 
 
+@pytest.mark.slow
 def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
     stopped = spawn("fit", *small(shards, tmp_path), *two, *record(tmp_path / "a", signum=int(signal.SIGTERM), at=25))
@@ -127,7 +133,7 @@ def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
     assert len(batches) == 5 + 10
 
 
-@pytest.mark.parametrize("batch_size", [5, 2, 8])
+@pytest.mark.parametrize("batch_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8))])
 def test_resumed_with_another_global_batch_sees_the_rest_of_the_epoch_once(shards, tmp_path, batch_size):
     run("fit", *small(shards, tmp_path), *record(tmp_path / "a", signum=int(signal.SIGTERM), at=13))
     first_epoch_two = [name for batch in range(10, 14) for name in read(tmp_path / "a")[batch]["samples"]]

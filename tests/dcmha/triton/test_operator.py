@@ -12,7 +12,7 @@ from dcmha import DCAttention, composed_attention
 from dcmha.impl.masking import key_range
 from dcmha.impl.triton import chunks, launch
 from dcmha.impl.triton.op import composed
-from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run
+from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, weights_of
 
 SHAPES = [
     {"B": 1, "T": 17, "S": 17, "H": 16},
@@ -61,7 +61,7 @@ def test_float32_equals_the_reference(case):
     assert worst_error(case) < 3e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -94,11 +94,11 @@ def _gradients(case, operands, impl, dtype):
 
 CHUNKED = [  # and the budget of a workspace, in KiB
     ({"T": 19, "S": 37}, 4),
-    ({"T": 37, "S": 37, "is_causal": True}, 16),
+    pytest.param({"T": 37, "S": 37, "is_causal": True}, 16, marks=pytest.mark.slow),
     ({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4),
-    ({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000),
-    ({"B": 1, "T": 52, "S": 52, "window": 14}, 60),
-    ({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20),
+    pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.slow),
+    pytest.param({"B": 1, "T": 52, "S": 52, "window": 14}, 60, marks=pytest.mark.slow),
+    pytest.param({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20, marks=pytest.mark.slow),
     ({"B": 1, "T": 64, "S": 53, "window": 5}, 64),
 ]
 
@@ -292,16 +292,14 @@ def test_what_is_not_covered_is_refused(case, options, message):
     operands = make_operands(case, torch.float32)
     with pytest.raises(ValueError, match=f"impl='triton' cannot run: {message}.*; use impl='compiled' or 'reference'"):
         composed_attention(
-            *(operands[name] for name in "qkv"), num_groups=case.G, impl="triton", **_weights(case, operands), **options
+            *(operands[name] for name in "qkv"),
+            weights_of(operands, "pre"),
+            num_groups=case.G,
+            impl="triton",
+            **options,
         )
     with pytest.raises(ValueError, match="it takes float32, bfloat16 and float16, got q in torch.float64"):
         run(Case(), make_operands(Case()), "triton")
-
-
-def _weights(case, operands):
-    from dcmha import ComposeWeights
-
-    return {"pre": ComposeWeights(**{n.split(".")[1]: x for n, x in operands.items() if n.startswith("pre.")})}
 
 
 def test_masks_of_keys_in_all_their_spellings():

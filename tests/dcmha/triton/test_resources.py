@@ -13,7 +13,7 @@ from .aot import VARIANTS
 
 MAX_SPILLS = 64
 MAX_SHARED = 48 * 1024
-SHIPPED = [("80", "16 heads"), ("90", "16 heads"), ("100", "16 heads")]
+SHIPPED = [("90", "16 heads"), *(pytest.param(c, "16 heads", marks=pytest.mark.slow) for c in ("80", "100"))]
 OTHERS = [name for name in VARIANTS if name != "16 heads"]
 
 
@@ -32,7 +32,7 @@ def test_shipped_configurations(capability, variant):
         assert row["spills"] <= MAX_SPILLS and row["shared"] <= MAX_SHARED, (name, row)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_other_configurations(capability):
     for name, row in resources(capability, *OTHERS).items():
