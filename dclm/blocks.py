@@ -26,7 +26,7 @@ class MLP(nn.Module):
     """down(gelu(up x)), or SwiGLU's down(silu(gate x) * up x); `mlp_groups` scales groups of hidden channels.
 
     Args:
-        config: The decoder's.
+        config: Architecture of the decoder.
         **dd: Device and dtype of the parameters.
     """
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
     """One layer of a decoder.
 
     Args:
-        config: The decoder's.
+        config: Architecture of the decoder.
         window: Attention window of this layer, or None.
         **dd: Device and dtype of the parameters.
     """

@@ -43,8 +43,8 @@ class TextSample(Callback):
     Args:
         prompt: What to continue.
         max_new_tokens: Tokens to add.
-        temperature: Of the sampling.
-        top_p: Of the sampling.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_p: Sample among the likeliest tokens whose probabilities first sum to this.
     """
 
     def __init__(self, prompt: str, max_new_tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95) -> None:

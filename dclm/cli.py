@@ -39,7 +39,7 @@ def generate(
         top_k: Sample among the k likeliest tokens.
         top_p: Sample among the likeliest tokens whose probabilities first sum to p.
         stop_at_eos: End at the tokenizer's end of a document.
-        seed: Of the samples.
+        seed: Seed of the samples.
         device: Where to run, such as cuda.
         compile: Compile the decode step.
     """

@@ -20,7 +20,7 @@ class DecoderConfig(ComposeOptions):
         vocab_size: Rows V of the embedding and of the output.
         context_length: Longest text of training; with learned positions, of all.
         norm: LayerNorm or RMSNorm.
-        norm_eps: Of the norms of blocks and output (q and k are normalised with 1e-6).
+        norm_eps: Epsilon of the norms of blocks and output (q and k are normalised with 1e-6).
         mlp: GELU, or SwiGLU: down(silu(gate x) * up x).
         mlp_groups: Groups of hidden channels, each scaled by a softmax gate of the input (the mgate of the authors' 8B
             code); 0 for none.

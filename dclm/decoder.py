@@ -19,10 +19,10 @@ class Decoder(nn.Module):
     """A causal language model.
 
     Args:
-        config: Its architecture.
+        config: Architecture of the model.
         recompute: Keep only the blocks' inputs for the backward pass and compute the rest again.
         device: Where the parameters live.
-        dtype: Their dtype.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def generate(
         top_k: Sample among the k likeliest.
         top_p: Sample among the likeliest whose probabilities first sum to p.
         stop_tokens: A row ends with the first of these that it makes. None by default.
-        seed: Of the samples; None draws from torch's global generator.
+        seed: Seed of the samples; None draws from torch's global generator.
         compile: Compile the decode step: once, and again when prompts of other sizes or numbers come (its sizes are
             then dynamic).
 

@@ -27,7 +27,7 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
 
     Args:
         folder: Folder in the official hub format.
-        dtype: Of the parameters; None keeps that of the files (the widest, if there are several).
+        dtype: Dtype of the parameters; None keeps that of the files (the widest, if there are several).
 
     Returns:
         The decoder, on the CPU, in evaluation mode.

@@ -45,8 +45,8 @@ class LanguageModel(TrainingModule):
         overrides: Other fields of `DecoderConfig` to replace.
         recompute: Keep only the blocks' inputs for the backward pass.
         lr: Peak learning rate.
-        weight_decay: AdamW's.
-        betas: AdamW's.
+        weight_decay: AdamW's weight decay, multiplied by the learning rate.
+        betas: AdamW's decay rates of the moments.
         decay_all: Decay every parameter, as the paper's code does; otherwise norms, biases and compose gates are left
             out.
         warmup_fraction: Part of the run's steps that is linear warm-up.
@@ -121,7 +121,7 @@ class LanguageModel(TrainingModule):
         self._evaluate(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """As `validation_step`, under other names."""
+        """Do what `validation_step` does, and log it under "test"."""
         self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> None:
@@ -133,7 +133,7 @@ class LanguageModel(TrainingModule):
         self._log_metrics("val")
 
     def on_test_epoch_end(self) -> None:
-        """As `on_validation_epoch_end`, under other names."""
+        """Log what `on_validation_epoch_end` logs, under "test"."""
         self._log_metrics("test")
 
     def _log_metrics(self, prefix: str) -> None:

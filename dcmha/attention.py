@@ -53,7 +53,7 @@ class DCAttention(ComposedLayer):
         proj_drop: Dropout on the output.
         norm_layer: Constructor for `qk_norm` and `scale_norm`.
         device: Where the parameters live.
-        dtype: Their dtype.
+        dtype: Dtype of the parameters.
         **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window`, the number of keys a query sees,
             its own included (None for all); `impl`, as in `composed_attention`.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
-MAX_GROUP_HEADS = 16  # that the fused kernels compose together
+MAX_GROUP_HEADS = 16  # heads that the fused kernels compose together, at most
 
 
 class Choice(NamedTuple):

@@ -30,7 +30,7 @@ class DCCrossAttention(ComposedLayer):
         proj_drop: Dropout on the output.
         norm_layer: Constructor for `qk_norm`.
         device: Where the parameters live.
-        dtype: Their dtype.
+        dtype: Dtype of the parameters.
         impl: As in `composed_attention`.
         **options: Fields of `ComposeOptions`.
 
@@ -138,7 +138,7 @@ class SidedProjection(nn.Module):
         context_dim: Width of the keys' tokens.
         num_heads: Heads H.
         device: Where the parameters live.
-        dtype: Their dtype.
+        dtype: Dtype of the parameters.
         **options: Fields of `ComposeOptions`.
 
     Raises:

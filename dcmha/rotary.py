@@ -19,8 +19,8 @@ def rotary_embedding(
     Args:
         positions: Integer positions [T], or [B, T] where rows differ.
         rotary_dim: Channels that turn, the first of each head; even.
-        base: Of the geometric series of frequencies.
-        dtype: Of the angles; float32 if None. The rotation is done in it (or in the input's, if wider).
+        base: Base of the geometric series of frequencies.
+        dtype: Dtype of the angles; float32 if None. The rotation is done in it (or in the input's, if wider).
 
     Returns:
         A callable that takes q and k, [B, H, T, D] with D >= rotary_dim, and returns them rotated, dtypes unchanged.

@@ -71,7 +71,7 @@ class ComposeProjection(nn.Module):
         dim: Width C of the tokens.
         num_heads: Heads H of the layer.
         device: Where the parameters live.
-        dtype: Their dtype.
+        dtype: Dtype of the parameters.
         **options: Fields of `ComposeOptions`.
 
     Raises:

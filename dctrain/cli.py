@@ -50,7 +50,7 @@ class TrainerCLI(LightningCLI):
     Args:
         args: Arguments of the command.
         module_class: The LightningModule.
-        datamodule_class: Its data.
+        datamodule_class: The LightningDataModule.
     """
 
     program: str

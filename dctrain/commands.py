@@ -24,11 +24,11 @@ class ShortErrors:
 
 
 class FunctionParser(ShortErrors, ArgumentParser):
-    """Of a function."""
+    """Parses the arguments of a function."""
 
 
 class TrainerParser(ShortErrors, LightningArgumentParser):
-    """Of a Lightning subcommand."""
+    """Parses the arguments of a Lightning subcommand."""
 
 
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:

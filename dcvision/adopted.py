@@ -30,7 +30,7 @@ class Adopted(DCAttention):
 
     Args:
         attention: The module that it takes the place of.
-        **options: Those of `DCAttention.OPTIONS`.
+        **options: Options of `DCAttention` (`DCAttention.OPTIONS`).
     """
 
     def __init__(self, attention: nn.Module, **options) -> None:
@@ -50,7 +50,7 @@ class Adopted(DCAttention):
 
 
 class AdoptedAttention(Adopted, Attention):
-    """Of `VisionTransformer` (ViT, DeiT, DeiT3, BEiT3, CLIP, SigLIP, DINOv2) and NaFlexViT."""
+    """Attention of `VisionTransformer` (ViT, DeiT, DeiT3, BEiT3, CLIP, SigLIP, DINOv2) and NaFlexViT."""
 
 
 class WithBiases(Adopted):
@@ -87,11 +87,11 @@ class WithRotation(Adopted):
 
 
 class AdoptedEvaAttention(WithRotation, WithBiases, EvaAttention):
-    """Of EVA, EVA-02 and DINOv3."""
+    """Attention of EVA, EVA-02 and DINOv3."""
 
 
 class AdoptedRopeAttention(WithRotation, AttentionRope):
-    """Of EVA's other block and of NaFlexViT with rotary positions; k and v may have fewer heads."""
+    """Attention of EVA's other block and of NaFlexViT with rotary positions; k and v may have fewer heads."""
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.qkv is not None:
@@ -102,7 +102,7 @@ class AdoptedRopeAttention(WithRotation, AttentionRope):
 
 
 class AdoptedBeitAttention(WithBiases, BeitAttention):
-    """Of BEiT: relative position bias, of the layer or shared."""
+    """Attention of BEiT: relative position bias, of the layer or shared."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """Attend within `x` [B, T, C]; the bias is [1, H, T, T] or None."""
@@ -114,7 +114,7 @@ class AdoptedBeitAttention(WithBiases, BeitAttention):
 
 
 class AdoptedWindowAttention(Adopted, WindowAttention):
-    """Of Swin: windows with relative position bias, and masks where they are shifted."""
+    """Attention of Swin: windows with relative position bias, and masks where they are shifted."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows `x` [B windows, T, C]; the mask is [windows, T, T], added to the scores, or None."""
@@ -129,7 +129,7 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
 
     Args:
         pooling: The module that it takes the place of, whose parameters it shares.
-        **options: Those of `DCCrossAttention` from `impl` on.
+        **options: `impl` and options of `DCCrossAttention`.
     """
 
     def __init__(self, pooling: AttentionPoolLatent, **options) -> None:

@@ -67,11 +67,11 @@ class ImageClassifier(TrainingModule):
             leaves the model as it is.
         lr: Peak learning rate.
         weight_decay: As torch's AdamW: multiplied by the learning rate. 1e-4 in big_vision's units is 0.1 at lr 1e-3.
-        betas: AdamW's.
+        betas: AdamW's decay rates of the moments.
         decay_all: Decay every parameter, as big_vision does; otherwise norms, biases and compose gates are left out.
         warmup_steps: Optimiser steps of linear warm-up.
         final_lr_fraction: Fraction of the peak at which the cosine ends.
-        label_smoothing: Of the cross-entropy.
+        label_smoothing: Label smoothing of the cross-entropy.
         mixup_alpha: Parameter of mixup's Beta distribution; 0 for none.
         ema_decay: Decay of a weight average that is then what is evaluated; None for none.
         compile: Compile the model in place (checkpoint keys stay clean).
@@ -176,7 +176,7 @@ class ImageClassifier(TrainingModule):
         self._evaluate(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """As `validation_step`, under other names."""
+        """Do what `validation_step` does, and log it under "test"."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: Batch, prefix: str) -> None:

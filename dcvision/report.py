@@ -8,7 +8,7 @@ from textwrap import fill
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-COLUMNS = {  # of the table, and how Markdown writes them
+COLUMNS = {  # columns of the table, and how Markdown writes their values
     "model": "{}",
     "seeds": "{}",
     "parameters": "{:,}",
@@ -25,7 +25,7 @@ def write_report(runs: list[dict], folder: Path) -> str:
     """Write `table.csv`, `table.md`, `curves.csv` and `curves.png`; return the Markdown table.
 
     Args:
-        runs: Of each finished run its model, seed, curves, speed, parameters and FLOPs (`dcvision.compare`).
+        runs: For each finished run its model, seed, curves, speed, parameters and FLOPs (`dcvision.compare`).
         folder: Where to write.
     """
     models = list(dict.fromkeys(run["model"] for run in runs))

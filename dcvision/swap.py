@@ -37,7 +37,7 @@ def swap_attention(
         layers: Which attention layers, counted from the input, from 0 (negative: from the end); all that are left if
             None; [] with `pooling` for the pooling alone.
         pooling: Compose its attention pooling too (`global_pool="map"`), by `DCCrossAttention`.
-        **options: Those of `DCAttention.OPTIONS`, such as `rank`, `num_groups` or `query_wise`.
+        **options: Options of `DCAttention` (`DCAttention.OPTIONS`), such as `rank`, `num_groups` or `query_wise`.
 
     Returns:
         The model.
@@ -98,9 +98,9 @@ def dcmha_swapped(
         pretrained: Take the base's pretrained weights, or of a saved model its own.
         base: The model's name in timm.
         swaps: Options of `swap_attention`, of each call in turn.
-        pretrained_cfg: The base's, or of a saved model.
+        pretrained_cfg: Pretrained configuration of the base, or of a saved model.
         pretrained_model_args: With what a saved model was made; timm tells when it loads one.
-        **kwargs: The base's.
+        **kwargs: Arguments of the base.
 
     Raises:
         ValueError: If timm has no such model, or a swap is refused.

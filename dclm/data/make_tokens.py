@@ -24,7 +24,7 @@ from .texts import SUFFIXES, Document, find_inputs, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, token_dtype
 from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
 
-BATCH_BYTES = 2**22  # of text that the tokenizer's threads share
+BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
 BPE_SAMPLE_BYTES = 2**27
 
 
@@ -247,7 +247,7 @@ class Segment:
     Args:
         out: Folder of the corpus.
         number: Number of the segment.
-        tokenizer: Of the corpus.
+        tokenizer: The corpus's tokenizer.
         val_fraction: Part of the documents for the val file.
     """
 

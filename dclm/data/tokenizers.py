@@ -70,7 +70,7 @@ class SubwordTokenizer:
     """A tokenizer of Hugging Face's library.
 
     Args:
-        spec: Its JSON, as `tokenizer.json` holds it.
+        spec: JSON that describes it, as `tokenizer.json` holds it.
         eos: The token that ends a document; None takes the usual one it has.
 
     Raises:

@@ -33,7 +33,7 @@ class BlockSize(NamedTuple):
     """How large blocks are.
 
     Attributes:
-        elements: Of one [b, t, H, s] tensor, about: 1 MiB in float32, so that a few of them stay in a core's cache.
+        elements: Elements of one [b, t, H, s] tensor, about: 1 MiB in float32, so that a core's cache holds a few.
         min_queries: Fewest queries, if there are as many.
     """
 

@@ -40,7 +40,7 @@ class ImageDataModule(ResumableDataModule):
         min_crop_area: Smallest part of the image a training crop may cover; 1.0 resizes without cropping.
         horizontal_flip: Flip half of the training images.
         randaugment_ops: RandAugment operations per training image; 0 for none.
-        randaugment_magnitude: Their strength, 0 to 30 (torchvision's scale).
+        randaugment_magnitude: Strength of these operations, 0 to 30 (torchvision's scale).
         crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
         max_bad_images: Unreadable images are skipped and reported; more than this many (of a rank) stop the run.

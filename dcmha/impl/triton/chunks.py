@@ -15,9 +15,9 @@ from torch import Tensor
 from ..masking import key_range
 
 WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two
-ALIGNMENT = 16  # of a workspace's rows, in elements: aligned loads and products
-CHUNK_QUERIES = 512  # of a chunk of causal attention
-BLOCK_QUERIES = 128  # of a block of windowed attention
+ALIGNMENT = 16  # a workspace's rows are multiples of so many elements: aligned loads and products
+CHUNK_QUERIES = 512  # queries of a chunk of causal attention
+BLOCK_QUERIES = 128  # queries of a block of windowed attention
 
 
 def round_up(number: int, multiple: int) -> int:

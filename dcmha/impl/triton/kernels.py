@@ -95,7 +95,7 @@ class QueryTile(NamedTuple):
         position: The same among all keys' positions.
         mask: Which queries and heads there are [BQ, 16].
         weight_mask: Which queries and columns of packed weights there are [BQ, 16].
-        offsets: Of the queries' first keys in a workspace [BQ, 16].
+        offsets: Offsets of the queries' first keys in a workspace [BQ, 16].
         key0: Token of the block's first key.
         low: First of the block's keys that the queries may see, a multiple of BK.
         high: Behind the last.
@@ -450,7 +450,7 @@ def key_gradients(
     token = key0 + key
     real = ((key < num_keys) & (token >= 0) & (token < S))[:, None] & slots.is_instance[None, :]  # [BK, 16]
     plane = (slots.row * H + slots.head) * plane_blocks + number
-    offsets = (plane * block)[None, :] * num_keys + key[:, None]  # of the keys' first queries [BK, 16]
+    offsets = (plane * block)[None, :] * num_keys + key[:, None]  # offsets of the keys' first queries [BK, 16]
     pre_vectors = load_vectors(pre_key, row, S, token, real, slots, width, PRE.KEY_RANK, PRE.KEY_GATE)
     pre = token_matrices(pre_vectors, pre_base, slots, BK, PRE.KEY_RANK, PRE.KEY_GATE, PRE.BASE, KIND)
     HAS_PRE: tl.constexpr = PRE.KEY_RANK + PRE.KEY_GATE + PRE.BASE > 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import kernels
 from .chunks import ALIGNMENT, Chunk, chunks, fold, key_planes, query_planes, round_up
 
-FILL_PROGRAMS = 528  # that fill a GPU: four on each multiprocessor of an H100
+FILL_PROGRAMS = 528  # programs that fill a GPU: four on each multiprocessor of an H100
 SPLIT_TOKENS = 256  # fewest tokens of a loop that is split between programs
 # Queries and keys of a tile, warps, stages of loads: what spills least (tests/dcmha/triton/test_resources.py).
 TILES = {

@@ -55,7 +55,7 @@ class Slots(NamedTuple):
 
     Attributes:
         row: Row of the batch [16], counted from the chunk's first.
-        head: Its head [16].
+        head: Head of the call [16].
         column: Column of the head's packed weights [16], of which each group has GROUP_SLOTS.
         is_instance: Whether the slot belongs to an instance [16].
         is_real: Whether it holds a head [16].
