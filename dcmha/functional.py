@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .choice import Impl, check_impl, resolve_impl
+from .impl.call import Call
 from .impl.masking import both_visible, visible_keys
-from .impl.settings import Settings
 from .weights import ComposeWeights, SideWeights
 
 
@@ -88,11 +88,11 @@ def composed_attention(
         num_groups=num_groups,
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = Settings(is_causal, window, scale, dropout_p, num_groups)
+    call = Call(q, k, v, pre, post, visible, bias, is_causal, window, scale, dropout_p, num_groups)
     with torch.autocast(q.device.type, enabled=False) if is_autocast else nullcontext():
         match choice.impl:
             case "sdpa":
-                return _plain_attention(q, k, v, visible, bias, settings)
+                return _plain_attention(call)
             case "reference":
                 from .impl import reference as implementation
             case "compiled":
@@ -101,19 +101,12 @@ def composed_attention(
                 from .impl import cpu as implementation
             case "triton":
                 from .impl import triton as implementation
-        return implementation.attention(q, k, v, pre, post, visible, bias, settings)
+        return implementation.attention(call)
 
 
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    settings: Settings,
-) -> Tensor:
+def _plain_attention(call: Call) -> Tensor:
     """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
-    is_causal, window, scale, dropout_p, _ = settings
+    q, k, v, _, _, visible, bias, is_causal, window, scale, dropout_p, _ = call
     T, S = q.shape[-2], k.shape[-2]
     if visible is None and bias is None and window is None and (not is_causal or T == S):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .attention import DCAttention
 from .functional import split_mask
+from .impl.call import Call
 from .impl.reference import AttentionMaps, attention_maps
-from .impl.settings import Settings
 from .weights import ComposeWeights
 
 
@@ -73,11 +73,12 @@ def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             visible, bias = split_mask(attn_mask, q, k)
             q32, k32 = q.float(), k.float()
-            settings = Settings(is_causal, layer.window, layer.scale, 0.0, layer.options.num_groups)
-            mask = (visible, None if bias is None else bias.float(), settings)
+            bias = None if bias is None else bias.float()
             wide = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))
-            maps = attention_maps(q32, k32, *wide, *mask)
-            uncomposed = attention_maps(q32, k32, None, None, *mask).weights
+            options = (is_causal, layer.window, layer.scale, 0.0, layer.options.num_groups)
+            call = Call(q32, k32, v, *wide, visible, bias, *options)
+            maps = attention_maps(call)
+            uncomposed = attention_maps(call._replace(pre=None, post=None)).weights
             means = (mean_composition(w, layer.num_heads, layer.options.num_groups) for w in (pre, post))
             recorded[name] = Recorded(maps, uncomposed, *means)
         return attend(q, k, v, pre, post, attn_mask, is_causal=is_causal)

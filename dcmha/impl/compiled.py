@@ -7,68 +7,60 @@ Sums over heads and the softmax are done in max(input dtype, float32).
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..weights import ComposeWeights
+from .call import Call
 from .masking import both_visible, key_range, masked_softmax, visible_keys
-from .settings import Settings
 
 WHOLE_LENGTH = 256  # up to this many queries: one chunk and no recompute
 CHUNK = 128
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    settings: Settings,
-) -> Tensor:
-    """Compute composed attention chunk by chunk; arguments as in the reference."""
-    T, S = q.shape[-2], k.shape[-2]
-    may_be_empty = visible is not None or T > S
+def attention(call: Call) -> Tensor:
+    """Compute composed attention chunk by chunk: [B, H, T, D]."""
+    q, T, S = call.q, call.q.shape[-2], call.k.shape[-2]
+    may_be_empty = call.visible is not None or T > S
     block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block
-
-    def run_chunk(start: int, stop: int, recompute: bool) -> Tensor:
-        first, last = key_range(start, stop, T, S, settings.is_causal, settings.window)
-        keys = slice(first, last)
-        hidden_by_position = visible_keys(
-            stop - start,
-            last - first,
-            is_causal=settings.is_causal,
-            window=settings.window,
-            device=q.device,
-            query_offset=start + S - T,
-            key_offset=first,
-        )
-        arguments = (
-            q[:, :, start:stop],
-            k[:, :, keys],
-            v[:, :, keys],
-            _slice_weights(pre, slice(start, stop), keys),
-            _slice_weights(post, slice(start, stop), keys),
-            both_visible(hidden_by_position, _slice_mask(visible, slice(start, stop), keys)),
-            _slice_mask(bias, slice(start, stop), keys),
-            settings.scale,
-            settings.dropout_p,
-            settings.num_groups,
-            may_be_empty,
-        )
-        if not recompute:
-            return block(*arguments)
-        return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=settings.dropout_p > 0.0)
-
     if T <= WHOLE_LENGTH:
-        return run_chunk(0, T, recompute=False)
-    recompute = torch.is_grad_enabled()
-    return torch.cat([run_chunk(i, min(i + CHUNK, T), recompute) for i in range(0, T, CHUNK)], dim=2)
+        return block(_chunk(call, 0, T), may_be_empty)
+    starts = range(0, T, CHUNK)
+    pieces = (_chunk(call, start, min(start + CHUNK, T)) for start in starts)
+    if not torch.is_grad_enabled():
+        return torch.cat([block(piece, may_be_empty) for piece in pieces], dim=2)
+    recomputed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=call.dropout_p > 0.0)
+    return torch.cat([recomputed(piece, may_be_empty) for piece in pieces], dim=2)
+
+
+def _chunk(call: Call, start: int, stop: int) -> Call:
+    """Cut a call to the queries [start, stop) and the keys they may see, its masks made one."""
+    T, S = call.q.shape[-2], call.k.shape[-2]
+    first, last = key_range(start, stop, T, S, call.is_causal, call.window)
+    queries, keys = slice(start, stop), slice(first, last)
+    by_position = visible_keys(
+        stop - start,
+        last - first,
+        is_causal=call.is_causal,
+        window=call.window,
+        device=call.q.device,
+        query_offset=start + S - T,
+        key_offset=first,
+    )
+    return call._replace(
+        q=call.q[:, :, queries],
+        k=call.k[:, :, keys],
+        v=call.v[:, :, keys],
+        pre=_slice_weights(call.pre, queries, keys),
+        post=_slice_weights(call.post, queries, keys),
+        visible=both_visible(by_position, _slice_mask(call.visible, queries, keys)),
+        bias=_slice_mask(call.bias, queries, keys),
+        is_causal=False,
+        window=None,
+    )
 
 
 def _slice_weights(weights: ComposeWeights | None, queries: slice, keys: slice) -> ComposeWeights | None:
@@ -87,32 +79,20 @@ def _slice_mask(mask: Tensor | None, queries: slice, keys: slice) -> Tensor | No
     return mask if mask.shape[-1] == 1 else mask[..., keys]
 
 
-def _block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    num_groups: int,
-    may_be_empty: bool,
-) -> Tensor:
+def _block(chunk: Call, may_be_empty: bool) -> Tensor:
     """Attend from one chunk of queries to the keys it can see."""
-    compute_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.mT).to(compute_dtype) * scale
-    if pre is not None:
-        scores = _compose(scores, pre, num_groups)
-    if bias is not None:
-        scores = scores + bias
-    weights = masked_softmax(scores, visible, may_be_empty=may_be_empty)
-    if post is not None:
-        weights = _compose(weights, post, num_groups)
-    if dropout_p > 0.0:
-        weights = torch.dropout(weights, dropout_p, train=True)
-    return weights.to(v.dtype) @ v
+    compute_dtype = torch.promote_types(chunk.q.dtype, torch.float32)
+    scores = (chunk.q @ chunk.k.mT).to(compute_dtype) * chunk.scale
+    if chunk.pre is not None:
+        scores = _compose(scores, chunk.pre, chunk.num_groups)
+    if chunk.bias is not None:
+        scores = scores + chunk.bias
+    weights = masked_softmax(scores, chunk.visible, may_be_empty=may_be_empty)
+    if chunk.post is not None:
+        weights = _compose(weights, chunk.post, chunk.num_groups)
+    if chunk.dropout_p > 0.0:
+        weights = torch.dropout(weights, chunk.dropout_p, train=True)
+    return weights.to(chunk.v.dtype) @ chunk.v
 
 
 @cache

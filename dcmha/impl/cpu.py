@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..weights import ComposeWeights, SideWeights
+from .call import Call
 from .masking import both_visible, key_range, masked_softmax, visible_keys
-from .settings import Settings
 
 
 class BlockSize(NamedTuple):
@@ -41,6 +41,14 @@ class BlockSize(NamedTuple):
     min_queries: int = 16
 
 
+class Kind(NamedTuple):
+    """What a call is, apart from its tensors; arguments of `composed_attention`."""
+
+    is_causal: bool
+    window: int | None
+    scale: float
+
+
 DEFAULT_SIZE = BlockSize()
 
 
@@ -52,21 +60,13 @@ class Block(NamedTuple):
     keys: slice
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    settings: Settings,
-    size: BlockSize = DEFAULT_SIZE,
-) -> Tensor:
-    """Compute composed attention block by block, forward and backward; arguments as in the reference, no dropout."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    matrices = [m for weights in (pre, post) for m in _merge(weights, settings.num_groups, dtype)]
-    return BlockedAttention.apply(q, k, v, *matrices, _four_axes(bias), _four_axes(visible), settings, size)
+def attention(call: Call, size: BlockSize = DEFAULT_SIZE) -> Tensor:
+    """Compute composed attention block by block, forward and backward, without dropout: [B, H, T, D]."""
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    matrices = [m for weights in (call.pre, call.post) for m in _merge(weights, call.num_groups, dtype)]
+    masks = _four_axes(call.bias), _four_axes(call.visible)
+    kind = Kind(call.is_causal, call.window, call.scale)
+    return BlockedAttention.apply(call.q, call.k, call.v, *matrices, *masks, kind, size)
 
 
 def _four_axes(mask: Tensor | None) -> Tensor | None:
@@ -101,13 +101,13 @@ class BlockedAttention(torch.autograd.Function):
     """Blocked composed attention with merged matrices; keeps its inputs alone for the backward pass."""
 
     @staticmethod
-    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings, size):
+    def forward(ctx, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, kind, size):
         tensors = (q, k, v, pre_query, pre_key, post_query, post_key, bias, visible)
         ctx.save_for_backward(*tensors)
-        ctx.settings, ctx.size = settings, size
+        ctx.kind, ctx.size = kind, size
         out = torch.empty_like(q)
-        for block in _blocks(q, k, settings, size):
-            part = _BlockPass(block, *tensors, settings)
+        for block in _blocks(q, k, kind, size):
+            part = _BlockPass(block, *tensors, kind)
             part.weights()
             composed = _compose(part.p, part.p_by_key, part.post_query, part.post_key)
             out[block.rows, :, block.queries] = _by_head(composed).to(v.dtype) @ part.v
@@ -122,21 +122,21 @@ class BlockedAttention(torch.autograd.Function):
             for x, needed in zip(saved, ctx.needs_input_grad, strict=False)
         ]
         with torch.autocast(grad_out.device.type, enabled=False):
-            for block in _blocks(*saved[:2], ctx.settings, ctx.size):
-                part = _BlockPass(block, *saved, ctx.settings)
+            for block in _blocks(*saved[:2], ctx.kind, ctx.size):
+                part = _BlockPass(block, *saved, ctx.kind)
                 part.weights()
                 part.backward(grad_out, gradients)
         return *gradients[:8], None, None, None
 
 
-def _blocks(q: Tensor, k: Tensor, settings: Settings, size: BlockSize) -> Iterator[Block]:
+def _blocks(q: Tensor, k: Tensor, kind: Kind, size: BlockSize) -> Iterator[Block]:
     """Cut the work: several whole rows where they are small, ranges of queries of one row where they are large."""
     (B, H, T, _), S = q.shape, k.shape[2]
     rows = max(1, min(B, size.elements // max(1, H * T * S)))
     queries = T if rows > 1 else min(T, max(size.min_queries, size.elements // max(1, H * S)))
     for start in range(0, T, max(1, queries)):
         stop = min(start + queries, T)
-        keys = slice(*key_range(start, stop, T, S, settings.is_causal, settings.window))
+        keys = slice(*key_range(start, stop, T, S, kind.is_causal, kind.window))
         for first in range(0, B, rows):
             yield Block(slice(first, min(first + rows, B)), slice(start, stop), keys)
 
@@ -144,9 +144,9 @@ def _blocks(q: Tensor, k: Tensor, settings: Settings, size: BlockSize) -> Iterat
 class _BlockPass:
     """One block's tensors on their way forward and backward. Scores and weights lie as [b, t, H, s]."""
 
-    def __init__(self, block, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, settings) -> None:
+    def __init__(self, block, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, kind) -> None:
         rows, queries, keys = block
-        self.block, self.settings = block, settings
+        self.block, self.kind = block, kind
         self.q, self.k, self.v = q[rows, :, queries], k[rows, :, keys], v[rows, :, keys]
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.pre_query, self.post_query = (_pick(m, rows, queries) for m in (pre_query, post_query))
@@ -158,8 +158,8 @@ class _BlockPass:
         position = visible_keys(
             self.q.shape[2],
             self.k.shape[2],
-            is_causal=settings.is_causal,
-            window=settings.window,
+            is_causal=kind.is_causal,
+            window=kind.window,
             device=q.device,
             query_offset=queries.start + S - T,
             key_offset=keys.start,
@@ -169,7 +169,7 @@ class _BlockPass:
     def weights(self) -> None:
         """Compute scores x and weights p, and each as the keys see it where a key side will need it."""
         scores = self.q @ self.k.mT  # [b, H, t, s]
-        self.x = _by_query(scores).to(self.dtype).mul_(self.settings.scale)
+        self.x = _by_query(scores).to(self.dtype).mul_(self.kind.scale)
         self.x_by_key = None if self.pre_key is None else _by_key(self.x)
         y = _compose(self.x, self.x_by_key, self.pre_query, self.pre_key)
         if self.bias is not None:
@@ -196,7 +196,7 @@ class _BlockPass:
         dx, d_query, d_key = _compose_backward(dy, self.x, self.x_by_key, self.pre_query, self.pre_key)
         _accumulate(d_pre_query, d_query, rows, queries)
         _accumulate(d_pre_key, d_key, rows, keys)
-        dx = _by_head(dx.mul_(self.settings.scale)).to(self.q.dtype)
+        dx = _by_head(dx.mul_(self.kind.scale)).to(self.q.dtype)
         if dq is not None:
             dq[rows, :, queries] += dx @ self.k
         if dk is not None:

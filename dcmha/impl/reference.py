@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..weights import ComposeWeights
+from .call import Call
 from .masking import both_visible, masked_softmax, visible_keys
-from .settings import Settings
 
 
 def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
@@ -58,42 +58,24 @@ class AttentionMaps(NamedTuple):
     composed_weights: Tensor
 
 
-def attention_maps(
-    q: Tensor,
-    k: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    settings: Settings,
-) -> AttentionMaps:
-    """Compute every step of composed attention; `visible` and `bias` are its mask, split (see `split_mask`)."""
+def attention_maps(call: Call) -> AttentionMaps:
+    """Compute every step of composed attention."""
+    q, k, _, pre, post, visible, bias, is_causal, window, scale, _, num_groups = call
     T, S = q.shape[-2], k.shape[-2]
-    scores = composed_scores = torch.einsum("bhtd,bhsd->bhts", q, k) * settings.scale
+    scores = composed_scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
     if pre is not None:
-        composed_scores = compose(scores, pre, settings.num_groups)
+        composed_scores = compose(scores, pre, num_groups)
     if bias is not None:
         composed_scores = composed_scores + bias
-    block = visible_keys(
-        T, S, is_causal=settings.is_causal, window=settings.window, device=q.device, query_offset=S - T
-    )
+    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
     weights = composed_weights = masked_softmax(composed_scores, both_visible(block, visible), may_be_empty=True)
     if post is not None:
-        composed_weights = compose(weights, post, settings.num_groups)
+        composed_weights = compose(weights, post, num_groups)
     return AttentionMaps(scores, composed_scores, weights, composed_weights)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    settings: Settings,
-) -> Tensor:
-    """Compute composed attention densely; arguments as in `attention_maps`."""
-    weights = attention_maps(q, k, pre, post, visible, bias, settings).composed_weights
-    weights = torch.dropout(weights, settings.dropout_p, train=settings.dropout_p > 0.0)
-    return torch.einsum("bhts,bhsd->bhtd", weights, v)
+def attention(call: Call) -> Tensor:
+    """Compute composed attention densely: [B, H, T, D]."""
+    weights = attention_maps(call).composed_weights
+    weights = torch.dropout(weights, call.dropout_p, train=call.dropout_p > 0.0)
+    return torch.einsum("bhts,bhsd->bhtd", weights, call.v)

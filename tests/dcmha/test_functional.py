@@ -6,7 +6,7 @@ import torch
 from dcmha import ComposeWeights, SideWeights, composed_attention
 from dcmha.functional import split_mask
 from dcmha.impl import compiled, cpu
-from dcmha.impl.settings import Settings
+from dcmha.impl.call import Call
 
 from .inputs import (
     BRANCHES,
@@ -122,10 +122,10 @@ def test_implementations_equal_the_reference(case, impl):
 def run_in_blocks(case: Case, operands: dict[str, torch.Tensor], mask, elements: int) -> torch.Tensor:
     """What "cpu" computes, in blocks of another size."""
     q, k, v = (operands[name] for name in "qkv")
-    settings = Settings(case.is_causal, case.window, case.D**-0.5, 0.0, case.G)
-    size = cpu.BlockSize(elements, min_queries=3)
     weights = (weights_of(operands, composition) for composition in ("pre", "post"))
-    return cpu.attention(q, k, v, *weights, *split_mask(mask, q, k), settings, size)
+    options = (case.is_causal, case.window, case.D**-0.5, 0.0, case.G)
+    call = Call(q, k, v, *weights, *split_mask(mask, q, k), *options)
+    return cpu.attention(call, cpu.BlockSize(elements, min_queries=3))
 
 
 @pytest.mark.parametrize("elements", [1, 500, 3000, 10**9])
@@ -161,8 +161,8 @@ def test_chunk_compiles_with_inductor():
     for T, S in ((24, 40), (17, 31)):
         operands = make_operands(Case(T=T, S=S, H=4, D=8), torch.float32)
         pre, post = (weights_of(operands, composition) for composition in ("pre", "post"))
-        arguments = (*(operands[n] for n in "qkv"), pre, post, None, None, 0.3, 0.0, 1, False)
-        results = [f(*arguments) for f in (compiled._block, block)]
+        chunk = Call(*(operands[n] for n in "qkv"), pre, post, None, None, False, None, 0.3, 0.0, 1)
+        results = [f(chunk, False) for f in (compiled._block, block)]
         gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in results]
         for name, a, b in zip(
             ("out", *operands), *[(y, *g) for y, g in zip(results, gradients, strict=True)], strict=True

@@ -103,6 +103,7 @@ def test_bad_input_during_training(tmp_path, image, capsys):
         assert exit_info.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     root = f"--trainer.default_root_dir={tmp_path}"

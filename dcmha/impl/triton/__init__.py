@@ -11,25 +11,16 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
-from ..settings import Settings
+from ..call import Call
 from .op import composed
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    settings: Settings,
-) -> Tensor:
-    """Compute composed attention; arguments as in the reference, of those that `why_not_triton` lets pass."""
+def attention(call: Call) -> Tensor:
+    """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
+    q, k, v, pre, post, visible, _, is_causal, window, scale, _, num_groups = call
     key_mask = None
     if visible is not None:
         key_mask = visible.expand(q.shape[0], 1, 1, k.shape[2])[:, 0, 0].to(torch.uint8).contiguous()
-    is_causal, window, scale, _, num_groups = settings
     operands = [operand for weights in (pre, post) for operand in _operands(weights)]
     return composed(q, k, v, *operands, key_mask, is_causal, window or 0, scale, num_groups)[0]
 

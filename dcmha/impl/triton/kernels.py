@@ -188,6 +188,24 @@ def _key_tile(start, tile, sizes, num_keys, key_mask, KIND: tl.constexpr, BK: tl
 
 
 @triton.jit
+def _query_side(
+    packed, base, tile, sizes, BQ: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Load the queries' packed weights as vectors, and build their matrices [BQ, 16, 16]."""
+    row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
+    vectors = load_vectors(packed, row, sizes.T, token, tile.weight_mask, tile.slots, tile.width, RANK, GATE)
+    return vectors, token_matrices(vectors, base, tile.slots, BQ, RANK, GATE, BASE, KIND)
+
+
+@triton.jit
+def _key_side(packed, keys, tile, sizes, RANK: tl.constexpr, GATE: tl.constexpr):
+    """Load a tile's keys' packed weights as vectors [BK, 16]."""
+    row = tile.slots.row + sizes.row0
+    return load_vectors(packed, row, sizes.S, keys.token, keys.real, tile.slots, tile.width, RANK, GATE)
+
+
+@triton.jit
 def _statistics(tile, sizes):
     """Give the places of the tile's queries and heads in tensors [B, H, T]: [BQ, 16]."""
     row = tile.slots.row + sizes.row0
@@ -230,11 +248,7 @@ def row_statistics(
         window, num_splits,
     )  # fmt: skip
     tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
-    row, token = tile.slots.row + row0, query0 + tile.query
-    pre_vectors = load_vectors(
-        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
-    )
-    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    pre_vectors, pre = _query_side(pre_query, pre_base, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
     HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
     sums = group_sum(BQ, KIND)
     largest = tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32)
@@ -243,9 +257,7 @@ def row_statistics(
     for start in range(low, high, BK):
         keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
         x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
-        pre_keys = load_vectors(
-            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
-        )
+        pre_keys = _key_side(pre_key, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE)
         y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
         y = within_threads(exponents(y, keys.bias, keys.seen, KIND))  # [BQ, BK / 8, 8, 16]
         new_largest = tl.maximum(largest, tl.max(y, 1))
@@ -271,16 +283,11 @@ def composed_weights(
         window, num_splits,
     )  # fmt: skip
     tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
-    row, token = tile.slots.row + row0, query0 + tile.query
-    pre_vectors = load_vectors(
-        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
-    )
-    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    pre_vectors, pre = _query_side(pre_query, pre_base, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
     HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
-    post_vectors = load_vectors(
-        post_query, row, T, token, tile.weight_mask, tile.slots, tile.width, POST.QUERY_RANK, POST.QUERY_GATE
+    post_vectors, post = _query_side(
+        post_query, post_base, tile, sizes, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND
     )
-    post = token_matrices(post_vectors, post_base, tile.slots, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
     HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
     sums = group_sum(BQ, KIND)
     log_sums = tl.load(log_sum + _statistics(tile, sizes), mask=tile.mask, other=EMPTY)[:, None, :]  # [BQ, 1, 16]
@@ -288,12 +295,8 @@ def composed_weights(
     for start in range(low, high, BK):
         keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
         x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
-        pre_keys = load_vectors(
-            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
-        )
-        post_keys = load_vectors(
-            post_key, row, S, keys.token, keys.real, tile.slots, tile.width, POST.KEY_RANK, POST.KEY_GATE
-        )
+        pre_keys = _key_side(pre_key, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE)
+        post_keys = _key_side(post_key, keys, tile, sizes, POST.KEY_RANK, POST.KEY_GATE)
         y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
         weights = tl.exp2(exponents(y, keys.bias, keys.seen, KIND) - log_sums)
         composed = mix(weights, weights.to(KIND.DOT), post, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE)
@@ -316,16 +319,11 @@ def post_gradients(
         window, num_splits,
     )  # fmt: skip
     tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
-    row, token = tile.slots.row + row0, query0 + tile.query
-    pre_vectors = load_vectors(
-        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
-    )
-    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    pre_vectors, pre = _query_side(pre_query, pre_base, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
     HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
-    post_vectors = load_vectors(
-        post_query, row, T, token, tile.weight_mask, tile.slots, tile.width, POST.QUERY_RANK, POST.QUERY_GATE
+    post_vectors, post = _query_side(
+        post_query, post_base, tile, sizes, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND
     )
-    post = token_matrices(post_vectors, post_base, tile.slots, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
     HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
     post_back = tl.permute(post, (0, 2, 1))
     sums = group_sum(BQ, KIND)
@@ -337,12 +335,8 @@ def post_gradients(
         keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
         x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
         da_dot = tl.load(da + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
-        pre_keys = load_vectors(
-            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
-        )
-        post_keys = load_vectors(
-            post_key, row, S, keys.token, keys.real, tile.slots, tile.width, POST.KEY_RANK, POST.KEY_GATE
-        )
+        pre_keys = _key_side(pre_key, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE)
+        post_keys = _key_side(post_key, keys, tile, sizes, POST.KEY_RANK, POST.KEY_GATE)
         y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
         weights = tl.exp2(exponents(y, keys.bias, keys.seen, KIND) - log_sums)
         d_weights = mix(
@@ -374,16 +368,11 @@ def pre_gradients(
         window, num_splits,
     )  # fmt: skip
     tile = _query_tile(sizes, num_keys, KIND, BQ, BK)
-    row, token = tile.slots.row + row0, query0 + tile.query
-    pre_vectors = load_vectors(
-        pre_query, row, T, token, tile.weight_mask, tile.slots, tile.width, PRE.QUERY_RANK, PRE.QUERY_GATE
-    )
-    pre = token_matrices(pre_vectors, pre_base, tile.slots, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
+    pre_vectors, pre = _query_side(pre_query, pre_base, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
     HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
-    post_vectors = load_vectors(
-        post_query, row, T, token, tile.weight_mask, tile.slots, tile.width, POST.QUERY_RANK, POST.QUERY_GATE
+    post_vectors, post = _query_side(
+        post_query, post_base, tile, sizes, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND
     )
-    post = token_matrices(post_vectors, post_base, tile.slots, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
     HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
     pre_back, post_back = tl.permute(pre, (0, 2, 1)), tl.permute(post, (0, 2, 1))
     sums = group_sum(BQ, KIND)
@@ -395,12 +384,8 @@ def pre_gradients(
         keys = _key_tile(start, tile, sizes, num_keys, key_mask, KIND, BK)
         x_dot = tl.load(x + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
         da_dot = tl.load(da + keys.place, mask=keys.inside, other=0.0).to(KIND.DOT)  # [BQ, BK, 16]
-        pre_keys = load_vectors(
-            pre_key, row, S, keys.token, keys.real, tile.slots, tile.width, PRE.KEY_RANK, PRE.KEY_GATE
-        )
-        post_keys = load_vectors(
-            post_key, row, S, keys.token, keys.real, tile.slots, tile.width, POST.KEY_RANK, POST.KEY_GATE
-        )
+        pre_keys = _key_side(pre_key, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE)
+        post_keys = _key_side(post_key, keys, tile, sizes, POST.KEY_RANK, POST.KEY_GATE)
         y = mix(x_dot.to(tl.float32), x_dot, pre, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE)
         weights = tl.exp2(exponents(y, keys.bias, keys.seen, KIND) - log_sums)
         composed = mix(weights, weights.to(KIND.DOT), post, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE)

@@ -1,0 +1,41 @@
+"""A call of the operator, as every implementation takes it."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..weights import ComposeWeights
+
+
+class Call(NamedTuple):
+    """Arguments of `composed_attention`, already checked, with the mask split and the scale filled in.
+
+    Attributes:
+        q: Queries [B, H, T, D].
+        k: Keys [B, H, S, D].
+        v: Values [B, H, S, D].
+        pre: Composition of the scores, or None.
+        post: Composition of the weights, or None.
+        visible: Boolean, at least two axes, broadcastable to [B, H, T, S]: False hides a key; or None.
+        bias: Added to the composed scores, finite, likewise; or None.
+        is_causal: Hide later keys.
+        window: Keys a query sees, or None.
+        scale: Factor on q k^T.
+        dropout_p: Probability of dropping a composed weight.
+        num_groups: Groups of heads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pre: ComposeWeights | None
+    post: ComposeWeights | None
+    visible: Tensor | None
+    bias: Tensor | None
+    is_causal: bool
+    window: int | None
+    scale: float
+    dropout_p: float
+    num_groups: int
