@@ -106,7 +106,7 @@ def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Call:
+class Options:
     """What a call is, apart from its tensors; a window of 0 is none."""
 
     is_causal: bool
@@ -118,16 +118,16 @@ class Call:
 class Mixer:
     """Launches the kernels of a call on its chunks."""
 
-    def __init__(self, q: Tensor, S: int, operands: Operands, key_mask: Tensor | None, call: Call) -> None:
-        self.q, self.S, self.operands, self.key_mask, self.call = q, S, operands, key_mask, call
-        self.heads = q.shape[1] // call.num_groups
+    def __init__(self, q: Tensor, S: int, operands: Operands, key_mask: Tensor | None, options: Options) -> None:
+        self.q, self.S, self.operands, self.key_mask, self.options = q, S, operands, key_mask, options
+        self.heads = q.shape[1] // options.num_groups
         self.slots_of_group = slots_of_group(self.heads)
         self.dummy = q.new_empty(1, dtype=torch.float32)
         self.kind = kernels.Kind(
             GROUP_SLOTS=self.slots_of_group,
             HEADS=self.heads,
-            IS_CAUSAL=call.is_causal,
-            HAS_WINDOW=call.window > 0,
+            IS_CAUSAL=options.is_causal,
+            HAS_WINDOW=options.window > 0,
             HAS_MASK=key_mask is not None,
             DOT=_dot_dtype(q),
         )
@@ -152,8 +152,8 @@ class Mixer:
     def sizes(self, chunk: Chunk, num_splits: int) -> kernels.Sizes:
         """Tell a kernel what the chunk is."""
         return kernels.Sizes(
-            num_instances=chunk.num_rows * self.call.num_groups,
-            num_groups=self.call.num_groups,
+            num_instances=chunk.num_rows * self.options.num_groups,
+            num_groups=self.options.num_groups,
             H=self.q.shape[1],
             row0=chunk.rows.start,
             T=self.q.shape[2],
@@ -164,7 +164,7 @@ class Mixer:
             num_blocks=chunk.num_blocks,
             plane_blocks=chunk.plane_blocks,
             first_key=chunk.first_key,
-            window=self.call.window,
+            window=self.options.window,
             num_splits=num_splits,
         )
 
@@ -177,7 +177,7 @@ class Mixer:
 
     def num_slot_sets(self, chunk: Chunk) -> int:
         """Count the sets of 16 slots that hold a chunk's groups of heads."""
-        return triton.cdiv(chunk.num_rows * self.call.num_groups, 16 // self.slots_of_group)
+        return triton.cdiv(chunk.num_rows * self.options.num_groups, 16 // self.slots_of_group)
 
     def num_splits(self, name: str, chunk: Chunk) -> int:
         """Tell between how many programs a loop is split, so that few long rows fill a GPU too."""
@@ -244,7 +244,7 @@ class Mixer:
         """Add the sums of all programs, block matrices of 16 slots, to the gradient of a base."""
         size, sets = self.slots_of_group, self.num_slot_sets(chunk)
         blocks = sums.view(sets, -1, 16 // size, size, 16 // size, size).sum(1).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-        real = blocks.flatten(0, 1)[: chunk.num_rows * self.call.num_groups, : self.heads, : self.heads]
+        real = blocks.flatten(0, 1)[: chunk.num_rows * self.options.num_groups, : self.heads, : self.heads]
         d_base += real.unflatten(0, (chunk.num_rows, -1)).sum(0)
 
     def key_gradients(
@@ -305,19 +305,19 @@ def _result(q: Tensor, plan: list[Chunk]) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands, key_mask: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, key_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D] and the base-2 log-sums [B, H, T] of contiguous operands."""
     B, H, T, _ = q.shape
     S = k.shape[2]
-    mixer = Mixer(q, S, operands.to_columns(call.num_groups), key_mask, call)
-    plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
+    mixer = Mixer(q, S, operands.to_columns(options.num_groups), key_mask, options)
+    plan = chunks(B, H, T, S, q.element_size(), options.is_causal, options.window)
     workspace = _workspace(q, plan)
     k, v = _aligned(k), _aligned(v)
     out, log_sum = _result(q, plan), q.new_empty(B, H, T, dtype=torch.float32)
     for chunk in plan:
         x = chunk.workspace(workspace, H)
-        _multiply(query_planes(q, chunk), key_planes(k, chunk).mT, call.scale, out=x)
+        _multiply(query_planes(q, chunk), key_planes(k, chunk).mT, options.scale, out=x)
         mixer.row_statistics(chunk, x, log_sum)
         mixer.composed_weights(chunk, x, log_sum)
         out[chunk.rows, :, chunk.queries] = chunk.of_queries(x @ key_planes(v, chunk), H)
@@ -332,13 +332,13 @@ def backward(
     operands: Operands,
     key_mask: Tensor | None,
     log_sum: Tensor,
-    call: Call,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Operands]:
     """Compute the gradients of q, k, v and of the operands."""
     B, H, T, _ = q.shape
     S = k.shape[2]
-    mixer = Mixer(q, S, operands.to_columns(call.num_groups), key_mask, call)
-    plan = chunks(B, H, T, S, q.element_size(), call.is_causal, call.window)
+    mixer = Mixer(q, S, operands.to_columns(options.num_groups), key_mask, options)
+    plan = chunks(B, H, T, S, q.element_size(), options.is_causal, options.window)
     x_space, da_space = _workspace(q, plan), _workspace(q, plan)
     dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
     k, v = _aligned(k), _aligned(v)
@@ -347,12 +347,12 @@ def backward(
     for chunk in plan:
         x, da = chunk.workspace(x_space, H), chunk.workspace(da_space, H)
         queries, d_queries, keys = query_planes(q, chunk), query_planes(d_out, chunk), key_planes(k, chunk)
-        _multiply(queries, keys.mT, call.scale, out=x)
+        _multiply(queries, keys.mT, options.scale, out=x)
         _multiply(d_queries, key_planes(v, chunk).mT, 1.0, out=da)
         mixer.post_gradients(chunk, x, da, log_sum, row_sum, grads)
         mixer.key_gradients(chunk, x, da, log_sum, row_sum, grads)
         mixer.pre_gradients(chunk, x, da, log_sum, row_sum, grads)
-        dq[chunk.rows, :, chunk.queries] = chunk.of_queries(_multiply(da, keys, call.scale), H)
-        for total, product in ((dk, _multiply(da.mT, queries, call.scale)), (dv, x.mT @ d_queries)):
+        dq[chunk.rows, :, chunk.queries] = chunk.of_queries(_multiply(da, keys, options.scale), H)
+        for total, product in ((dk, _multiply(da.mT, queries, options.scale)), (dv, x.mT @ d_queries)):
             fold(total[chunk.rows].flatten(0, 1), chunk.of_keys(product, H), chunk)
-    return dq, dk.to(q.dtype), dv.to(q.dtype), grads.from_columns(call.num_groups, mixer.heads)
+    return dq, dk.to(q.dtype), dv.to(q.dtype), grads.from_columns(options.num_groups, mixer.heads)

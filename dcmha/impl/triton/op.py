@@ -5,90 +5,53 @@
 import torch
 from torch import Tensor
 
-from .launch import Call, Operands, backward, forward
+from .launch import Operands, Options, backward, forward
+
+OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? pre_query, Tensor? pre_key, Tensor? pre_base, Tensor? post_query, "
+    "Tensor? post_key, Tensor? post_base, Tensor? key_mask"
+)
+OPTIONS = "bool is_causal, SymInt window, float scale, SymInt num_groups"
+NUM_DIFFERENTIABLE = 9  # of the operands, all but the mask
 
 
-@torch.library.custom_op("dcmha::composed_attention", mutates_args=())
-def composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    pre_base: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    post_base: Tensor | None,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    window: int,
-    scale: float,
-    num_groups: int,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "dcmha::composed_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)"
+)
+def composed(q, k, v, *rest):
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
-    operands = Operands(pre_query, pre_key, pre_base, post_query, post_key, post_base)
-    call = Call(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
+    *operands, key_mask, is_causal, window, scale, num_groups = rest
+    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
     with torch.cuda.device_of(q):
-        return forward(q.contiguous(), k.contiguous(), v.contiguous(), operands, key_mask, call)
+        return forward(q.contiguous(), k.contiguous(), v.contiguous(), Operands(*operands), key_mask, options)
 
 
 @composed.register_fake
-def _(
-    q,
-    k,
-    v,
-    pre_query,
-    pre_key,
-    pre_base,
-    post_query,
-    post_key,
-    post_base,
-    key_mask,
-    is_causal,
-    window,
-    scale,
-    num_groups,
-):
+def _(q, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("dcmha::composed_attention_backward", mutates_args=())
-def composed_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    pre_base: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    post_base: Tensor | None,
-    key_mask: Tensor | None,
-    log_sum: Tensor,
-    is_causal: bool,
-    window: int,
-    scale: float,
-    num_groups: int,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "dcmha::composed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, {OPERANDS}, Tensor log_sum, {OPTIONS}) -> Tensor[]",
+)
+def composed_backward(d_out, q, k, v, *rest):
     """Compute the gradients of q, k, v and the six operands; empty tensors where there is none."""
-    operands = Operands(pre_query, pre_key, pre_base, post_query, post_key, post_base)
-    call = Call(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
+    *operands, key_mask, log_sum, is_causal, window, scale, num_groups = rest
+    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
-        dq, dk, dv, grads = backward(*tensors, operands, key_mask, log_sum, call)
+        dq, dk, dv, grads = backward(*tensors, Operands(*operands), key_mask, log_sum, options)
     packed = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads, operands, strict=True)]
     return [dq, dk, dv, *packed]
 
 
 @composed_backward.register_fake
-def _(
-    d_out, q, k, v, pre_query, pre_key, pre_base, post_query, post_key, post_base, key_mask, log_sum, is_causal,
-    window, scale, num_groups,
-):  # fmt: skip
-    operands = (q, k, v, pre_query, pre_key, pre_base, post_query, post_key, post_base)
+def _(d_out, *rest):
     return [
-        q.new_empty(0) if w is None else torch.empty_like(w, memory_format=torch.contiguous_format) for w in operands
+        d_out.new_empty(0) if w is None else torch.empty_like(w, memory_format=torch.contiguous_format)
+        for w in rest[:NUM_DIFFERENTIABLE]
     ]
 
 
@@ -102,7 +65,7 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, d_out: Tensor, _: Tensor | None):
     *tensors, log_sum = ctx.saved_tensors
     grads = composed_backward(d_out, *tensors, log_sum, *ctx.options)
-    given = [None if w is None else g for w, g in zip(tensors[:9], grads, strict=True)]
+    given = [None if w is None else g for w, g in zip(tensors[:NUM_DIFFERENTIABLE], grads, strict=True)]
     return *given, None, None, None, None, None
 
 
