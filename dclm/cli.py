@@ -32,7 +32,7 @@ def generate(
 
     Args:
         checkpoint: A .ckpt file, the folder of a run, or a folder in the published hub format.
-        prompt: Texts to continue, together in one batch.
+        prompt: Texts to continue, together in one batch; a single one that begins with a dash as --prompt=-text.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         max_new_tokens: Most tokens to add to each.
         temperature: 0 takes the likeliest token.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from dcmha import ComposeOptions
+from dcmha.choice import check_impl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,9 @@ class DecoderConfig(ComposeOptions):
                 raise ValueError(f"{name}={getattr(self, name)} must be positive.")
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be divisible by num_heads={self.num_heads}.")
+        if self.is_composed:
+            self.group_heads(self.num_heads)
+        check_impl(self.impl)
         if self.mlp_groups < 0 or (self.mlp_groups and self.mlp_dim % self.mlp_groups):
             raise ValueError(f"mlp_groups={self.mlp_groups} must be 0 or divide mlp_dim={self.mlp_dim}.")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):

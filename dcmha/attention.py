@@ -3,14 +3,15 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim, C model width, R compose rank, G head groups
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .impl.masking import combine_masks
-from .layer import ComposedLayer
-from .options import COMPOSE_OPTIONS, check_names, compose_options_of
+from .layer import LAYER_OPTIONS, ComposedLayer, check_options
+from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
 Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -66,7 +67,7 @@ class DCAttention(ComposedLayer):
             unknown or out of range.
     """
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (*COMPOSE_OPTIONS, "window", "impl")
+    OPTIONS: ClassVar[tuple[str, ...]] = LAYER_OPTIONS
     defaults: ClassVar[Mapping[str, object]] = {}
 
     def __init__(
@@ -121,21 +122,17 @@ class DCAttention(ComposedLayer):
         """Make a subclass with other defaults, for code that takes an attention class. Its instances pickle.
 
         Raises:
-            ValueError: If an option is not one of `DCAttention.OPTIONS`.
+            ValueError: If an option is not one of `DCAttention.OPTIONS`, or out of range.
         """
-        check_names(options, cls.OPTIONS)
+        check_options(**{**cls.defaults, **options})
+        return _configured(vars(cls).get("configured_from", cls), tuple(sorted({**cls.defaults, **options}.items())))
 
-        class Configured(cls):
-            defaults = {**cls.defaults, **options}
-            base = vars(cls).get("base", cls)
-
-            def __reduce_ex__(self, protocol):
-                if type(self) is not Configured:
-                    return super().__reduce_ex__(protocol)
-                return _new_configured, (self.base, self.defaults), vars(self)  # no module holds this class
-
-        Configured.__name__ = cls.__name__
-        return Configured
+    def __init_subclass__(cls, **kwargs) -> None:
+        """Refuse options as class attributes, which would say nothing."""
+        super().__init_subclass__(**kwargs)
+        misplaced = sorted(set(cls.OPTIONS) & set(vars(cls)))
+        if misplaced:
+            raise TypeError(f"{cls.__name__} sets {misplaced} as class attributes; set defaults = {{...}} instead.")
 
     def forward(
         self,
@@ -186,7 +183,24 @@ class DCAttention(ComposedLayer):
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def _new_configured(cls: type[DCAttention], options: dict) -> DCAttention:
+@cache
+def _configured(base: type[DCAttention], options: tuple[tuple[str, object], ...]) -> type[DCAttention]:
+    """Make the subclass of a class that a module holds, with these defaults."""
+
+    class Configured(base):
+        defaults = dict(options)
+        configured_from = base
+
+        def __reduce_ex__(self, protocol):
+            if type(self) is not Configured:
+                return super().__reduce_ex__(protocol)
+            return _new_configured, (base, options), self.__getstate__()
+
+    Configured.__name__, Configured.__qualname__ = base.__name__, base.__qualname__
+    return Configured
+
+
+def _new_configured(base: type[DCAttention], options: tuple[tuple[str, object], ...]) -> DCAttention:
     """Make an empty instance of a class that `with_options` made, for unpickling."""
-    configured = cls.with_options(**options)
+    configured = _configured(base, options)
     return configured.__new__(configured)

@@ -79,6 +79,8 @@ def compose_cost(dim: int, num_heads: int, num_queries: int, num_keys: int, **op
         **options: Fields of `ComposeOptions`.
     """
     chosen = ComposeOptions(**options)
+    if not chosen.is_composed:
+        return ComposeCost(0, 0)
     compositions, group_heads = len(chosen.compositions), chosen.group_heads(num_heads)
     width = 2 * chosen.rank * group_heads
     per_token = chosen.num_groups * (dim * width + width * width) + chosen.dynamic_gate * dim * num_heads
@@ -92,6 +94,8 @@ def compose_cost(dim: int, num_heads: int, num_queries: int, num_keys: int, **op
 
 def _pair_flops(num_heads: int, options: ComposeOptions) -> int:
     """Count the FLOPs of composing one pair."""
+    if not options.is_composed:
+        return 0
     group_heads = options.group_heads(num_heads)
     down_over_heads, up_over_ranks = group_heads > 1, options.rank > 1
     flops = len(options.sides) * 2 * options.rank * num_heads * (down_over_heads + up_over_ranks)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .choice import Impl
 from .impl.masking import combine_masks
 from .layer import ComposedLayer
-from .options import ComposeOptions, compose_options_of
+from .options import COMPOSE_OPTIONS, ComposeOptions, check_names, compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
 
@@ -35,8 +35,8 @@ class DCCrossAttention(ComposedLayer):
         **options: Fields of `ComposeOptions`.
 
     Raises:
-        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or nothing is
-            left to compose.
+        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, an option is
+            unknown or out of range, or nothing is left to compose.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class DCCrossAttention(ComposedLayer):
         **options,
     ) -> None:
         super().__init__()
-        self._set_options(window=None, impl=impl, **options)
+        check_names(options, COMPOSE_OPTIONS)
+        self._set_options(impl=impl, **options)
         if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
         for name, width in (("context_dim", context_dim), ("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
@@ -157,8 +158,9 @@ class SidedProjection(nn.Module):
     ) -> None:
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        has_key = "key" in ComposeOptions(**options).sides
-        has_query = "query" in ComposeOptions(**options).sides or options.get("static_base", False) or not has_key
+        chosen = ComposeOptions(**options)
+        chosen.check_composes()
+        has_query, has_key = "query" in chosen.sides or chosen.static_base, "key" in chosen.sides
         only_query = {**options, "key_wise": False}
         only_key = {**options, "query_wise": False, "static_base": False}
         self.query = ComposeProjection(dim, num_heads, **only_query, **dd) if has_query else None

@@ -71,6 +71,8 @@ def composed_attention(
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
     check_impl(impl)
+    for name, weights in (("pre", pre), ("post", post)):
+        _check_types(name, weights)
     is_autocast = _has_autocast(q.device.type) and torch.is_autocast_enabled(q.device.type)
     if is_autocast:
         q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
@@ -184,13 +186,21 @@ def _check_options(q: Tensor, window: int | None, dropout_p: float, num_groups: 
         raise ValueError(f"num_groups={num_groups} must be a positive divisor of the {q.shape[1]} heads of q.")
 
 
+def _check_types(name: str, weights: ComposeWeights | None) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, ComposeWeights):
+        raise ValueError(f"{name} is {type(weights).__name__}; accepted: ComposeWeights(query, key, base), or None.")
+    for side, part in (("query", weights.query), ("key", weights.key)):
+        if not isinstance(part, SideWeights):
+            raise ValueError(f"{name}.{side} is {type(part).__name__}; accepted: SideWeights (each field may be None).")
+
+
 def _check_weights(name: str, weights: ComposeWeights | None, q: Tensor, k: Tensor, num_groups: int) -> None:
     if weights is None:
         return
     B, H, T, _ = q.shape
     for side, part, tokens in (("query", weights.query, T), ("key", weights.key, k.shape[2])):
-        if not isinstance(part, SideWeights):
-            raise ValueError(f"{name}.{side} is {type(part).__name__}; accepted: SideWeights (each field may be None).")
         if (part.down is None) != (part.up is None):
             raise ValueError(f"{name}.{side}.down and {name}.{side}.up must both be given or both be None.")
         if part.down is not None:

@@ -16,6 +16,22 @@ from .weights import ComposeWeights
 logger = logging.getLogger(__name__)
 
 
+LAYER_OPTIONS = (*COMPOSE_OPTIONS, "window", "impl")
+
+
+def check_options(*, window: int | None = None, impl: Impl = "auto", **options) -> ComposeOptions:
+    """Check the options of a layer; return those that say what is composed.
+
+    Raises:
+        ValueError: If one is unknown, of another type or out of range.
+    """
+    check_names(options, LAYER_OPTIONS)
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
+    check_impl(impl)
+    return ComposeOptions(**options)
+
+
 class ComposedLayer(nn.Module):
     """Base of the layers that call the operator. A subclass sets `num_heads`, `scale` and `attn_drop`.
 
@@ -32,13 +48,14 @@ class ComposedLayer(nn.Module):
 
     def _set_options(self, *, window: int | None = None, impl: Impl = "auto", **options) -> None:
         """Check and keep the options of a layer."""
-        check_names(options, (*COMPOSE_OPTIONS, "window", "impl"))
-        if window is not None and window < 1:
-            raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
-        check_impl(impl)
-        self.options = ComposeOptions(**options)
+        self.options = check_options(window=window, impl=impl, **options)
         self.window, self.impl = window, impl
         self.resolved_impl: ResolvedImpl | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of heads that compose among themselves; 1 where nothing is composed."""
+        return self.options.num_groups if self.options.is_composed else 1
 
     def attend(
         self,
@@ -63,7 +80,7 @@ class ComposedLayer(nn.Module):
             window=self.window,
             scale=self.scale,
             dropout_p=dropout_p,
-            num_groups=self.options.num_groups,
+            num_groups=self.num_groups,
             impl=self.impl,
         )
         self._record_impl(q, attn_mask, dropout_p)
@@ -73,7 +90,7 @@ class ComposedLayer(nn.Module):
         """Remember which implementation ran first, and log it once for all layers alike."""
         if torch.compiler.is_compiling() or self.resolved_impl is not None:
             return
-        call = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.options.num_groups}
+        call = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups}
         choice = resolve_impl(self.impl, q, is_composed=self.options.is_composed, **call)
         self.resolved_impl = choice.impl
         _log_choice(self.impl, choice)

@@ -62,6 +62,15 @@ class ComposeOptions:
         is_dynamic = self.rank > 0 or self.dynamic_gate
         return ("query",) * (self.query_wise and is_dynamic) + ("key",) * (self.key_wise and is_dynamic)
 
+    def check_composes(self) -> None:
+        """Raise ValueError if these options leave nothing to compose."""
+        if not self.is_composed or not (self.sides or self.static_base):
+            got = ", ".join(f"{name}={getattr(self, name)}" for name in COMPOSE_OPTIONS)
+            raise ValueError(
+                "nothing is left to compose: enable pre_compose or post_compose, and static_base or a dynamic branch "
+                f"(got {got}); for plain attention leave the composition out."
+            )
+
     def group_heads(self, num_heads: int) -> int:
         """Count the heads H/G of a group.
 

@@ -75,11 +75,11 @@ def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
             q32, k32 = q.float(), k.float()
             bias = None if bias is None else bias.float()
             wide = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))
-            options = (is_causal, layer.window, layer.scale, 0.0, layer.options.num_groups)
+            options = (is_causal, layer.window, layer.scale, 0.0, layer.num_groups)
             call = Call(q32, k32, v, *wide, visible, bias, *options)
             maps = attention_maps(call)
             uncomposed = attention_maps(call._replace(pre=None, post=None)).weights
-            means = (mean_composition(w, layer.num_heads, layer.options.num_groups) for w in (pre, post))
+            means = (mean_composition(w, layer.num_heads, layer.num_groups) for w in (pre, post))
             recorded[name] = Recorded(maps, uncomposed, *means)
         return attend(q, k, v, pre, post, attn_mask, is_causal=is_causal)
 

@@ -90,16 +90,11 @@ class ComposeProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.options = ComposeOptions(**options)
+        self.options.check_composes()
         self.dim, self.num_heads = dim, num_heads
         self.group_heads = self.options.group_heads(num_heads)
         self.group_width = 2 * self.options.rank * self.group_heads
         self.roles = tuple(product(self.options.sides, self.options.compositions))
-        if not self.options.is_composed or not (self.roles or self.options.static_base):
-            got = ", ".join(f"{name}={value}" for name, value in compose_options_of(self.options).items())
-            raise ValueError(
-                "nothing is left to compose: enable pre_compose or post_compose, and static_base or a dynamic branch "
-                f"(got {got}); for plain attention leave the projection out."
-            )
         self._make_parameters({"device": device, "dtype": dtype})
         self.init_weights()
 

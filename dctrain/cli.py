@@ -215,7 +215,9 @@ def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
 
 def _check_subcommand(cli: type[TrainerCLI], args: list[str]) -> None:
     names = [*cli.subcommands(), *cli.functions]
-    if args and not args[0].startswith("-") and args[0] not in names:
+    if not args:
+        raise UserError(f"{cli.program} needs a subcommand; accepted: {', '.join(names)}. --help says more.")
+    if not args[0].startswith("-") and args[0] not in names:
         raise UserError(f"{args[0]!r} is no subcommand of {cli.program}; accepted: {', '.join(names)}.")
 
 

@@ -1,5 +1,6 @@
 """Subcommands that are functions: arguments are the function's own, their help its docstring."""
 
+import argparse
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, get_args, get_origin
@@ -31,6 +32,16 @@ class TrainerParser(ShortErrors, LightningArgumentParser):
     """Parses the arguments of a Lightning subcommand."""
 
 
+class Once(argparse.Action):
+    """Takes the values of an option that may stand once; of two argparse would drop the first."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Keep the values, unless there are some already."""
+        if getattr(namespace, self.dest, None) not in (None, self.default):
+            raise UserError(f"{option_string} is given twice; give its values one after the other.")
+        setattr(namespace, self.dest, values)
+
+
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
     """Call a function with arguments of the command line: `PROGRAM NAME --parameter value ...`.
 
@@ -56,6 +67,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
         is_required = default is inspect.Parameter.empty
         parser.add_argument(
             f"--{key}",
+            action=Once,
             nargs="+",
             type=_item_type(parameters[key].annotation),
             required=is_required,

@@ -74,8 +74,8 @@ def preparing(
     """
     make_folder(str(out))
     try:
-        with FileLock(out / ".lock", timeout=0):
-            preparation = Preparation(out, plan, plan_name, manifest_name)
+        preparation = Preparation(out, plan, plan_name, manifest_name)
+        with FileLock(preparation.plan_path.with_suffix(".lock"), timeout=0):
             preparation.check()
             yield preparation
     except Timeout as error:

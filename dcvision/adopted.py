@@ -16,8 +16,9 @@ from timm.models.eva import EvaAttention
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
-from dcmha import DCAttention, DCCrossAttention, compose_options_of
+from dcmha import COMPOSE_OPTIONS, DCAttention, DCCrossAttention, compose_options_of
 from dcmha.cross import SidedProjection
+from dcmha.options import check_names
 
 
 def _share(module: nn.Module, other: nn.Module) -> None:
@@ -135,7 +136,8 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
     def __init__(self, pooling: AttentionPoolLatent, **options) -> None:
         nn.Module.__init__(self)
         _share(self, pooling)
-        self._set_options(window=None, **options)
+        check_names(options, (*COMPOSE_OPTIONS, "impl"))
+        self._set_options(**options)
         self.dim, self.context_dim = self.latent_dim, self.kv.in_features
         self.attn_drop = nn.Dropout(0.0)
         dd = {"device": self.kv.weight.device, "dtype": self.kv.weight.dtype}

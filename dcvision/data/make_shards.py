@@ -48,6 +48,8 @@ def make_shards(
     """
     if (folder is None) == (validation_tar is None):
         raise UserError("--folder or --validation_tar must name the images, one of them.")
+    if folder is not None and (labels or classes or devkit_meta):
+        raise UserError("--labels, --classes and --devkit_meta belong to --validation_tar; folders name classes.")
     workers = os.cpu_count() if num_workers is None else num_workers
     if workers < 1:
         raise UserError(f"--num_workers={num_workers} must be at least 1.")
@@ -118,11 +120,11 @@ def write_shards(
     made_from = {"images": listing, "num_shards": num_shards, "seed": seed}
     names = {"plan_name": f".{prefix}-plan.json", "manifest_name": f"{prefix}-manifest.json"}
     with preparing(out, made_from, **names) as preparation:
+        (out / f"{prefix}-classes.txt").write_text("\n".join(classes) + "\n")
         if preparation.manifest() is None or not all(shard.path.exists() for shard in shards):
             preparation.begin()
             entries = _write_missing(shards, num_workers)
             preparation.finish({"samples": len(images), "classes": len(classes), "shards": entries})
-            (out / f"{prefix}-classes.txt").write_text("\n".join(classes) + "\n")
     return preparation.manifest_path
 
 

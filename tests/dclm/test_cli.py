@@ -256,6 +256,7 @@ def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
         ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=a"], "no checkpoint"),
         ([checkpoint, "--prompt=a", "--prompts=a"], "prompts"),
         ([checkpoint, "--prompt=a", "--device=nope"], "device='nope' cannot be used"),
+        ([checkpoint, "--prompt=a", "--prompt=b"], "--prompt is given twice"),
         ([checkpoint], "prompt"),
     ):
         assert message in mistake(capsys, "generate", *args), args

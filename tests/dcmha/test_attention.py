@@ -1,5 +1,6 @@
 """DCAttention: golden intermediates of the authors' code, options, rope, cache, autocast."""
 
+import copy
 import pickle
 from pathlib import Path
 
@@ -112,6 +113,31 @@ def test_subclasses_set_other_defaults():
     assert DCAttention(32, 4).window is None
     with pytest.raises(ValueError, match=r"unknown options \['ranks'\]; accepted: rank, "):
         DCAttention.with_options(ranks=1)
+    with pytest.raises(ValueError, match="rank='a' must be an integer"):
+        DCAttention.with_options(rank="a")
+
+
+def test_options_as_class_attributes_are_refused():
+    with pytest.raises(TypeError, match=r"Old sets \['rank'\] as class attributes; set defaults"):
+        type("Old", (DCAttention,), {"rank": 1})
+
+
+def test_copies_of_compiled_layers_are_their_own():
+    layer = DCAttention.with_options(rank=1)(32, 4)
+    layer.compile(backend="eager")
+    x = torch.randn(1, 6, 32)
+    layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is type(layer)
+        for parameter in other.parameters():
+            torch.nn.init.zeros_(parameter)
+        assert not other(x).any() and layer(x).any()
+
+
+def test_groups_mean_nothing_to_plain_attention():
+    assert PLAIN(32, 4, num_groups=3)(torch.randn(1, 5, 32)).shape == (1, 5, 32)
+    with pytest.raises(ValueError, match="num_groups=3 must be a positive divisor of num_heads=4"):
+        DCAttention(32, 4, num_groups=3)
 
 
 def test_layers_made_with_options_can_be_pickled():
@@ -205,7 +231,9 @@ def test_mistakes_are_named():
         ({"dim": 32, "num_heads": 4, "num_groups": 3}, r"num_groups=3 must be a positive divisor of num_heads=4"),
         ({"dim": 32, "num_heads": 4, "qk_norm": True}, r"norm_layer=None; qk_norm and scale_norm need a norm layer"),
         ({"dim": 32, "num_heads": 4, "impl": "fast"}, r"impl='fast' is unknown"),
-        ({"dim": 32, "num_heads": 4, "window": 0}, r"window=0 must be at least 1"),
+        ({"dim": 32, "num_heads": 4, "window": 0}, r"window=0 must be an integer, at least 1"),
+        ({"dim": 32, "num_heads": 4, "window": 2.5}, r"window=2.5 must be an integer"),
+        ({"dim": 32, "num_heads": 4, "ranks": 2}, r"unknown options \['ranks'\]; accepted: rank, "),
     ):
         with pytest.raises(ValueError, match=message):
             DCAttention(**arguments)

@@ -96,6 +96,10 @@ def test_bad_input():
         layer(x, context, torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="nothing is left to compose"):
         make(query_wise=False, key_wise=False)
+    with pytest.raises(ValueError, match="pre_compose=False, post_compose=False, query_wise=True, key_wise=True"):
+        make(pre_compose=False, post_compose=False)
+    with pytest.raises(ValueError, match=r"unknown options \['window'\]; accepted: rank, "):
+        make(window=3)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):
         DCCrossAttention(30, 4)
     for name in ("context_dim", "attn_head_dim", "dim_out"):

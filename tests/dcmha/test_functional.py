@@ -398,6 +398,7 @@ MISTAKES = {
     ),
     "pair": ({"pre": ComposeWeights(SideWeights(down=RANK))}, r"pre.query.down and pre.query.up must both be given"),
     "side": ({"pre": ComposeWeights(key=GATE)}, r"pre.key is Tensor; accepted: SideWeights"),
+    "seven fields": ({"pre": (None,) * 7}, r"pre is tuple; accepted: ComposeWeights\(query, key, base\), or None"),
     "no side": ({"pre": ComposeWeights(None)}, r"pre.query is NoneType; accepted: SideWeights"),
     "base": (
         {"pre": ComposeWeights(base=torch.zeros(1, 4, 4)), "num_groups": 2},

@@ -133,6 +133,7 @@ def test_mistakes(folder, tmp_path, make):
     make("--validation_tar", tmp_path / "no.tar", *common, fails="--validation_tar must name a file")
     (folder / "n01" / "n01.v1_0.jpg").write_bytes(b"x")
     make("--folder", folder, *common, fails="two images would be sample n01/n01_v1_0")
+    make("--folder", folder, "--classes", "x", *common, fails="--classes and --devkit_meta belong to --validation_tar")
     make(*common, fails="--folder or --validation_tar must name the images")
     assert not list((tmp_path / "out").glob("*.tar"))
 

@@ -250,7 +250,7 @@ def test_a_mistyped_tokenizer_claims_no_folder(tmp_path):
 def test_two_preparations_of_one_folder_do_not_meet(tmp_path):
     files = write_texts(tmp_path / "in", texts(5))
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out/.lock"), pytest.raises(UserError, match="is being prepared by another process"):
+    with FileLock(tmp_path / "out/plan.lock"), pytest.raises(UserError, match="is being prepared by another process"):
         prepared(files, tmp_path / "out")
 
 
