@@ -130,6 +130,7 @@ def test_exported_models_generate_the_same(trained, capsys, tmp_path):
     assert "holds config.json already; nothing was overwritten" in again
 
 
+@pytest.mark.slow
 def test_speed_leaves_validation_out(corpus, tmp_path):
     """Rates of the windows with a validation in them are like the others'."""
     often = ["--trainer.max_epochs=2", "--trainer.val_check_interval=5", "--trainer.log_every_n_steps=5"]
@@ -275,6 +276,7 @@ def test_checkpoint_of_another_architecture(trained, capsys):
     assert "trained with model='dcformer_pp_debug', here 'transformer_pp_debug'" in error
 
 
+@pytest.mark.slow
 def test_the_token_script_runs(tmp_path, capsys):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(TEXT + name)

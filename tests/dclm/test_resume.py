@@ -51,6 +51,7 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_pat
     assert best[0] == best[1] and len(best[0]) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(corpus, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
     stopped = spawn("fit", *small(corpus, tmp_path), *two, *record(tmp_path / "a", at=25, rank=1))

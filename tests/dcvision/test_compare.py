@@ -23,6 +23,7 @@ UNFINISHED = "not all runs have finished; the same command tries them again"
 MODELS = ["dcvit_digits_patch2_8 model_kwargs.depth=1", "dcvit_nothing"]
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     with pytest.raises(UserError, match=UNFINISHED):
         compare(CONFIG, MODELS, str(tmp_path), extra=SHORT)
@@ -77,7 +78,6 @@ def test_bad_folders_and_names(tmp_path):
             compare(CONFIG, MODELS, str(tmp_path / "new"), extra=extra)
 
 
-@pytest.mark.slow
 def test_a_run_that_trains_nothing_is_no_result(tmp_path, capsys):
     with pytest.raises(UserError, match=UNFINISHED):
         compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.fast_dev_run=true"])

@@ -138,6 +138,7 @@ def test_mistakes(folder, tmp_path, make):
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
+@pytest.mark.slow
 def test_the_script_runs(folder, tmp_path):
     command = [sys.executable, "data/make_shards.py", f"--folder={folder}", f"--out={tmp_path}/out", "--num_shards=2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

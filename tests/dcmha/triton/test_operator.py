@@ -96,7 +96,7 @@ def _gradients(case, operands, impl, dtype):
 
 
 CHUNKED = [  # and the budget of a workspace, in KiB
-    ({"T": 19, "S": 37}, 4),
+    pytest.param({"T": 19, "S": 37}, 4, marks=pytest.mark.slow),
     pytest.param({"T": 37, "S": 37, "is_causal": True}, 16, marks=pytest.mark.slow),
     ({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4),
     pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.slow),
