@@ -8,10 +8,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from .impl.call import is_transformed
+
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
 MAX_GROUP_HEADS = 16  # heads that the fused kernels compose together, at most
+_NO_TRANSFORMS = "transforms of torch.func (vmap, grad, jvp) cannot go through it"
 
 
 class Choice(NamedTuple):
@@ -73,7 +76,7 @@ def why_not_cpu(q: Tensor, dropout_p: float) -> str | None:
         return "a compiler cannot trace it"
     if dropout_p > 0:
         return "it has no dropout"
-    return None
+    return _NO_TRANSFORMS if is_transformed() else None
 
 
 def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
@@ -88,7 +91,7 @@ def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_gr
         return "it takes no floating attn_mask"
     if attn_mask is not None and not _is_mask_of_keys(attn_mask):
         return f"of boolean masks it takes those of keys, [B or 1, 1, 1, S], got shape {list(attn_mask.shape)}"
-    return _what_is_missing(q.device)
+    return _NO_TRANSFORMS if is_transformed() else _what_is_missing(q.device)
 
 
 def _is_mask_of_keys(attn_mask: Tensor) -> bool:

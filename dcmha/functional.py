@@ -60,7 +60,9 @@ def composed_attention(
         impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "cpu" (blocks
             that stay in a CPU's cache, float32 inside), "triton" (fused kernels; CUDA), or "auto": "triton" on CUDA and
             "cpu" on a CPU where they can run, for more than one query, else "compiled". `resolve_impl` tells which.
-            Second derivatives and torch.func transforms need "reference".
+            "reference" and "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others
+            raise. Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there
+            "compiled" recomputes nothing, so that it keeps T x S.
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.
@@ -68,6 +70,7 @@ def composed_attention(
     Raises:
         ValueError: If a shape, dtype, device or option does not fit, or "triton" or "cpu" cannot run; the message names
             it.
+        NotImplementedError: At a derivative that an implementation does not have.
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
     check_impl(impl)

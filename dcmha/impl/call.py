@@ -2,8 +2,9 @@
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..weights import ComposeWeights
@@ -39,3 +40,14 @@ class Call(NamedTuple):
     scale: float
     dropout_p: float
     num_groups: int
+
+
+@torch.compiler.assume_constant_result
+def is_transformed() -> bool:
+    """Tell whether this runs inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_derivative(impl: str, kind: str) -> NoReturn:
+    """Raise for a derivative that an implementation does not have."""
+    raise NotImplementedError(f"impl={impl!r} has no {kind} derivatives; use impl='reference'.")

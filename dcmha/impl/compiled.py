@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..weights import ComposeWeights
-from .call import Call
+from .call import Call, is_transformed
 from .masking import both_visible, key_range, masked_softmax, visible_keys
 
 WHOLE_LENGTH = 256  # up to this many queries: one chunk and no recompute
@@ -25,12 +25,13 @@ def attention(call: Call) -> Tensor:
     """Compute composed attention chunk by chunk: [B, H, T, D]."""
     q, T, S = call.q, call.q.shape[-2], call.k.shape[-2]
     may_be_empty = call.visible is not None or T > S
-    block = _compiled_block() if q.is_cuda and not torch.compiler.is_compiling() else _block
+    is_plain_eager = not is_transformed() and not torch.compiler.is_compiling()
+    block = _compiled_block() if q.is_cuda and is_plain_eager else _block
     if T <= WHOLE_LENGTH:
         return block(_chunk(call, 0, T), may_be_empty)
     starts = range(0, T, CHUNK)
     pieces = (_chunk(call, start, min(start + CHUNK, T)) for start in starts)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_transformed():  # transforms know no recomputing
         return torch.cat([block(piece, may_be_empty) for piece in pieces], dim=2)
     recomputed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=call.dropout_p > 0.0)
     return torch.cat([recomputed(piece, may_be_empty) for piece in pieces], dim=2)

@@ -22,10 +22,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..weights import ComposeWeights, SideWeights
-from .call import Call
+from .call import Call, refuse_derivative
 from .masking import both_visible, key_range, masked_softmax, visible_keys
 
 
@@ -114,19 +113,37 @@ class BlockedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_out):
-        saved = ctx.saved_tensors
+        gradients = BlockedGradient.apply(grad_out, *ctx.saved_tensors, ctx.kind, ctx.size, ctx.needs_input_grad)
+        return *gradients, None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_derivative("cpu", "forward-mode")
+
+
+class BlockedGradient(torch.autograd.Function):
+    """The backward pass of `BlockedAttention`. A function of its own, so that a second derivative, which goes through
+    all its inputs, meets its refusal.
+    """
+
+    @staticmethod
+    def forward(ctx, grad_out, q, k, v, pre_query, pre_key, post_query, post_key, bias, visible, kind, size, needed):
+        tensors = (q, k, v, pre_query, pre_key, post_query, post_key, bias, visible)
         gradients = [
-            torch.zeros_like(x) if x is not None and needed else None
-            for x, needed in zip(saved, ctx.needs_input_grad, strict=False)
+            torch.zeros_like(x) if x is not None and is_needed else None
+            for x, is_needed in zip(tensors[:8], needed, strict=False)
         ]
         with torch.autocast(grad_out.device.type, enabled=False):
-            for block in _blocks(*saved[:2], ctx.kind, ctx.size):
-                part = _BlockPass(block, *saved, ctx.kind)
+            for block in _blocks(q, k, kind, size):
+                part = _BlockPass(block, *tensors, kind)
                 part.weights()
                 part.backward(grad_out, gradients)
-        return *gradients[:8], None, None, None
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_derivative("cpu", "second")
 
 
 def _blocks(q: Tensor, k: Tensor, kind: Kind, size: BlockSize) -> Iterator[Block]:

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from ..call import refuse_derivative
 from .launch import Operands, Options, backward, forward
 
 OPERANDS = (
@@ -70,3 +71,4 @@ def _backward(ctx, d_out: Tensor, _: Tensor | None):
 
 
 composed.register_autograd(_backward, setup_context=_setup)
+composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("triton", "second"))

@@ -1,0 +1,128 @@
+"""Derivatives beyond the first, and transforms of torch.func: right, or refused; never wrong."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian, hvp
+from torch.func import grad, jacrev, jvp, vmap
+
+from dcmha import DCAttention
+from dcmha.impl.compiled import CHUNK, WHOLE_LENGTH
+
+EXACT = ("reference", "compiled")
+LENGTHS = (9, WHOLE_LENGTH + CHUNK // 2)  # in one chunk, and in several that are computed again
+
+
+def make_layer(impl: str) -> DCAttention:
+    """Make a layer whose compositions do something."""
+    torch.manual_seed(0)
+    layer = DCAttention(16, 4, impl=impl, dtype=torch.float64 if impl != "triton" else torch.float32)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return layer
+
+
+def make_inputs(layer: DCAttention, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make an input and a direction."""
+    shape, dtype = (1, tokens, layer.dim), layer.qkv.weight.dtype
+    return torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+
+
+def energy(layer: DCAttention):
+    return lambda x: layer(x).square().sum()
+
+
+def penalty_of_input(layer, x, u):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(energy(layer)(x), x, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), x)[0]
+
+
+def penalty_of_weights(layer, x, u):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(energy(layer)(x), x, create_graph=True)
+    slope.square().sum().backward()
+    return layer.qkv.weight.grad
+
+
+def slope_of_a_linear_loss(layer, x, u):
+    """The gradient of the output does not need one itself: a refusal must not hang on it."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((layer(x) * u).sum(), x, create_graph=True)
+    return torch.autograd.grad((slope * u).sum(), x)[0]
+
+
+SECOND = {
+    "hvp": lambda layer, x, u: hvp(energy(layer), x, u)[1],
+    "hessian": lambda layer, x, u: hessian(energy(layer), x[:, :2]),
+    "penalty of the input": penalty_of_input,
+    "penalty of the weights": penalty_of_weights,
+    "slope of a linear loss": slope_of_a_linear_loss,
+}
+
+
+def make_dual(layer, x, u):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, u))).tangent
+
+
+TRANSFORMS = {
+    "grad": lambda layer, x, u: grad(energy(layer))(x),
+    "jvp": lambda layer, x, u: jvp(layer, (x,), (u,))[1],
+    "vmap": lambda layer, x, u: vmap(layer)(torch.stack([x, u])),
+    "grad of each sample": lambda layer, x, u: vmap(grad(energy(layer)))(torch.stack([x, u])),
+    "jacrev": lambda layer, x, u: jacrev(energy(layer))(x),
+    "grad of grad": lambda layer, x, u: grad(lambda y: grad(energy(layer))(y).square().sum())(x),
+}
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_of_compiled_equal_the_reference(name, tokens):
+    expected, got = (SECOND[name](layer, *make_inputs(layer, tokens)) for layer in map(make_layer, EXACT))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("impl", ["auto", "cpu", "triton"])
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_refused(name, impl):
+    layer = make_layer(impl)
+    with pytest.raises(NotImplementedError, match="has no second derivatives; use impl='reference'"):
+        SECOND[name](layer, *make_inputs(layer, 9))
+
+
+@pytest.mark.parametrize("impl", ["cpu", "triton"])
+def test_a_graph_of_the_gradients_that_nobody_differentiates_is_fine(impl):
+    layer = make_layer(impl)
+    x = make_inputs(layer, 9)[0].requires_grad_()
+    slopes = []
+    for layer.impl in (impl, "reference"):
+        slopes += torch.autograd.grad(energy(layer)(x), x, create_graph=True)
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("impl", ["auto", "compiled"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_equal_the_reference(name, impl, tokens):
+    expected, got = (
+        TRANSFORMS[name](layer, *make_inputs(layer, tokens)) for layer in map(make_layer, (EXACT[0], impl))
+    )
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "triton"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused(name, impl):
+    layer = make_layer(impl)
+    with pytest.raises(ValueError, match=f"impl='{impl}' cannot run: transforms of torch.func"):
+        TRANSFORMS[name](layer, *make_inputs(layer, 9))
+
+
+def test_forward_mode_equals_the_reference_or_is_refused():
+    expected, got = (make_dual(layer, *make_inputs(layer, 9)) for layer in map(make_layer, EXACT))
+    torch.testing.assert_close(got, expected)
+    for impl in ("cpu", "triton"):
+        layer = make_layer(impl)
+        with pytest.raises(NotImplementedError):
+            make_dual(layer, *make_inputs(layer, 9))
