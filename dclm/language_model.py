@@ -113,8 +113,7 @@ class LanguageModel(TrainingModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the loss of one batch, in nats per token."""
         loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents)
-        self.log_step(loss, batch_size=len(batch.input_ids))
-        return loss
+        return self.log_step(loss, batch_size=len(batch.input_ids))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one batch to the mean over tokens, which is reduced over ranks at the end."""

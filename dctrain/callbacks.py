@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from .errors import UserError
+from .errors import Diverged, UserError
 from .flops import peak_flops
 
 STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
@@ -19,17 +19,21 @@ class LastCheckpoint(Callback):
     """Keeps the full state of the newest step: at the start, every so many steps, at the end, and at a stop.
 
     It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes the one before, so that a whole
-    checkpoint exists at any moment.
+    checkpoint exists at any moment. While steps are skipped for not being finite it saves only if the run is stopped,
+    and weights that are not finite never, so that a run that diverges leaves the last checkpoint it was well at.
 
     Args:
         every_n_steps: Optimiser steps between checkpoints.
+
+    Attributes:
+        newest: The checkpoint that a run can be taken up from; None before the first.
     """
 
     def __init__(self, every_n_steps: int = 500) -> None:
         if every_n_steps < 1:
             raise UserError(f"checkpoint_every_n_steps={every_n_steps} must be at least 1.")
         self.every_n_steps = every_n_steps
-        self._newest: Path | None = None
+        self.newest: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save before the first step; a resumed run takes over the checkpoint it came from.
@@ -37,13 +41,15 @@ class LastCheckpoint(Callback):
         Not under FSDP, where saving an unused optimiser counts as one of its steps.
         """
         if trainer.ckpt_path is not None:
-            self._newest = self._path(trainer) if Path(trainer.ckpt_path) == self._path(trainer) else None
+            self.newest = self._path(trainer) if Path(trainer.ckpt_path) == self._path(trainer) else None
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Save every so many optimiser steps."""
-        if trainer.global_step % self.every_n_steps == 0 and not _is_accumulating(trainer, batch_idx):
+        if trainer.global_step % self.every_n_steps or _is_accumulating(trainer, batch_idx):
+            return
+        if not pl_module.skipped_in_a_row:
             self.save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -54,14 +60,31 @@ class LastCheckpoint(Callback):
         return Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
 
     def save(self, trainer: L.Trainer) -> Path:
-        """Save now, on all ranks together, unless this step is saved already; return the file."""
+        """Save now, on all ranks together, unless this step is saved already; return the file.
+
+        Raises:
+            Diverged: If a weight is not finite.
+        """
         path = self._path(trainer)
-        if path != self._newest:
+        if path != self.newest:
+            if not _has_finite_weights(trainer):
+                raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
             trainer.save_checkpoint(path, weights_only=False)
-            if self._newest is not None and trainer.is_global_zero:
-                self._newest.unlink(missing_ok=True)
-            self._newest = path
+            if self.newest is not None and trainer.is_global_zero:
+                self.newest.unlink(missing_ok=True)
+            self.newest = path
         return path
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Tell who diverged where to go back to."""
+        if isinstance(exception, Diverged):
+            exception.checkpoint = self.newest
+
+
+def _has_finite_weights(trainer: L.Trainer) -> bool:
+    """Tell whether the weights of all ranks are finite."""
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters())
+    return trainer.strategy.reduce_boolean_decision(all(bool(part.isfinite().all()) for part in parts), all=True)
 
 
 def _is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
@@ -73,7 +96,15 @@ PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise."""
+    """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise.
+
+    A score that is not finite is never best.
+    """
+
+    def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
+        value = monitor_candidates.get(self.monitor)
+        if value is None or torch.as_tensor(value).isfinite():
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take up what was best so far; forget it if its file does not lie in this run's folder."""

@@ -10,7 +10,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from .errors import UserError
+from .errors import Diverged, UserError
+
+MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
@@ -28,10 +30,21 @@ class TrainingModule(L.LightningModule):
     `compile` and `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
 
     Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same.
+
+    A step whose loss or gradient is not finite, on whichever rank, changes nothing: it is counted, logged and skipped.
+    After `MAX_SKIPPED` of them in a row the run ends with `Diverged`.
+
+    Attributes:
+        skipped: Steps skipped so far.
+        skipped_in_a_row: The last of them, up to now.
     """
 
     speed_unit: str
     forward_flops: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped = self.skipped_in_a_row = 0
 
     def count_units(self, batch) -> int:
         """Count the units (images, tokens) that one rank trains on in a batch."""
@@ -49,8 +62,8 @@ class TrainingModule(L.LightningModule):
         """
         hp = self.hparams
         for name in ("lr", "weight_decay"):
-            if hp[name] < 0:
-                raise UserError(f"{name}={hp[name]} must not be negative.")
+            if not 0 <= hp[name] < math.inf:
+                raise UserError(f"{name}={hp[name]} must be a finite number, not negative.")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         if not all(0 <= beta < 1 for beta in hp.betas):
@@ -72,19 +85,53 @@ class TrainingModule(L.LightningModule):
         key = np.random.SeedSequence([self.hparams.seed, step, self.global_rank])
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
-    def log_step(self, loss: torch.Tensor, batch_size: int) -> None:
-        """Log the loss and the learning rate of a training step."""
+    def log_step(self, loss: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """Log the loss and the learning rate of a training step, and return the loss to be differentiated.
+
+        One that is not finite makes all gradients so, by which all ranks know of it.
+        """
         self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
         self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=batch_size)
+        return loss * (1 + 0 * loss.detach())
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clip the global norm (`trainer.gradient_clip_val`) and log what it was."""
+        """Clip the global norm (`trainer.gradient_clip_val`) and log what it was; skip the step if it is not finite."""
         if gradient_clip_algorithm not in (None, "norm"):
             got = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
             raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
-        self.log("train/grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.log("train/grad_norm", norm)
+        if norm.isfinite():
+            self.skipped_in_a_row = 0
+        elif not self._is_rescaling():
+            self._skip_step(optimizer)
+        self.log("train/skipped_steps", float(self.skipped))
+
+    def _is_rescaling(self) -> bool:
+        """Tell whether a gradient scaler will skip this step by itself, for its factor was too large."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return scaler is not None and scaler.get_scale() > 1
+
+    def _skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave nothing to step with, count it, and end the run after too many.
+
+        Raises:
+            Diverged: If it is so.
+        """
+        optimizer.zero_grad(set_to_none=True)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        said = f"step {self.trainer.global_step}: the loss or its gradient is not finite"
+        if self.skipped_in_a_row > MAX_SKIPPED:
+            raise Diverged(f"{said}, nor were those of the {MAX_SKIPPED} steps before; training has diverged.")
+        if self.trainer.is_global_zero:
+            print(f"{said}; the step is skipped ({self.skipped_in_a_row} in a row, at most {MAX_SKIPPED}).", flush=True)
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Keep the counts of skipped steps."""
+        checkpoint["skipped_steps"] = [self.skipped, self.skipped_in_a_row]
 
     def configure_optimizers(self) -> dict:
         """AdamW; warm-up and cosine per step."""
@@ -125,7 +172,10 @@ class TrainingModule(L.LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        """Refuse a checkpoint of another architecture with one message, before torch lists every key."""
+        """Refuse a checkpoint of another architecture with one message, before torch lists every key; take up the
+        counts of skipped steps.
+        """
+        self.skipped, self.skipped_in_a_row = checkpoint.get("skipped_steps", (0, 0))
         ours, theirs = self.state_dict(), checkpoint["state_dict"]
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(k for k in ours if ours[k].shape != theirs[k].shape)
         if different:

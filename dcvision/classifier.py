@@ -162,8 +162,7 @@ class ImageClassifier(TrainingModule):
             images, labels = self.mixup(images, labels)
         logits = self.model(images)
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.hparams.label_smoothing)
-        self.log_step(loss, batch_size=len(images))
-        return loss
+        return self.log_step(loss, batch_size=len(images))
 
     def optimizer_step(self, *args, **kwargs) -> None:
         """Step, then average the weights."""
