@@ -80,7 +80,10 @@ class TrainingModule(L.LightningModule):
             self.model.compile()
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
-        """Seed this step's random numbers."""
+        """Seed this step's random numbers, and tell the loggers its number, which Lightning counts one too high after
+        some resumes.
+        """
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
         step = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
         key = np.random.SeedSequence([self.hparams.seed, step, self.global_rank])
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))

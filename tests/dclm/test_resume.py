@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.checkpoint import load_checkpoint
 from tests.dctrain.commands import record
@@ -49,6 +50,30 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_pat
         sorted(p.name for p in (tmp_path / d / "t/version_0/checkpoints").glob("best*")) for d in ("parts", "whole")
     ]
     assert best[0] == best[1] and len(best[0]) == 1
+
+
+@pytest.mark.parametrize("at", [2, 6])  # before the first checkpoint but that of the start, and behind one
+@pytest.mark.parametrize("by", ["epochs", "steps"])
+def test_curves_go_on_at_their_steps(corpus, tmp_path, at, by):
+    common = [*small(corpus, tmp_path), "--checkpoint_every_n_steps=4", "--trainer.num_sanity_val_steps=0"]
+    if by == "steps":
+        common += ["--trainer.max_steps=12", "--trainer.max_epochs=-1"]
+        common += ["--trainer.val_check_interval=3", "--trainer.check_val_every_n_epoch=null"]
+    run("fit", *common, "--name=whole")
+    killed = spawn("fit", *common, "--name=parts", *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=at))
+    assert killed.returncode == -signal.SIGKILL
+    run("fit", *common, "--name=parts", f"--resume={tmp_path}/parts/version_0")
+    whole, parts = ({tag: curve(tmp_path / name / "version_0", tag) for tag in CURVES} for name in ("whole", "parts"))
+    assert parts == whole
+
+
+CURVES = ("train/loss", "train/lr", "val/loss")
+
+
+def curve(folder, tag: str) -> dict[int, float]:
+    """Read a curve by steps."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
 
 
 @pytest.mark.slow
