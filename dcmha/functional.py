@@ -13,6 +13,8 @@ from .impl.call import Call
 from .impl.masking import both_visible, visible_keys
 from .weights import ComposeWeights, SideWeights
 
+NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
+
 
 def composed_attention(
     q: Tensor,
@@ -70,9 +72,11 @@ def composed_attention(
     Raises:
         ValueError: If a shape, dtype, device or option does not fit, or "triton" or "cpu" cannot run; the message names
             it.
-        NotImplementedError: At a derivative that an implementation does not have.
+        NotImplementedError: At a derivative that an implementation does not have, or in `torch.jit.trace`.
         TypeError: If `attn_mask` is neither boolean nor floating.
     """
+    if torch.jit.is_tracing() and not (pre is None and post is None):
+        raise NotImplementedError("torch.jit.trace and the TorchScript-based ONNX exporter " + NO_TORCHSCRIPT)
     check_impl(impl)
     for name, weights in (("pre", pre), ("post", post)):
         _check_types(name, weights)

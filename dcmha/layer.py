@@ -4,12 +4,13 @@
 
 import logging
 from functools import cache
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
-from .functional import composed_attention
+from .functional import NO_TORCHSCRIPT, composed_attention
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
 from .weights import ComposeWeights
 
@@ -51,6 +52,10 @@ class ComposedLayer(nn.Module):
         self.options = check_options(window=window, impl=impl, **options)
         self.window, self.impl = window, impl
         self.resolved_impl: ResolvedImpl | None = None
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which asks for this."""
+        raise NotImplementedError("torch.jit.script " + NO_TORCHSCRIPT)
 
     @property
     def num_groups(self) -> int:

@@ -8,13 +8,16 @@ attention alone, and both are built from `DCAttention`.
 # B batch, T tokens, C model width
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, register_notrace_module
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from dcmha import DCAttention
 
 PLAIN_OPTIONS = {"pre_compose": False, "post_compose": False}
+FIXED = {"pos_embed": "none", "class_token": False, "final_norm": True, "fc_norm": False, "qkv_bias": True}
+
+register_notrace_module(DCAttention)  # a leaf to torch.fx, whose tracing its checks would end
 
 
 def sincos_positions(height: int, width: int, dim: int) -> Tensor:
@@ -42,18 +45,25 @@ def sincos_positions(height: int, width: int, dim: int) -> Tensor:
 class SinCosVisionTransformer(VisionTransformer):
     """timm's `VisionTransformer` with fixed sin-cos positions that follow the image size.
 
+    Register tokens (`reg_tokens`) stand before the patches, without a position, and are left out of the pooling.
+
     Args:
         img_size: Image height and width, or both at once.
         patch_size: Patch size.
         embed_dim: Width C.
-        **kwargs: As timm's `VisionTransformer`; the positions, class token and pooling are set here.
+        **kwargs: As timm's `VisionTransformer`, but for what this model is by definition (`FIXED`).
+
+    Raises:
+        ValueError: If an argument is to be other than this model has it.
     """
 
     def __init__(self, img_size=224, patch_size=16, embed_dim: int = 384, **kwargs) -> None:
-        fixed = {"pos_embed": "none", "class_token": False, "final_norm": True, "fc_norm": False, "qkv_bias": True}
+        for name, value in FIXED.items():
+            if kwargs.get(name) not in (None, value):
+                raise ValueError(f"{name}={kwargs[name]!r}: dcvit_* and mhavit_* models have {name}={value!r}.")
         defaults = {"global_pool": "avg", "weight_init": "jax"}
         super().__init__(
-            img_size=img_size, patch_size=patch_size, embed_dim=embed_dim, **{**defaults, **kwargs, **fixed}
+            img_size=img_size, patch_size=patch_size, embed_dim=embed_dim, **{**defaults, **kwargs, **FIXED}
         )
         self.register_buffer("positions", self._make_positions(), persistent=False)
 
@@ -77,12 +87,17 @@ class SinCosVisionTransformer(VisionTransformer):
             self.positions = self._make_positions()
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add the positions to patches [B, T, C], or [B, rows, columns, C] with `dynamic_img_size`."""
+        """Add the positions to patches [B, T, C], or [B, rows, columns, C] with `dynamic_img_size`, and put the
+        registers before them.
+        """
         positions = self.positions
         if self.dynamic_img_size:
             positions = sincos_positions(*x.shape[1:3], self.embed_dim).to(x.device)
             x = x.flatten(1, 2)
-        return self.pos_drop(x + positions.to(x.dtype))
+        x = x + positions.to(x.dtype)
+        if self.reg_token is not None:
+            x = torch.cat([self.reg_token.expand(len(x), -1, -1), x], 1)
+        return self.pos_drop(x)
 
 
 def _cfg(size: int = 224, num_classes: int = 1000) -> dict:

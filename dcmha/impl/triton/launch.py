@@ -33,7 +33,6 @@ TILES = {
 MASKED_TILES = TILES | {  # masks of keys take more registers
     "composed_weights": (8, 16, 4, 1),
     "pre_gradients": (8, 16, 4, 1),
-    "key_gradients": (16, 16, 8, 1),
 }
 FLOAT32_TILES = {  # products in float32 take more registers
     "row_statistics": (8, 16, 4, 1),
