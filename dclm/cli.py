@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dctrain.cli import TrainerCLI, run_program
-from dctrain.errors import UserError
+from dctrain.errors import told_as
 
 from .data import TokenDataModule
 from .data.make_tokens import make_tokens
@@ -43,15 +43,11 @@ def generate(
         device: Where to run, such as cuda.
         compile: Compile the decode step.
     """
-    try:
+    with told_as():
         sampling = Sampling(temperature, top_k, top_p)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     decoder, words = load_model(checkpoint, tokenizer)
-    try:
+    with told_as(f"device={device!r} cannot be used"):
         decoder.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device={device!r} cannot be used: {error}") from error
     options = {"stop_at_eos": stop_at_eos, "seed": seed, "compile": compile}
     steps = continue_text(decoder, words, list(prompt), max_new_tokens, sampling, **options)
     if len(prompt) == 1:
@@ -73,10 +69,8 @@ def export(checkpoint: str, out: str) -> None:
         out: Folder to write; must not hold a model already.
     """
     decoder, tokenizer = load_model(checkpoint, None)
-    try:
+    with told_as():
         save_pretrained(decoder, out)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
     if tokenizer.spec == BYTES:
         print("tokens are bytes: generate from the folder with --tokenizer bytes")
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 from dctrain.flops import forward_flops
 from dctrain.module import TrainingModule
 
@@ -29,10 +29,8 @@ def build_config(model: str, vocab_size: int, context_length: int, overrides: di
     twice = sorted(set(overrides) & set(fixed))
     if twice:
         raise UserError(f"model.overrides must not hold {twice}: data.{twice[0]} says it for model and data.")
-    try:
+    with told_as():
         return decoder_config(model, **fixed, **overrides)
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
 
 
 class LanguageModel(TrainingModule):
@@ -82,10 +80,8 @@ class LanguageModel(TrainingModule):
         if not 0 <= warmup_fraction < 1:
             raise UserError(f"{warmup_fraction=} must be in [0, 1).")
         self.config = build_config(model, vocab_size, context_length, overrides or {})
-        try:
+        with told_as(f"model {model!r} cannot be built with {overrides}"):
             self.model = Decoder(self.config, recompute=recompute)
-        except ValueError as error:
-            raise UserError(f"model {model!r} cannot be built with {overrides}: {error}") from error
         self.val_loss = MeanMetric()
         self.forward_flops: int | None = None
 

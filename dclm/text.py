@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 from .data.tokenizers import Tokenizer, open_tokenizer, tokenizer_from_spec
 from .decoder import Decoder
@@ -28,10 +28,8 @@ def load_model(checkpoint: str, tokenizer: str | None) -> tuple[Decoder, Tokeniz
         UserError: If there is none, or it is of another format.
     """
     if (Path(checkpoint) / "config.json").is_file():
-        try:
+        with told_as():
             decoder = load_pretrained(checkpoint)
-        except (ValueError, OSError) as error:
-            raise UserError(str(error)) from error
         return decoder, open_tokenizer(tokenizer or checkpoint)
     path = find_checkpoint(checkpoint)
     content = load_checkpoint(path)
@@ -62,12 +60,11 @@ def continue_text(
     Raises:
         UserError: At once, if a prompt is empty or does not fit the model.
     """
-    ids = [torch.from_numpy(row.astype("int64")) for row in tokenizer.encode(prompts)]
+    with told_as("a prompt"):
+        ids = [torch.from_numpy(row.astype("int64")) for row in tokenizer.encode(prompts)]
     stops = [tokenizer.eos_id] if stop_at_eos else []
-    try:
+    with told_as():
         ids = check_prompts(decoder, ids, max_new_tokens, stops)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     steps = stream(decoder, ids, max_new_tokens, sampling, stop_tokens=stops, seed=seed, compile=compile)
     return _written(steps, [tokenizer.stream() for _ in prompts], stops)
 

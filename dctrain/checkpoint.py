@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from .errors import UserError
+from .errors import UserError, told_as
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -60,10 +60,8 @@ def make_folder(path: str) -> Path:
         UserError: If it cannot be made.
     """
     folder = Path(path)
-    try:
+    with told_as(f"the folder {path} cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder {path} cannot be made: {error}") from error
     return folder
 
 
@@ -75,5 +73,5 @@ def load_checkpoint(path: Path) -> dict:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # torch's message advises to load it unsafely
         raise UserError(f"{path} is no readable checkpoint ({type(error).__name__}).") from error

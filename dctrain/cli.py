@@ -17,7 +17,7 @@ from .callbacks import BestCheckpoint, GracefulStop, LastCheckpoint, RunStopped,
 from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
 from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
-from .errors import UserError
+from .errors import UserError, reason, told_as
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -114,10 +114,8 @@ class TrainerCLI(LightningCLI):
         kwargs["default_root_dir"] = root
         kwargs["plugins"] = [*_as_list(config.get("plugins")), AtomicCheckpointIO()]
         kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
-        try:
+        with told_as("trainer"):
             return super().instantiate_trainer(**kwargs)
-        except (MisconfigurationException, ValueError) as error:
-            raise UserError(f"trainer: {error}") from error
 
     def _logger(self, root: str) -> TensorBoardLogger:
         """Log to a new folder, or to that of the run being resumed."""
@@ -237,14 +235,21 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
         else:
             _check_subcommand(cli, args)
             run_lightning(lambda: cli(args))
-    except (UserError, MisconfigurationException) as error:
-        message = str(error)
-        if message.startswith("Caught UserError"):  # raised in a loader process: keep the message, drop its stack
-            message = message.strip().splitlines()[-1].removeprefix("dctrain.errors.UserError: ")
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except RunStopped as stop:
         print(f"{stop}; go on with --resume {relative(stop.checkpoint)}")
+    except Exception as error:
+        if not _is_mendable(error):
+            raise
+        print(f"error: {reason(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_mendable(error: Exception) -> bool:
+    """Tell whether a user can do something about an error: ours, Lightning's about its arguments, those of files and
+    disks, and the death of a loader process.
+    """
+    is_of_a_worker = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+    return isinstance(error, UserError | MisconfigurationException | OSError) or is_of_a_worker

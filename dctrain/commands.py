@@ -75,10 +75,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             help=helps[key],
         )
     options = parser.parse_args(args).as_dict()
-    try:
-        function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
-    except OSError as error:
-        raise UserError(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error
+    function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
 
 
 def _item_type(annotation) -> type | None:

@@ -1,5 +1,11 @@
-"""The exceptions that a user can do something about. The command line prints their message without a stack trace."""
+"""The exceptions that a user can do something about, and the one place where other libraries' errors become them.
 
+The command line prints their message, in one line, without a stack trace.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -22,3 +28,33 @@ class Diverged(UserError):
     def __str__(self) -> str:
         kept = "" if self.checkpoint is None else f" The last finite checkpoint: {self.checkpoint}"
         return f"{super().__str__()}{kept}"
+
+
+@contextmanager
+def told_as(what: str | None = None) -> Iterator[None]:
+    """Turn any error of the body into a `UserError`: "WHAT: the reason", or the reason alone.
+
+    For a few lines whose errors can have no other cause than what a user gave.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        said = reason(error)
+        raise UserError(said if what is None else f"{what}: {said}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Say in one line what an error is about."""
+    if isinstance(error, OSError) and error.strerror:
+        named = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return ": ".join([error.strerror, " -> ".join(named)]) if named else error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, KeyError):
+        return f"it has no {lines[0]}"
+    if re.match(r"Caught \w+ in ", lines[0]):  # an error of a loader process: its message stands behind its stack
+        return re.sub(r"^[\w.]*(Error|Exception|BadImage): ", "", lines[-1])
+    return lines[0] if len(lines) == 1 else " ".join(lines)

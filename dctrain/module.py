@@ -63,7 +63,7 @@ class TrainingModule(L.LightningModule):
         hp = self.hparams
         for name in ("lr", "weight_decay"):
             if not 0 <= hp[name] < math.inf:
-                raise UserError(f"{name}={hp[name]} must be a finite number, not negative.")
+                raise UserError(f"{name}={hp[name]} must not be negative, and be finite.")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         if not all(0 <= beta < 1 for beta in hp.betas):

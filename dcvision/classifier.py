@@ -9,7 +9,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from safetensors import SafetensorError
 from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms.v2 import MixUp
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 from dctrain.flops import forward_flops
 from dctrain.module import TrainingModule
 
@@ -41,17 +40,11 @@ def build_model(
         raise UserError("model='dcmha_swapped' is for loading; to train, name the base and give model.swap options.")
     if model_kwargs.get("features_only"):
         raise UserError("model_kwargs.features_only=True gives no classifier; leave it out.")
-    try:
+    with told_as(f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels"):
         arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
         model = timm.create_model(**arguments)
-    except (TypeError, ValueError, KeyError, AssertionError, OSError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels: {error}"
-        ) from error
-    try:
+    with told_as(f"swap={swap}"):
         return model if swap is None else swap_attention(model, **swap)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"swap={swap}: {error}") from error
 
 
 class ImageClassifier(TrainingModule):

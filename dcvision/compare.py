@@ -20,8 +20,9 @@ from typing import IO
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dctrain.checkpoint import make_folder
 from dctrain.environment import read_environments
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 from dctrain.flops import forward_flops
 
@@ -107,11 +108,9 @@ def _load(root: Path, config: str, extra: list[str]) -> dict:
     file = root / "results.json"
     if not file.is_file():
         return {"recipe": recipe, "runs": {}}
-    try:
+    with told_as(f"{file} cannot be read; remove it to read the finished runs again"):
         state = json.loads(file.read_text())
         other = state["recipe"] != recipe
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); remove it to read the finished runs again.") from error
     if other:
         raise UserError(
             f"{root} holds a comparison by another recipe (configuration or arguments); give another --out."
@@ -140,12 +139,9 @@ def _train(root: Path, config: str, model: str, seed: int, extra: list[str]) -> 
     if run is not None:
         command.append(f"--resume={run}")
     log = _log(root, model, seed)
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "a") as file:
-            status = _run(command, file)
-    except OSError as error:
-        raise UserError(f"cannot write to {root}: {error}") from error
+    make_folder(str(log.parent))
+    with open(log, "a") as file:
+        status = _run(command, file)
     lines = log.read_text().strip().splitlines() or [""]
     if status:
         first = max((at for at, line in enumerate(lines) if line.startswith("error:")), default=len(lines) - 1)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from dcmha.recording import Recorded
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
-from .data.decode import BadImage, decode, eval_transform
+from .data.decode import decode, eval_transform
 
 
 @dataclass
@@ -110,10 +110,8 @@ def read_image(path: str, size: int) -> Tensor:
     Raises:
         UserError: If the file cannot be read.
     """
-    try:
+    with told_as(f"the image {path} cannot be read"):
         pixels = decode(Path(path).read_bytes())
-    except (OSError, BadImage) as error:
-        raise UserError(f"the image {path} cannot be read: {error}") from error
     return eval_transform(size, crop_fraction=1.0)(pixels)
 
 

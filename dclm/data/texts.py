@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 JSONL = (".jsonl", ".jsonl.zst")
 COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")
@@ -61,12 +61,10 @@ def read_documents(path: Path, text_key: str) -> Iterator[Document]:
     with open(path, "rb") as file:
         lines = enumerate(_lines(file, path), 1)
         while True:
-            try:
-                number, line = next(lines)
-            except StopIteration:
+            with told_as(f"{path} is damaged"):
+                number, line = next(lines, (0, None))
+            if line is None:
                 return
-            except Exception as error:
-                raise UserError(f"{path} is damaged: {error}.") from error
             if line.strip():
                 yield Document(_json_text(line, path, number, text_key), file.tell())
 
@@ -110,10 +108,8 @@ def _decoded(data: bytes) -> str | None:
 
 
 def _json_text(line: bytes, path: Path, number: int, text_key: str) -> str:
-    try:
+    with told_as(f"{path}, line {number}: no JSON"):
         content = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}: no JSON ({error}).") from error
     if not isinstance(content, dict) or not isinstance(content.get(text_key), str):
         raise UserError(f"{path}, line {number}: no object with a text under {text_key!r}.")
     return content[text_key].encode(errors="replace").decode()  # a lone surrogate has no bytes

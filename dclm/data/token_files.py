@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 from .tokenizers import BYTES, Tokenizer, tokenizer_from_spec
 
@@ -39,10 +39,8 @@ class Corpus:
         path = self.folder / "manifest.json"
         if not path.is_file():
             raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see data/README.md.")
-        try:
+        with told_as(f"{path} is damaged"):
             self.manifest = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}.") from error
         if self.manifest.get("format") != FORMAT or self.manifest.get("dtype") not in DTYPES:
             raise UserError(
                 f"{path} has format {self.manifest.get('format')!r} and dtype {self.manifest.get('dtype')!r}; "

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 BYTES = "bytes"
 DECODED_TOGETHER = 2**18
@@ -80,10 +80,8 @@ class SubwordTokenizer:
     def __init__(self, spec: str, eos: str | None = None) -> None:
         import tokenizers
 
-        try:
+        with told_as("the tokenizer cannot be read"):
             self._tokenizer = tokenizers.Tokenizer.from_str(spec)
-        except Exception as error:
-            raise UserError(f"the tokenizer cannot be read: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a text that spells the end token does not end
@@ -141,12 +139,8 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         raise UserError(f"no tokenizer: {path} does not exist; accepted: 'bytes', a tokenizer.json or a hub name.")
     import tokenizers
 
-    try:
+    with told_as(f"no tokenizer {name!r} (accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name)"):
         return SubwordTokenizer(tokenizers.Tokenizer.from_pretrained(name).to_str(), eos)
-    except Exception as error:
-        raise UserError(
-            f"no tokenizer {name!r}: {error}; accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name."
-        ) from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> SubwordTokenizer:

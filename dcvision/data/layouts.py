@@ -5,7 +5,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
@@ -73,11 +73,8 @@ def validation_images(
             raise UserError(f"{option} must name a file; got {file}.")
     names = classes.read_text().split()
     number = {name: i for i, name in enumerate(names)}
-    try:
-        with tarfile.open(path, "r:") as tar:
-            members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
-    except tarfile.TarError as error:
-        raise UserError(f"--validation_tar: {path} is no uncompressed tar file: {error}.") from error
+    with told_as(f"--validation_tar: {path} is no uncompressed tar file"), tarfile.open(path, "r:") as tar:
+        members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
     truth = _ground_truth(labels, [Path(m.name).stem for m in members], devkit_meta)
     unknown = sorted(set(truth) - set(names))
     if unknown:

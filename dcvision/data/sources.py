@@ -15,7 +15,7 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 from .digits import digit_shards
 from .shards import ShardSource, expand_urls, is_remote
@@ -53,10 +53,8 @@ class FolderSource:
     def __init__(self, root: str) -> None:
         if not Path(root).is_dir():
             raise UserError(f"the image folder {root} does not exist.")
-        try:
+        with told_as(f"the image folder {root} is not laid out as one folder per class"):
             self.samples = torchvision.datasets.ImageFolder(root).samples
-        except FileNotFoundError as error:
-            raise UserError(f"the image folder {root} is not laid out as one folder per class: {error}") from error
         self.shard_sizes = [len(self.samples)]
 
     def __len__(self) -> int:

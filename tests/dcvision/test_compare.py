@@ -69,7 +69,7 @@ def test_bad_folders_and_names(tmp_path):
     for models, folder, message in (
         (MODELS, tmp_path, "results.json cannot be read"),
         ([" "], tmp_path / "new", "--models holds an empty name"),
-        (MODELS, "/proc/nowhere", "cannot write to /proc/nowhere"),
+        (MODELS, "/proc/nowhere", "the folder /proc/nowhere/runs cannot be made"),
     ):
         with pytest.raises(UserError, match=message):
             compare(CONFIG, models, str(folder), extra=SHORT)
