@@ -6,6 +6,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from dctrain.errors import UserError
+
 from .bigram import ByteBigram
 from .data import TokenDataModule
 from .generate import generate
@@ -45,9 +47,14 @@ class TextSample(Callback):
         max_new_tokens: Tokens to add.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_p: Sample among the likeliest tokens whose probabilities first sum to this.
+
+    Raises:
+        UserError: If the prompt is empty.
     """
 
     def __init__(self, prompt: str, max_new_tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95) -> None:
+        if not prompt:
+            raise UserError("TextSample's prompt='' must hold some text to go on from.")
         self.prompt, self.max_new_tokens = prompt, max_new_tokens
         self.temperature, self.top_p = temperature, top_p
 

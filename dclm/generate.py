@@ -3,6 +3,7 @@
 # B batch, T tokens of the longest prompt
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +46,9 @@ def generate(
         token; else a list of tensors, each as long as its row.
 
     Raises:
-        ValueError: If a prompt is empty, a token outside the vocabulary, the position table too short, or an option
-            out of range.
+        ValueError: If a prompt is empty, a token outside the vocabulary, the position table too short, an option out
+            of range, or logits are NaN (on CUDA this is seen at the first token alone).
+        MemoryError: If there is no room for the cache.
     """
     prompts = check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)
     steps = stream(
@@ -84,9 +86,9 @@ def check_prompts(
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative.")
     config = decoder.config
-    wrong = [token for token in stop_tokens if not 0 <= token < config.vocab_size]
+    wrong = [t for t in stop_tokens if not isinstance(t, Integral) or not 0 <= t < config.vocab_size]
     if wrong:
-        raise ValueError(f"stop_tokens holds {wrong[0]}; accepted: 0 to {config.vocab_size - 1}.")
+        raise ValueError(f"stop_tokens holds {wrong[0]!r}; accepted: integers from 0 to {config.vocab_size - 1}.")
     prompts = [_as_ids(number, prompt) for number, prompt in enumerate(input_ids)]
     for number, prompt in enumerate(prompts):
         if prompt.dim() != 1 or prompt.numel() == 0:
@@ -142,6 +144,8 @@ def stream(
             logits = decoder.decode(ids, cache, last_only=True)
         else:
             logits = step(tokens[:, None], cache.advance(len(prompts), 1, device), cache)
+        if (number == 0 or device.type == "cpu") and logits.isnan().any():
+            raise ValueError(f"the logits of new token {number} hold NaN: the weights are damaged, or too large.")
         chosen = sampling.choose(logits[:, -1], generator)
         tokens = chosen if tokens is None else torch.where(ended, tokens, chosen)
         yield tokens

@@ -10,7 +10,6 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from dctrain.errors import UserError, told_as
-from dctrain.flops import forward_flops
 from dctrain.module import TrainingModule
 
 from .config import DecoderConfig, decoder_config
@@ -99,7 +98,7 @@ class LanguageModel(TrainingModule):
             return
         T = self.config.context_length
         example = torch.zeros(1, T, dtype=torch.long, device="meta")
-        self.forward_flops = forward_flops(Decoder(self.config, device="meta"), example) // T
+        self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // T
         self.shard_and_compile(self.model.blocks)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -72,7 +72,11 @@ def continue_text(
 def _written(steps: Iterator[Tensor], writers: list[Callable[[int], str]], stops: list[int]) -> Iterator[list[str]]:
     """Turn new tokens [B] into new text."""
     ended = [False] * len(writers)
-    for tokens in steps:
+    while True:
+        with told_as(of=ValueError):
+            tokens = next(steps, None)
+        if tokens is None:
+            return
         texts = []
         for row, token in enumerate(tokens.tolist()):
             ended[row] = ended[row] or token in stops

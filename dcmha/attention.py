@@ -94,6 +94,8 @@ class DCAttention(ComposedLayer):
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
         if attn_head_dim is not None and attn_head_dim < 1:
             raise ValueError(f"attn_head_dim={attn_head_dim} must be at least 1, or None.")
+        if dim_out is not None and dim_out < 1:
+            raise ValueError(f"dim_out={dim_out} must be at least 1, or None.")
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
         dd = {"device": device, "dtype": dtype}

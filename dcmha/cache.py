@@ -55,6 +55,7 @@ class LayerCache:
 
         Raises:
             ValueError: If the dtype is another than before.
+            MemoryError: If there is no room for the cache.
         """
         new = [k.transpose(1, 2), v.transpose(1, 2), *_key_parts(pre), *_key_parts(post)]
         seen, mask = self._see(new)
@@ -68,7 +69,7 @@ class LayerCache:
         T = new[0].shape[1]
         positions = self.clock.end - T + torch.arange(T, device=new[0].device)
         if self.kept is None:
-            self.kept = [x.new_zeros(x.shape[0], self.size, *x.shape[2:]) for x in new]
+            self.kept = self._make_room(new)
             self._write(new, positions)
             return new, None if self.clock.padding is None else self.clock.real(positions)
         if self.kept[0].dtype != new[0].dtype:
@@ -80,6 +81,12 @@ class LayerCache:
         seen, seen_positions = self._after_kept(new, positions)
         self._write(new, positions)
         return seen, self.clock.real(seen_positions)
+
+    def _make_room(self, new: list[Tensor]) -> list[Tensor]:
+        try:
+            return [x.new_zeros(x.shape[0], self.size, *x.shape[2:]) for x in new]
+        except RuntimeError as error:  # torch's way to say that memory does not suffice, in several lines
+            raise MemoryError(f"no memory for a cache of {self.size:,} tokens.") from error
 
     def _after_kept(self, new: list[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
         """Put new tokens after the kept ones, in order; return all with their positions, negative for empty places."""

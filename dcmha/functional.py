@@ -3,6 +3,7 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
 from contextlib import nullcontext
+from numbers import Integral, Real
 
 import torch
 import torch.nn.functional as F
@@ -73,18 +74,21 @@ def composed_attention(
         ValueError: If a shape, dtype, device or option does not fit, or "triton" or "cpu" cannot run; the message names
             it.
         NotImplementedError: At a derivative that an implementation does not have, or in `torch.jit.trace`.
-        TypeError: If `attn_mask` is neither boolean nor floating.
+        TypeError: If `attn_mask` is neither boolean nor floating, or something is no tensor.
     """
     if torch.jit.is_tracing() and not (pre is None and post is None):
         raise NotImplementedError("torch.jit.trace and the TorchScript-based ONNX exporter " + NO_TORCHSCRIPT)
     check_impl(impl)
+    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
+        if not isinstance(x, Tensor) and (x is not None or name != "attn_mask"):
+            raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
     for name, weights in (("pre", pre), ("post", post)):
         _check_types(name, weights)
     is_autocast = _has_autocast(q.device.type) and torch.is_autocast_enabled(q.device.type)
     if is_autocast:
         q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
     _check_qkv(q, k, v)
-    _check_options(q, window, dropout_p, num_groups)
+    _check_options(q, is_causal, window, scale, dropout_p, num_groups)
     _check_weights("pre", pre, q, k, num_groups)
     _check_weights("post", post, q, k, num_groups)
     visible, bias = split_mask(attn_mask, q, k)
@@ -179,18 +183,31 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k and v must have one shape [B, H, S, D]; got {list(k.shape)} and {list(v.shape)}.")
     if (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise ValueError(f"q and k must agree in B, H and D; got q {list(q.shape)} and k {list(k.shape)}.")
+    if q.shape[1] < 1 or q.shape[3] < 1:
+        raise ValueError(f"q has shape {list(q.shape)}; accepted: [B, H, T, D] with at least one head and channel.")
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         got = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"q, k and v must have one dtype and device; got {got}.")
 
 
-def _check_options(q: Tensor, window: int | None, dropout_p: float, num_groups: int) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p} must be in [0, 1).")
-    if num_groups < 1 or q.shape[1] % num_groups:
+def _check_options(
+    q: Tensor, is_causal: bool, window: int | None, scale: float | None, dropout_p: float, num_groups: int
+) -> None:
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal={is_causal!r} must be of type bool.")
+    if window is not None and (not _is_integer(window) or window < 1):
+        raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
+    if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p={dropout_p!r} must be in [0, 1).")
+    if scale is not None and not isinstance(scale, Real | torch.SymFloat):
+        raise ValueError(f"scale={scale!r} must be a number, or None.")
+    if not _is_integer(num_groups) or num_groups < 1 or q.shape[1] % num_groups:
         raise ValueError(f"num_groups={num_groups} must be a positive divisor of the {q.shape[1]} heads of q.")
+
+
+def _is_integer(x: object) -> bool:
+    """Tell whether this is a number that counts, of a compiler too."""
+    return isinstance(x, Integral | torch.SymInt) and not isinstance(x, bool)
 
 
 def _check_types(name: str, weights: ComposeWeights | None) -> None:
@@ -201,6 +218,10 @@ def _check_types(name: str, weights: ComposeWeights | None) -> None:
     for side, part in (("query", weights.query), ("key", weights.key)):
         if not isinstance(part, SideWeights):
             raise ValueError(f"{name}.{side} is {type(part).__name__}; accepted: SideWeights (each field may be None).")
+        if not all(isinstance(weight, Tensor | None) for weight in part):
+            raise TypeError(f"{name}.{side} holds {[type(w).__name__ for w in part]}; accepted: tensors and None.")
+    if not isinstance(weights.base, Tensor | None):
+        raise TypeError(f"{name}.base is {type(weights.base).__name__}; accepted: a tensor, or None.")
 
 
 def _check_weights(name: str, weights: ComposeWeights | None, q: Tensor, k: Tensor, num_groups: int) -> None:

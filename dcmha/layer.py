@@ -62,6 +62,16 @@ class ComposedLayer(nn.Module):
         """Groups of heads that compose among themselves; 1 where nothing is composed."""
         return self.options.num_groups if self.options.is_composed else 1
 
+    def check_device(self, device: torch.device) -> None:
+        """Check that this layer's implementation runs on a device, for tensors of the weights' dtype.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        dtype = next(self.parameters()).dtype
+        q = torch.empty(1, self.num_heads, 2, 1, device=device, dtype=dtype)
+        resolve_impl(self.impl, q, is_composed=self.options.is_composed, num_groups=self.num_groups)
+
     def attend(
         self,
         q: Tensor,

@@ -1,6 +1,8 @@
 """The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
 
 import gc
+import math
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -41,6 +43,12 @@ class SaveRunConfig(SaveConfigCallback):
             add_environment(path, environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
 
 
+# What Lightning takes and then fails with, or ignores: arguments of the trainer, and the least that is accepted.
+AT_LEAST = {
+    **dict.fromkeys(("log_every_n_steps", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
+    "gradient_clip_val": 0.0,
+}
+MENDABLE = (UserError, MisconfigurationException, OSError, MemoryError, torch.OutOfMemoryError)
 A_CHECKPOINT = "a .ckpt file, or the folder of a run, of which the newest counts"
 
 
@@ -98,12 +106,27 @@ class TrainerCLI(LightningCLI):
         for name in self.linked:
             parser.link_arguments(f"data.{name}", f"model.{name}")
 
+    def instantiate_classes(self) -> None:
+        """Build trainer, model and data; of what the parser says of a callback's error keep the error."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            found = re.search(r"Errors:\n\s*- (.*)", str(error))
+            if found is None:
+                raise
+            raise UserError(found[1]) from error
+
+    def _set_seed(self) -> None:
+        with told_as("seed_everything"):
+            super()._set_seed()
+
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone: Lightning would let the checkpoint's hyperparameters override it."""
 
     def instantiate_trainer(self, **kwargs) -> L.Trainer:
         """Build the trainer with our logger, checkpoint writer and callbacks."""
         config = self._get(self.config_init, "trainer")
+        _check_trainer(config)
         root = config.get("default_root_dir") or "runs"
         resume = self._get(self.config, "resume", default=None)
         self.resume_from = None if resume is None else find_checkpoint(resume)
@@ -121,6 +144,7 @@ class TrainerCLI(LightningCLI):
         """Log to a new folder, or to that of the run being resumed."""
         folder = None if self.resume_from is None else run_folder(self.resume_from)
         if folder is None:
+            _check_name(self._get(self.config, "name"))
             return TensorBoardLogger(root, name=self._get(self.config, "name"), default_hp_metric=False)
         return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
 
@@ -183,6 +207,31 @@ class TrainerCLI(LightningCLI):
         path = find_checkpoint(named)
         load_checkpoint(path)
         return path
+
+
+def _check_trainer(config: dict) -> None:
+    """Check the trainer's arguments.
+
+    Raises:
+        UserError: If one is out of range.
+    """
+    for name, least in AT_LEAST.items():
+        if config.get(name) is not None and not least <= config[name] < math.inf:
+            raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")
+    if config.get("val_check_interval") == 0:
+        raise UserError("trainer.val_check_interval=0 must be a positive number of steps, or part of an epoch.")
+    if config.get("max_steps") == 0:
+        raise UserError("trainer.max_steps=0 must be at least 1, or -1 for as many as trainer.max_epochs has.")
+
+
+def _check_name(name: str) -> None:
+    """Check the name of an experiment.
+
+    Raises:
+        UserError: If its folder would not lie below the root.
+    """
+    if not name or Path(name).is_absolute() or {".", ".."} & set(name.split("/")):
+        raise UserError(f"name={name!r} must be the name of a folder below trainer.default_root_dir.")
 
 
 def _as_list(value) -> list:
@@ -248,8 +297,8 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
 
 
 def _is_mendable(error: Exception) -> bool:
-    """Tell whether a user can do something about an error: ours, Lightning's about its arguments, those of files and
-    disks, and the death of a loader process.
+    """Tell whether a user can do something about an error: ours, Lightning's about its arguments, those of files,
+    disks and memory, and the death of a loader process.
     """
     is_of_a_worker = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
-    return isinstance(error, UserError | MisconfigurationException | OSError) or is_of_a_worker
+    return is_of_a_worker or isinstance(error, MENDABLE)

@@ -30,6 +30,8 @@ class ResumableDataModule(L.LightningDataModule):
         super().__init__()
         if batch_size < 1 or num_workers < 0:
             raise UserError(f"batch_size={batch_size} must be at least 1 and num_workers={num_workers} at least 0.")
+        if not 0 <= seed < 2**32:
+            raise UserError(f"{seed=} must be in [0, 2^32).")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.sample_noun = sample_noun
         self.progress: Progress | None = None

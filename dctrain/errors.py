@@ -31,16 +31,18 @@ class Diverged(UserError):
 
 
 @contextmanager
-def told_as(what: str | None = None) -> Iterator[None]:
-    """Turn any error of the body into a `UserError`: "WHAT: the reason", or the reason alone.
+def told_as(what: str | None = None, of: type[Exception] = Exception) -> Iterator[None]:
+    """Turn errors of the body into a `UserError`: "WHAT: the reason", or the reason alone.
 
-    For a few lines whose errors can have no other cause than what a user gave.
+    Args:
+        what: What cannot be done.
+        of: Which errors; by default all, for a few lines whose errors can have no other cause than what a user gave.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except of as error:
         said = reason(error)
         raise UserError(said if what is None else f"{what}: {said}") from error
 

@@ -10,7 +10,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from .errors import Diverged, UserError
+from dcmha import ComposedLayer
+
+from .errors import Diverged, UserError, told_as
+from .flops import forward_flops
 
 MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
 
@@ -68,6 +71,27 @@ class TrainingModule(L.LightningModule):
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         if not all(0 <= beta < 1 for beta in hp.betas):
             raise UserError(f"betas={tuple(hp.betas)} must be in [0, 1).")
+        if not 0 <= hp.seed < 2**32:
+            raise UserError(f"seed={hp.seed} must be in [0, 2^32).")
+
+    def count_flops(self, model: nn.Module, example: torch.Tensor) -> int:
+        """Count the FLOPs of a forward pass, and check that the model takes the example and runs on this device.
+
+        Args:
+            model: The network.
+            example: Its input, on the meta device.
+
+        Raises:
+            UserError: If it does not.
+        """
+        with told_as(f"model {self.hparams.model!r} cannot take inputs of shape {list(example.shape)}"):
+            flops = forward_flops(model, example)
+        device = self.trainer.strategy.root_device
+        for layer in self.model.modules():
+            if isinstance(layer, ComposedLayer) and layer.options.is_composed:
+                with told_as("model"):
+                    layer.check_device(device)
+        return flops
 
     def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
         """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for."""

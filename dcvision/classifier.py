@@ -3,6 +3,7 @@
 # B batch
 
 import difflib
+import math
 from typing import Any
 
 import timm
@@ -17,7 +18,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms.v2 import MixUp
 
 from dctrain.errors import UserError, told_as
-from dctrain.flops import forward_flops
 from dctrain.module import TrainingModule
 
 from .data import Batch
@@ -100,8 +100,10 @@ class ImageClassifier(TrainingModule):
         self.check_ranges()
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"{label_smoothing=} must be in [0, 1].")
-        if num_classes < 2 or mixup_alpha < 0:
-            raise UserError(f"{num_classes=} must be at least 2 and {mixup_alpha=} not negative.")
+        if num_classes < 2 or not 0 <= mixup_alpha < math.inf:
+            raise UserError(f"{num_classes=} must be at least 2 and {mixup_alpha=} not negative, and finite.")
+        if warmup_steps < 0:
+            raise UserError(f"{warmup_steps=} must not be negative.")
         if not 0 < (0.5 if ema_decay is None else ema_decay) < 1:
             raise UserError(f"{ema_decay=} must be in (0, 1).")
         self.model = build_model(model, num_classes, image_size, model_kwargs or {}, swap)
@@ -128,7 +130,7 @@ class ImageClassifier(TrainingModule):
         if self.forward_flops is not None:
             return
         size = self.hparams.image_size
-        self.forward_flops = forward_flops(self.model, torch.empty(1, 3, size, size, device="meta"))
+        self.forward_flops = self.count_flops(self.model, torch.empty(1, 3, size, size, device="meta"))
         if self.ema is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
             raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dctrain.cache import cache_dir
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 IMAGE_EXTENSIONS = {"jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff"}
 LABEL_EXTENSION = "cls"
@@ -36,9 +36,10 @@ def expand_urls(urls: str) -> list[str]:
     """Expand brace patterns (`train-{0000..1023}.tar`, several separated by `::`), or a folder into its `*.tar` files.
 
     Raises:
-        UserError: If a folder holds no shard.
+        UserError: If braces do not match, or a folder holds no shard.
     """
-    expanded = [url for part in urls.split("::") for url in braceexpand.braceexpand(part)]
+    with told_as(f"shards {urls!r}"):
+        expanded = [url for part in urls.split("::") for url in braceexpand.braceexpand(part)]
     if len(expanded) == 1 and Path(expanded[0]).is_dir():
         folder = Path(expanded[0])
         expanded = sorted(str(path) for path in folder.glob("*.tar"))

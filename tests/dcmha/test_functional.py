@@ -378,7 +378,7 @@ MISTAKES = {
     "kv": ({"v": Q[:, :, :3]}, r"k and v must have one shape .* \[2, 4, 5, 8\] and \[2, 4, 3, 8\]"),
     "heads": ({"q": Q[:, :2]}, r"q and k must agree in B, H and D; got q \[2, 2, 5, 8\]"),
     "dtype": ({"q": Q.double()}, r"q, k and v must have one dtype and device; got q torch.float64 on cpu"),
-    "window": ({"window": 0}, r"window=0 must be at least 1"),
+    "window": ({"window": 0}, r"window=0 must be an integer, at least 1"),
     "dropout": ({"dropout_p": 1.0}, r"dropout_p=1.0 must be in \[0, 1\)"),
     "groups": ({"num_groups": 3}, r"num_groups=3 must be a positive divisor of the 4 heads of q"),
     "impl": ({"impl": "flash"}, r"impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'cpu', 'triton'"),
