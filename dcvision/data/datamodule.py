@@ -1,14 +1,19 @@
 """ImageDataModule: batches of uint8 images for training and evaluation, exact over ranks, workers and restarts."""
 
+import math
+from itertools import zip_longest
+
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from dctrain.datamodule import ResumableDataModule
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
-from .decode import eval_transform, train_transform
+from .bad_images import BadImages
+from .decode import MAX_PIXELS, eval_transform, train_transform
 from .samples import Batch, Collate, ImageSamples
+from .shards import Fields
 from .sources import Source, open_source, stream_urls
 from .stream import StreamedSample, stream_loader
 
@@ -43,7 +48,11 @@ class ImageDataModule(ResumableDataModule):
         randaugment_magnitude: Strength of these operations, 0 to 30 (torchvision's scale).
         crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
-        max_bad_images: Unreadable images are skipped and reported; more than this many (of a rank) stop the run.
+        max_bad_images: Unreadable images are skipped and reported; more than these of a set (of a rank's share) stop
+            the run: a number of them, or a fraction of the set (below 1.0), which always allows 10. More than half of a
+            set is never allowed.
+        max_pixels: Images of more count as unreadable, before they are decoded.
+        fields: Names of the fields of WebDataset samples, {image: "jpg;png", label: cls} if they differ from the usual.
 
     Raises:
         UserError: If a data set cannot be opened or does not fit the other arguments.
@@ -64,34 +73,39 @@ class ImageDataModule(ResumableDataModule):
         randaugment_magnitude: int = 10,
         crop_fraction: float = 0.875,
         stream_samples: int | None = None,
-        max_bad_images: int = 100,
+        max_bad_images: int | float = 0.001,
+        max_pixels: int = MAX_PIXELS,
+        fields: dict[str, str] | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="images")
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
         if randaugment_ops < 0 or not 0 <= randaugment_magnitude <= 30:
             raise UserError(f"{randaugment_ops=} must be at least 0 and {randaugment_magnitude=} in [0, 30].")
-        if num_classes < 2 or image_size < 1 or max_bad_images < 0:
-            raise UserError(
-                f"{num_classes=} must be at least 2, {image_size=} at least 1, {max_bad_images=} at least 0."
-            )
+        if num_classes < 2 or min(image_size, max_pixels) < 1:
+            raise UserError(f"{num_classes=} must be at least 2, {image_size=} and {max_pixels=} at least 1.")
+        if not 0 <= max_bad_images < (math.inf if isinstance(max_bad_images, int) else 1):
+            raise UserError(f"{max_bad_images=} must be a number of images, or a fraction in [0, 1).")
+        with told_as("data.fields"):
+            self.fields = Fields(**fields or {})
         self.train_spec, self.val_spec = train, val
         self.num_classes, self.image_size = num_classes, image_size
-        self.stream_samples, self.max_bad_images = stream_samples, max_bad_images
+        self.stream_samples, self.max_bad_images, self.max_pixels = stream_samples, max_bad_images, max_pixels
         self.train_transform = train_transform(
             image_size, min_crop_area, horizontal_flip, randaugment_ops, randaugment_magnitude
         )
         self.eval_transform = eval_transform(image_size, crop_fraction)
         self.train_source: Source | None = None
         self.val_source: Source | None = None
-        self.bad_images: set[str] = set()
+        self.bad_images: dict[bool, BadImages] = {}  # of training, and of evaluation
+        self.classes: list[str] | None = None
 
     def prepare_data(self) -> None:
         """Download, write and index what is local and needed, once per machine."""
         is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
         for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
             if stream_urls(spec) is None and (is_fit or not is_train):
-                open_source(spec, is_train)
+                open_source(spec, is_train, self.fields)
 
     def setup(self, stage: str) -> None:
         """Open the data sets of a stage and check their labels."""
@@ -102,9 +116,30 @@ class ImageDataModule(ResumableDataModule):
             self.check_steps()
         if self.val_source is None and stream_urls(self.val_spec) is None:
             self.val_source = self._open(self.val_spec, is_train=False)
+        self._compare_classes(None)
+
+    def _compare_classes(self, trained: list[str] | None) -> None:
+        """Take the names of the classes from the data, or from a checkpoint; refuse two numberings of them."""
+        known = {
+            "data.train": getattr(self.train_source, "classes", None),
+            "data.val": getattr(self.val_source, "classes", None),
+            "the checkpoint": trained,
+        }
+        known = {what: names for what, names in known.items() if names is not None}
+        if not known:
+            return
+        (first, self.classes), *others = known.items()
+        for other, names in others:
+            if names != self.classes:
+                pairs = enumerate(zip_longest(self.classes, names))
+                number, (here, there) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+                raise UserError(
+                    f"{first} and {other} number their classes differently ({len(self.classes)} and {len(names)} "
+                    f"names): class {number} is {here!r} and {there!r}."
+                )
 
     def _open(self, spec: str, is_train: bool) -> Source:
-        source = open_source(spec, is_train)
+        source = open_source(spec, is_train, self.fields)
         labels = source.labels()
         wrong = ((labels < 0) | (labels >= self.num_classes)).nonzero()[0]
         if len(wrong):
@@ -129,7 +164,7 @@ class ImageDataModule(ResumableDataModule):
         if self.train_source is None:
             return self._stream(self.train_spec, self.train_transform, self.steps_per_epoch)
         batches = self.train_batches(self.train_source.shard_sizes)
-        samples = ImageSamples(self.train_source, self.train_transform, self.seed)
+        samples = ImageSamples(self.train_source, self.train_transform, self.seed, self.max_pixels)
         return self.make_loader(samples, batches, Collate(self.image_size))
 
     def val_dataloader(self) -> DataLoader:
@@ -138,7 +173,7 @@ class ImageDataModule(ResumableDataModule):
             if isinstance(self.trainer.strategy, ModelParallelStrategy):
                 raise UserError("data.val cannot be a stream under FSDP, whose ranks must take equally many batches.")
             return self._stream(self.val_spec, self.eval_transform, None)
-        samples = ImageSamples(self.val_source, self.eval_transform, self.seed)
+        samples = ImageSamples(self.val_source, self.eval_transform, self.seed, self.max_pixels)
         return self.make_loader(samples, self.eval_batches(len(self.val_source)), Collate(self.image_size))
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -146,7 +181,7 @@ class ImageDataModule(ResumableDataModule):
     def _stream(self, spec: str, transform, num_steps: int | None) -> DataLoader:
         return stream_loader(
             stream_urls(spec),
-            StreamedSample(transform, self.seed + self.rank, self.num_classes),
+            StreamedSample(transform, self.seed + self.rank, self.num_classes, self.fields, self.max_pixels),
             collate=Collate(self.image_size),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
@@ -156,14 +191,20 @@ class ImageDataModule(ResumableDataModule):
         )
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Count and report unreadable images; stop the run above the limit."""
-        for name, reason in batch.skipped:
-            if name not in self.bad_images:
-                self.bad_images.add(name)
-                print(f"skipped an unreadable image ({len(self.bad_images)} so far): {name}: {reason}", flush=True)
-        if len(self.bad_images) > self.max_bad_images:
-            raise UserError(
-                f"{len(self.bad_images)} images could not be read (data.max_bad_images={self.max_bad_images}); "
-                f"one of them: {': '.join(batch.skipped[-1])}"
-            )
+        """Report unreadable images; stop the run above the limit."""
+        is_train = self.trainer is not None and self.trainer.training
+        if is_train not in self.bad_images:
+            source = self.train_source if is_train else self.val_source
+            share = None if source is None else -(-len(source) // self.world_size)
+            self.bad_images[is_train] = BadImages(self.max_bad_images, share)
+        self.bad_images[is_train].note(batch)
         return batch
+
+    def state_dict(self) -> dict:
+        """Save the position in the training data, and the names of the classes."""
+        return super().state_dict() | {"classes": self.classes}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over the position of a checkpoint, and compare the names of its classes with those of the data."""
+        super().load_state_dict(state_dict if "epoch" in state_dict else {})
+        self._compare_classes(state_dict.get("classes"))

@@ -20,18 +20,27 @@ from torchvision.transforms import InterpolationMode, v2
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision", DeprecationWarning)
 
 Transform = Callable[[Tensor], Tensor]
+MAX_PIXELS = 2**27  # 400 MB decoded; the largest image of ImageNet has about half as many
 
 
 class BadImage(Exception):
     """An image that no decoder can read."""
 
 
-def decode(encoded: bytes) -> Tensor:
+def decode(encoded: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
     """Decode an image to RGB, uint8 [3, H, W]; by torchvision, or by Pillow for the formats it does not know.
 
+    As it is stored: an orientation in its EXIF data is not applied, as torchvision's and timm's data sets do not. Of an
+    animation the first picture is taken.
+
+    Args:
+        encoded: The file's content.
+        max_pixels: Images of more are refused before they are decoded.
+
     Raises:
-        BadImage: If neither can.
+        BadImage: If neither can, or the image is too large.
     """
+    _check_size(encoded, max_pixels)
     with suppress(RuntimeError, ValueError):  # an unknown format or a damaged file: Pillow tells which
         image = decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
         image = image if image.dim() == 3 else image[0]  # an animation's first picture
@@ -47,6 +56,19 @@ def decode(encoded: bytes) -> Tensor:
         raise BadImage("no known image format, or cut short") from error
     except Exception as error:  # Pillow raises many types on damaged files
         raise BadImage(f"{type(error).__name__}: {error}") from error
+
+
+def _check_size(encoded: bytes, max_pixels: int) -> None:
+    """Read the size from the header; a format that Pillow does not know is left to torchvision."""
+    with warnings.catch_warnings(), suppress(UnidentifiedImageError, OSError, ValueError, SyntaxError):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(encoded)) as image:
+                width, height = image.size
+        except Image.DecompressionBombError as error:  # Pillow's own, larger limit
+            raise BadImage(f"more than max_pixels={max_pixels:,} pixels") from error
+        if width * height > max_pixels:
+            raise BadImage(f"{width} x {height} are more than max_pixels={max_pixels:,} pixels")
 
 
 def train_transform(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dctrain.errors import reason
 from dctrain.order import SampleRef
 
 from .decode import BadImage, Transform, decode, sample_rng
@@ -42,24 +43,28 @@ class ImageSamples(Dataset):
         source: Where encoded images come from.
         transform: uint8 [3, H, W] -> uint8 [3, size, size].
         seed: Seed of the run; augmentation draws from (seed, epoch, index).
+        max_pixels: As in `decode`.
     """
 
-    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
+    def __init__(self, source: Source, transform: Transform, seed: int, max_pixels: int) -> None:
+        self.source, self.transform, self.seed, self.max_pixels = source, transform, seed, max_pixels
 
     def __getitem__(self, ref: SampleRef) -> tuple[Tensor, int, str] | Skipped:
-        image, label = self.source.read(ref.index)
         name = self.source.name(ref.index)
-        made = make_image(image, name, self.transform, self.seed, ref.epoch, ref.index)
+        try:
+            image, label = self.source.read(ref.index)
+        except OSError as error:  # removed, or a disk that fails
+            return Skipped(name, reason(error))
+        made = make_image(image, name, self.transform, self.max_pixels, self.seed, ref.epoch, ref.index)
         if isinstance(made, Skipped):
             return made
         return made, IGNORED if ref.is_padding else label, name
 
 
-def make_image(image: bytes | Tensor, name: str, transform: Transform, *key: int) -> Tensor | Skipped:
+def make_image(image: bytes | Tensor, name: str, transform: Transform, max_pixels: int, *key: int) -> Tensor | Skipped:
     """Decode and transform one image with the random choices of `key`."""
     try:
-        decoded = image if isinstance(image, Tensor) else decode(image)
+        decoded = image if isinstance(image, Tensor) else decode(image, max_pixels)
     except BadImage as error:
         return Skipped(name, str(error))
     with sample_rng(*key):

@@ -1,14 +1,19 @@
 """WebDataset tar shards on local disks as a map-style source: members are indexed once, then read by offset.
 
-A sample is the members that share a key: one image (`.jpg`, `.png`, ...) and one class number in text (`.cls`). The
-index of a shard is cached by its path, size and modification time.
+Samples are what webdataset makes of a shard: members that follow each other and share a key, the name up to the first
+dot behind its folder; the rest, in small letters, names the field. `Fields` says which are the image and the class
+number in text. The index of a shard is cached; it belongs to the file as it was then.
 """
 
 import hashlib
 import os
+import re
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,17 +24,64 @@ from tqdm import tqdm
 from dctrain.cache import cache_dir
 from dctrain.errors import UserError, told_as
 
-IMAGE_EXTENSIONS = {"jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff"}
-LABEL_EXTENSION = "cls"
+INDEX_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a sample are its image and its class number; of alternatives, parted by ";", one must be there.
+
+    Attributes:
+        image: The encoded image.
+        label: The class number in text.
+
+    Raises:
+        UserError: If a field has no name.
+    """
+
+    image: str = "jpg;jpeg;png;webp;bmp;ppm;tif;tiff"
+    label: str = "cls"
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        for name in ("image", "label"):
+            if not all(getattr(self, name).split(";")):
+                raise UserError(f"fields.{name}={getattr(self, name)!r} must name a field, such as jpg or input.jpg.")
+
+    def pick(self, sample: dict[str, object], name: str) -> tuple[object, object]:
+        """Return the image and the label of a sample.
+
+        Args:
+            sample: Its fields.
+            name: What it is called in messages.
+
+        Raises:
+            UserError: If there is not one of each.
+        """
+        return tuple(_pick(sample, wanted, name) for wanted in (self.image, self.label))
+
+
+USUAL = Fields()
+
+
+def _pick(sample: dict[str, object], wanted: str, name: str) -> object:
+    found = [field for field in wanted.split(";") if field in sample]
+    if len(found) != 1:
+        raise UserError(
+            f"sample {name} has {len(found)} of the fields {wanted}; accepted: one. It has {', '.join(sample)} "
+            "(a key ends at the first dot; data.fields names others)."
+        )
+    return sample[found[0]]
 
 
 class ShardIndex(NamedTuple):
-    """Where the images of one shard lie: `keys`, `offsets` and `sizes` in bytes, `labels`."""
+    """Where the images of one shard lie: `keys`, `offsets` and `sizes` in bytes, `labels`; and the file's `stamp`."""
 
     keys: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
     labels: np.ndarray
+    stamp: np.ndarray
 
 
 def expand_urls(urls: str) -> list[str]:
@@ -53,22 +105,37 @@ def is_remote(url: str) -> bool:
     return url.startswith("pipe:") or "://" in url
 
 
+def class_names(urls: list[str]) -> list[str] | None:
+    """Read the class names that `dcvision shards` writes beside local shards; None if there are none.
+
+    Raises:
+        UserError: If shards of several prefixes number their classes differently.
+    """
+    paths = {re.sub(r"-\d+\.tar$", "-classes.txt", url) for url in urls if re.search(r"-\d+\.tar$", url)}
+    found = {path: Path(path).read_text().splitlines() for path in sorted(paths) if Path(path).is_file()}
+    if len({tuple(names) for names in found.values()}) > 1:
+        raise UserError(f"shards of one data set have different classes: {', '.join(found)}.")
+    return next(iter(found.values()), None)
+
+
 class ShardSource:
     """Map-style access to the samples of local shards.
 
     Args:
         urls: Shard files.
+        fields: Which fields of a sample are taken.
 
     Raises:
         UserError: If a shard is missing, truncated or malformed.
     """
 
-    def __init__(self, urls: list[str]) -> None:
+    def __init__(self, urls: list[str], fields: Fields = USUAL) -> None:
         missing = [url for url in urls if not Path(url).is_file()]
         if missing:
             raise UserError(f"{len(missing)} of {len(urls)} shards are missing, the first is {missing[0]}.")
         self.urls = urls
-        self.indices = _load_indices(urls)
+        self.classes = class_names(urls)
+        self.indices = _load_indices(urls, fields)
         self.shard_sizes = [len(index.keys) for index in self.indices]
         self.starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
         if not len(self):
@@ -91,86 +158,135 @@ class ShardSource:
         return np.concatenate([index.labels for index in self.indices])
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """Return the encoded image and the label of one sample."""
+        """Return the encoded image and the label of one sample.
+
+        Raises:
+            UserError: If the shard has changed since it was indexed.
+        """
         shard, i = self._locate(index)
         found = self.indices[shard]
         with open(self.urls[shard], "rb") as file:
+            if not np.array_equal(_stamp(os.fstat(file.fileno())), found.stamp):
+                raise UserError(f"shard {self.urls[shard]} has changed since the run began.")
             file.seek(int(found.offsets[i]))
             return file.read(int(found.sizes[i])), int(found.labels[i])
 
 
-def _load_indices(urls: list[str]) -> list[ShardIndex]:
+def _stamp(stat: os.stat_result) -> np.ndarray:
+    """Tell one state of a file from every other; the last of these changes with every write, and cannot be set."""
+    return np.array([stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns], dtype=np.int64)
+
+
+def _load_indices(urls: list[str], fields: Fields) -> list[ShardIndex]:
     """Load the cached index of every shard, making those that are missing, in parallel where there are many."""
     folder = cache_dir() / "shard-index"
     folder.mkdir(exist_ok=True)
-    todo = [url for url in urls if not _index_path(folder, url).exists()]
-    if len(todo) > 8:
-        workers = min(8, os.cpu_count() or 1)
-        with ProcessPoolExecutor(workers) as pool, tqdm(total=len(todo), desc="indexing shards", unit="shard") as bar:
-            for url, index in zip(todo, pool.map(index_shard, todo), strict=True):
-                _save_index(_index_path(folder, url), index)
-                bar.update()
-    else:
-        for url in todo:
-            _save_index(_index_path(folder, url), index_shard(url))
-    return [_read_index(_index_path(folder, url)) for url in urls]
+    paths = {url: _index_path(folder, url, fields) for url in urls}
+    indices = {url: _read_index(path) for url, path in paths.items()}
+    todo = [url for url, index in indices.items() if index is None]
+    for url, index in zip(todo, _index_shards(todo, fields), strict=True):
+        _save_index(paths[url], index)
+        indices[url] = index
+    return [indices[url] for url in urls]
 
 
-def _index_path(folder: Path, url: str) -> Path:
-    stat = os.stat(url)
-    identity = f"{Path(url).resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+def _index_shards(urls: list[str], fields: Fields) -> Iterator[ShardIndex]:
+    if len(urls) <= 8:
+        yield from (index_shard(url, fields) for url in urls)
+        return
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        indexing = pool.map(index_shard, urls, [fields] * len(urls))
+        yield from tqdm(indexing, total=len(urls), desc="indexing shards", unit="shard")
+
+
+def _index_path(folder: Path, url: str, fields: Fields) -> Path:
+    """Name the cached index of a shard, as it is now."""
+    stamp = ":".join(map(str, _stamp(os.stat(url))))
+    identity = f"{INDEX_VERSION}:{Path(url).resolve()}:{stamp}:{fields}"
     return folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
 
 
 def _save_index(path: Path, index: ShardIndex) -> None:
+    """Write an index whole, or leave nothing."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        np.savez(file, **index._asdict())
-    os.replace(file.name, path)
+        try:
+            np.savez(file, **index._asdict())
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
-def _read_index(path: Path) -> ShardIndex:
-    with np.load(path, allow_pickle=False) as arrays:
-        return ShardIndex(*(arrays[name] for name in ShardIndex._fields))
+def _read_index(path: Path) -> ShardIndex | None:
+    """Read a cached index; None if there is none, or a damaged one."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return ShardIndex(*(arrays[name] for name in ShardIndex._fields))
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
 
 
-def index_shard(url: str) -> ShardIndex:
+def index_shard(url: str, fields: Fields = USUAL) -> ShardIndex:
     """Read the headers of a shard and its class numbers.
 
     Raises:
-        UserError: If the file is compressed, truncated or no tar, or a sample lacks its image or its class number.
+        UserError: If the file is compressed, truncated or no tar, a key comes twice, or a sample lacks its image or its
+            class number or has several.
     """
-    images: dict[str, tuple[int, int]] = {}
-    labels: dict[str, int] = {}
-    size = os.path.getsize(url)
+    rows: dict[str, tuple[int, int, int]] = {}
+    stamp = _stamp(os.stat(url))
     try:
         with tarfile.open(url, "r:") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                if member.offset_data + member.size > size:
-                    raise UserError(f"shard {url} is truncated: {member.name} ends beyond the end of the file.")
-                folder, _, base = member.name.rpartition("/")
-                key, _, extension = base.partition(".")
-                key = f"{folder}/{key}" if folder else key
-                if extension.lower() in IMAGE_EXTENSIONS:
-                    images[key] = (member.offset_data, member.size)
-                elif extension == LABEL_EXTENSION:
-                    labels[key] = _parse_label(tar.extractfile(member).read(), f"{url}/{member.name}")
-            if size < tar.offset + tarfile.BLOCKSIZE:
+            for key, sample in _samples(tar, url):
+                if key in rows:
+                    raise UserError(f"shard {url} holds sample {key} twice.")
+                image, label = fields.pick(sample, f"{key} of shard {url}")
+                number = parse_label(tar.extractfile(label).read(), f"{url}/{label.name}")
+                rows[key] = (image.offset_data, image.size, number)
+            if stamp[1] < tar.offset + tarfile.BLOCKSIZE:
                 raise UserError(f"shard {url} is truncated: its end-of-archive mark is missing.")
     except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"shard {url} is truncated or no uncompressed tar file: {error}.") from error
-    unpaired = images.keys() ^ labels.keys()
-    if unpaired:
-        key = min(unpaired)
-        lacks = f"no class number (.{LABEL_EXTENSION})" if key in images else "no image"
-        raise UserError(f"sample {key} of shard {url} has {lacks}; {len(unpaired)} samples are incomplete.")
-    keys = list(images)
-    positions = np.array([images[key] for key in keys], dtype=np.int64).reshape(-1, 2)
-    return ShardIndex(np.array(keys, dtype=str), *positions.T, np.array([labels[key] for key in keys], dtype=np.int64))
+        raise UserError(_why_unreadable(url, error)) from error
+    offsets, sizes, labels = np.array(list(rows.values()), dtype=np.int64).reshape(-1, 3).T
+    return ShardIndex(np.array(list(rows), dtype=str), offsets, sizes, labels, stamp)
 
 
-def _parse_label(text: bytes, name: str) -> int:
+def _samples(tar: tarfile.TarFile, url: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Group the members of a shard as webdataset does: yield keys, and members by field."""
+    key, sample = None, {}
+    size = os.path.getsize(url)
+    for member in tar:
+        if member.isfile() and member.offset_data + member.size > size:
+            raise UserError(f"shard {url} is truncated: {member.name} ends beyond the end of the file.")
+        split = re.match(r"((?:.*/|)[^.]+)[.]([^/]*)$", member.name)
+        if not member.isfile() or split is None or re.match(r"__[^/]*__($|/)", member.name):
+            continue
+        if split[1] != key:
+            if sample:
+                yield key, sample
+            key, sample = split[1], {}
+        if split[2].lower() in sample:
+            raise UserError(f"shard {url} holds {member.name} twice (a key ends at the first dot).")
+        sample[split[2].lower()] = member
+    if sample:
+        yield key, sample
+
+
+def _why_unreadable(url: str, error: Exception) -> str:
+    with open(url, "rb") as file:
+        start = file.read(6)
+    if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        return f"shard {url} is compressed; unpack it first: samples are read from their places in it."
+    return f"shard {url} is truncated or no uncompressed tar file: {error}."
+
+
+def parse_label(text: bytes, name: str) -> int:
+    """Read a class number.
+
+    Raises:
+        UserError: If the text is none.
+    """
     if not text.strip().isdigit() or len(text) > 12:
         raise UserError(f"{name} holds {text[:20]!r}; accepted: a class number in text.")
     return int(text)

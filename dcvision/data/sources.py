@@ -18,15 +18,21 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from dctrain.errors import UserError, told_as
 
 from .digits import digit_shards
-from .shards import ShardSource, expand_urls, is_remote
+from .shards import USUAL, Fields, ShardSource, expand_urls, is_remote
 
 KINDS = ("digits", "shards:PATTERN", "folder:DIR", "torchvision:NAME:DIR")
 
 
 class Source(Protocol):
-    """Random access to samples."""
+    """Random access to samples.
+
+    Attributes:
+        shard_sizes: Samples of each part that is shuffled as a whole.
+        classes: Names of the classes by number; None if they are not known.
+    """
 
     shard_sizes: list[int]
+    classes: list[str] | None
 
     def __len__(self) -> int: ...
 
@@ -54,7 +60,8 @@ class FolderSource:
         if not Path(root).is_dir():
             raise UserError(f"the image folder {root} does not exist.")
         with told_as(f"the image folder {root} is not laid out as one folder per class"):
-            self.samples = torchvision.datasets.ImageFolder(root).samples
+            found = torchvision.datasets.ImageFolder(root)
+        self.samples, self.classes = found.samples, found.classes
         self.shard_sizes = [len(self.samples)]
 
     def __len__(self) -> int:
@@ -85,6 +92,7 @@ class TorchvisionSource:
 
     def __init__(self, name: str, root: str, is_train: bool) -> None:
         self.dataset = _open_torchvision(name, root, is_train)
+        self.classes = [str(name) for name in getattr(self.dataset, "classes", None) or ()] or None
         self.title = f"{name}/{'train' if is_train else 'val'}"
         self.shard_sizes = [len(self.dataset)]
 
@@ -134,8 +142,8 @@ def stream_urls(spec: str) -> list[str] | None:
     return urls if any(is_remote(url) for url in urls) else None
 
 
-def open_source(spec: str, is_train: bool) -> Source:
-    """Open a local data set given in the notation above.
+def open_source(spec: str, is_train: bool, fields: Fields = USUAL) -> Source:
+    """Open a local data set given in the notation above; `fields` says what is taken of the samples of shards.
 
     Raises:
         UserError: If the notation is unknown or the data cannot be opened.
@@ -144,7 +152,7 @@ def open_source(spec: str, is_train: bool) -> Source:
     if kind == "digits" and not rest:
         return ShardSource(expand_urls(digit_shards("train" if is_train else "val")))
     if kind == "shards" and rest:
-        return ShardSource(expand_urls(rest))
+        return ShardSource(expand_urls(rest), fields)
     if kind == "folder" and rest:
         return FolderSource(rest)
     if kind == "torchvision" and rest.count(":") >= 1:

@@ -14,7 +14,7 @@ from dctrain.errors import UserError
 
 from .decode import Transform
 from .samples import Collate, Skipped, make_image
-from .shards import IMAGE_EXTENSIONS, LABEL_EXTENSION
+from .shards import Fields, parse_label
 
 SHUFFLE_BUFFER = 5000
 
@@ -26,22 +26,24 @@ class StreamedSample:
         transform: As in `ImageSamples`.
         seed: Seed of the run.
         num_classes: Labels must be below it.
+        fields: Which fields of a sample are taken.
+        max_pixels: As in `decode`.
     """
 
-    def __init__(self, transform: Transform, seed: int, num_classes: int) -> None:
+    def __init__(self, transform: Transform, seed: int, num_classes: int, fields: Fields, max_pixels: int) -> None:
         self.transform, self.seed, self.num_classes = transform, seed, num_classes
+        self.fields, self.max_pixels = fields, max_pixels
         self.count = 0
 
     def __call__(self, raw: dict) -> tuple | Skipped:
         name = f"{raw['__url__']}/{raw['__key__']}"
-        encoded = next((raw[e] for e in raw if e in IMAGE_EXTENSIONS), None)
-        if encoded is None or LABEL_EXTENSION not in raw:
-            raise UserError(f"sample {name} lacks an image or its class number (.{LABEL_EXTENSION}).")
-        label = int(raw[LABEL_EXTENSION])
+        sample = {field: value for field, value in raw.items() if not field.startswith("__")}
+        encoded, text = self.fields.pick(sample, name)
+        label = parse_label(text, name)
         if not 0 <= label < self.num_classes:
             raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {self.num_classes - 1}.")
         self.count += 1
-        image = make_image(encoded, name, self.transform, self.seed, self.count)
+        image = make_image(encoded, name, self.transform, self.max_pixels, self.seed, self.count)
         return image if isinstance(image, Skipped) else (image, label, name)
 
 

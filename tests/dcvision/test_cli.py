@@ -354,7 +354,7 @@ def test_bad_images_stop_the_run_above_the_limit(tmp_path, capsys):
         sample["png"] = sample["png"][:30]
     path = write_shard(tmp_path / "a.tar", samples)
     error = mistake(capsys, "fit", *small(str(path), tmp_path), "--trainer.num_sanity_val_steps=0")
-    assert "images could not be read (data.max_bad_images=5); one of them: " in error
+    assert "images could not be read; of this set at most 5 may be so (data.max_bad_images=5); one of" in error
 
 
 def test_a_new_run_never_touches_an_old_one(shards, tmp_path):

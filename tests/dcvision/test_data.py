@@ -44,7 +44,7 @@ def test_shards_are_read_by_offset(shards):
 def test_index_is_cached_and_follows_the_file(tmp_path, monkeypatch):
     path = write_shard(tmp_path / "a.tar", numbered_samples(3))
     assert len(ShardSource([str(path)])) == 3
-    monkeypatch.setattr("dcvision.data.shards.index_shard", lambda url: pytest.fail("indexed twice"))
+    monkeypatch.setattr("dcvision.data.shards.index_shard", lambda url, fields: pytest.fail("indexed twice"))
     assert len(ShardSource([str(path)])) == 3
     monkeypatch.undo()
     write_shard(path, numbered_samples(5))
@@ -139,7 +139,7 @@ def test_padding_is_marked_and_masked():
     data = ImageDataModule()
     data.prepare_data()
     data.setup("fit")
-    samples = ImageSamples(data.val_source, data.eval_transform, 0)
+    samples = ImageSamples(data.val_source, data.eval_transform, 0, 2**20)
     assert samples[SampleRef(3, 0, is_padding=True)][1] == IGNORED
     assert samples[SampleRef(3, 0)][1] == data.val_source.labels()[3]
 
@@ -185,13 +185,13 @@ def test_unreadable_images_are_skipped_counted_and_limited(tmp_path, capsys):
     data = module(f"shards:{tmp_path}/a.tar", batch_size=5, max_bad_images=2)
     got = [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
     assert numbers(got) == [i for i in range(20) if i not in (3, 11)]
-    assert len(data.bad_images) == 2
+    assert len(data.bad_images[False].names) == 2
     [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
-    assert len(data.bad_images) == 2  # the same two
+    assert len(data.bad_images[False].names) == 2  # the same two
     printed = capsys.readouterr().out
     assert printed.count("skipped an unreadable image") == 2 and "a.tar/0011" in printed
-    data.max_bad_images = 1
-    with pytest.raises(UserError, match=r"2 images could not be read \(data.max_bad_images=1\); one of .*a.tar/0003"):
+    data = module(f"shards:{tmp_path}/a.tar", batch_size=5, max_bad_images=1)
+    with pytest.raises(UserError, match=r"2 images could not be read; .* at most 1 .* one of them: .*a.tar/0011"):
         [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
 
 
@@ -216,7 +216,7 @@ def test_mistakes_in_shards(tmp_path):
         index_shard(str(tmp_path / "text.tar"))
     samples = numbered_samples(3)
     del samples[1]["cls"]
-    with pytest.raises(UserError, match=r"sample 0001 of shard .* has no class number"):
+    with pytest.raises(UserError, match=r"sample 0001 of shard .* has 0 of the fields cls; accepted: one. It has png"):
         index_shard(str(write_shard(tmp_path / "unpaired.tar", samples)))
     samples = numbered_samples(3)
     samples[2]["cls"] = "cat"
