@@ -1,4 +1,4 @@
-"""Command line: `python -m dclm fit|validate|test --config FILE ...`, and `python -m dclm generate|export|tokens`."""
+"""Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|tokens|verify`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from dctrain.cli import TrainerCLI, run_program
 from dctrain.errors import told_as
 
 from .data import TokenDataModule
-from .data.make_tokens import make_tokens
+from .data.make_tokens import make_tokens, verify
 from .data.tokenizers import BYTES
 from .hub import save_pretrained
 from .language_model import LanguageModel
@@ -83,7 +83,7 @@ class LanguageCLI(TrainerCLI):
 
     program = "dclm"
     description = "Language models with DCMHA."
-    functions = {"generate": generate, "export": export, "tokens": make_tokens}
+    functions = {"generate": generate, "export": export, "tokens": make_tokens, "verify": verify}
     linked = ("vocab_size", "context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"

@@ -14,6 +14,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dctrain.files import filled_whole
+
 from .config import DecoderConfig
 from .decoder import Decoder
 from .hub_config import config_from_hub, config_to_hub
@@ -74,9 +76,9 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
     dtype = decoder.output.weight.dtype
     content = config_to_hub(decoder.config, dtype)
     weights = weights_to_hub(decoder.state_dict(), decoder.config)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(weights, folder)
-    (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    with filled_whole(folder) as partial:
+        save_torch_state_dict(weights, partial)
+        (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return folder
 
 

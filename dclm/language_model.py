@@ -94,7 +94,7 @@ class LanguageModel(TrainingModule):
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None:
+        if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
             return
         T = self.config.context_length
         example = torch.zeros(1, T, dtype=torch.long, device="meta")

@@ -1,6 +1,5 @@
 """Checkpoints that survive a kill at any moment, and finding the newest one of a run."""
 
-import os
 import re
 from pathlib import Path
 
@@ -8,21 +7,18 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from .errors import UserError, told_as
+from .files import written_whole
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, flushes to the disk, then renames: the target is whole or absent, anywhere."""
+    """Writes a checkpoint whole or not at all."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         """Save `checkpoint` to the local file `path`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        with open(partial, "wb") as file:
+        with written_whole(path) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
 
 
 def find_checkpoint(path: str) -> Path:

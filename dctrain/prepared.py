@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from .checkpoint import make_folder
-from .errors import UserError
+from .errors import UserError, told_as
 from .files import write_json
 
 
@@ -39,7 +40,7 @@ class Preparation:
     def check(self) -> None:
         """Refuse a folder that was made from something else."""
         if self.has_begun:
-            before = json.loads(self.plan_path.read_text())
+            before = self._read(self.plan_path)
             changed = [name for name in self.plan if self.plan[name] != before.get(name)]
             if changed:
                 raise UserError(f"{self.out} was made with other {', '.join(changed)}; nothing was overwritten.")
@@ -55,7 +56,14 @@ class Preparation:
 
     def manifest(self) -> dict | None:
         """Return what came out; None if it is not finished."""
-        return json.loads(self.manifest_path.read_text()) if self.manifest_path.is_file() else None
+        return self._read(self.manifest_path) if self.manifest_path.is_file() else None
+
+    def _read(self, path: Path) -> dict:
+        with told_as(f"{path} is damaged; remove what was made of {self.plan_path.name} and make it again"):
+            content = json.loads(path.read_text())
+            if not isinstance(content, dict):
+                raise UserError(f"{path} is damaged: it holds no JSON object.")
+            return content
 
     def finish(self, manifest: dict) -> dict:
         """Record what came out, and return it."""
@@ -83,6 +91,41 @@ def preparing(
     except KeyboardInterrupt:
         print("\nthe same command goes on from here", file=sys.stderr)
         raise
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify_files(folder: Path, entries: list[dict]) -> None:
+    """Compare files with what a manifest says of them; reads all of them, at the speed of the disk or of SHA-256.
+
+    Args:
+        folder: Where they lie.
+        entries: Entries of a manifest, with `file` and `sha256`.
+
+    Raises:
+        UserError: If files are missing or were changed; all of them are named.
+    """
+    sizes = {
+        entry["file"]: (folder / entry["file"]).stat().st_size
+        for entry in entries
+        if (folder / entry["file"]).is_file()
+    }
+    problems = [f"{entry['file']} is missing" for entry in entries if entry["file"] not in sizes]
+    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verifying") as bar:
+        for entry in entries:
+            if entry["file"] in sizes:
+                if file_digest(folder / entry["file"]) != entry["sha256"]:
+                    problems.append(f"{entry['file']} has changed")
+                bar.update(sizes[entry["file"]])
+    if problems:
+        raise UserError(
+            f"{folder}: {len(problems)} of {len(entries)} files are not as they were made: {', '.join(problems)}."
+        )
+    print(f"{folder}: all {len(entries)} files are as they were made")
 
 
 def digest_lines(lines: Iterable[str]) -> str:

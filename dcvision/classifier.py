@@ -127,7 +127,7 @@ class ImageClassifier(TrainingModule):
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None:
+        if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
             return
         size = self.hparams.image_size
         self.forward_flops = self.count_flops(self.model, torch.empty(1, 3, size, size, device="meta"))

@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE ...`, `export|compare|look|shards`."""
+"""Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|compare|look|shards|verify`."""
 
 import csv
 from pathlib import Path
@@ -8,7 +8,7 @@ from dctrain.cli import TrainerCLI, relative, run_program
 from .classifier import ImageClassifier
 from .compare import compare
 from .data import ImageDataModule
-from .data.make_shards import make_shards
+from .data.make_shards import make_shards, verify
 from .export import export
 from .look import look
 
@@ -18,7 +18,7 @@ class VisionCLI(TrainerCLI):
 
     program = "dcvision"
     description = "Image classification with DCMHA."
-    functions = {"export": export, "compare": compare, "look": look, "shards": make_shards}
+    functions = {"export": export, "compare": compare, "look": look, "shards": make_shards, "verify": verify}
     linked = ("num_classes", "image_size", "seed")
     monitor = "val/top1"
     monitor_mode = "max"
@@ -36,16 +36,20 @@ class VisionCLI(TrainerCLI):
         return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
-        """Predict and write one line per image to `predictions.csv` (one file per rank on several)."""
+        """Predict and write one line per image to `predictions.csv` (one file per rank on several), with the names of
+        the classes where they are known.
+        """
         kwargs = {**kwargs, "ckpt_path": self.evaluated_checkpoint(), "return_predictions": True}
         batches = self.trainer.predict(model, **kwargs)
         suffix = f"-rank{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         path = Path(self.trainer.log_dir) / f"predictions{suffix}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=["name", "class", "probability"])
+            names = self.datamodule.classes
+            writer = csv.DictWriter(file, ["name", "class", "probability", *(["class_name"] if names else [])])
             writer.writeheader()
-            writer.writerows(row for batch in batches for row in batch)
+            for row in (row for batch in batches for row in batch):
+                writer.writerow(row | ({"class_name": names[row["class"]]} if names else {}))
         print(f"predictions {relative(path)}")
 
 

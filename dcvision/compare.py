@@ -179,7 +179,7 @@ def _read(run: Path) -> dict:
     curves = {tag: _curve(log, tag) for tag in CURVES if tag in tags}
     if "val/top1" not in curves:
         return {"error": f"no validation was logged; give data.val and let it run (see {run})"}
-    model, size = load_network(str(run))
+    model, size, _ = load_network(str(run))
     speeds = (
         [event.value for event in log.Scalars("train/images_per_second")] if "train/images_per_second" in tags else []
     )

@@ -5,8 +5,9 @@ from pathlib import Path
 from timm.models import save_for_hf
 from torch import nn
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint, make_folder
-from dctrain.errors import UserError
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.errors import UserError, told_as
+from dctrain.files import filled_whole
 
 from .classifier import build_model
 
@@ -23,19 +24,22 @@ def export(checkpoint: str, out: str, raw: bool = False) -> Path:
         The folder.
 
     Raises:
-        UserError: If the checkpoint cannot be read or is none of ours, or the folder is taken.
+        UserError: If the checkpoint cannot be read or is none of ours, or the folder is taken or cannot be written.
     """
     target = Path(out)
     if (target / "model.safetensors").exists():
         raise UserError(f"{target} holds an exported model already; nothing was overwritten.")
-    model, size = load_network(checkpoint, raw)
-    save_for_hf(model, str(make_folder(out)), data_config={"input_size": (3, size, size)}, safe_serialization=True)
+    model, size, classes = load_network(checkpoint, raw)
+    data_config = {"input_size": (3, size, size)}
+    names = {"label_names": classes} if classes else None
+    with told_as(f"{out} cannot be written"), filled_whole(target) as folder:
+        save_for_hf(model, str(folder), names, data_config=data_config, safe_serialization=True)
     print(f'exported to {out}; load with timm.create_model("local-dir:{out}", pretrained=True)')
     return target
 
 
-def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int]:
-    """Build the network of a checkpoint with its weights; return it with its image size.
+def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int, list[str] | None]:
+    """Build the network of a checkpoint with its weights; return it with its image size and the names of its classes.
 
     Raises:
         UserError: If the checkpoint cannot be read or is none of ours.
@@ -50,5 +54,6 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int]:
     averaged = hp["ema_decay"] is not None and not raw
     prefix = "ema.module." if averaged else "model."
     weights = {k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)}
-    model.load_state_dict(weights)
-    return model, hp["image_size"]
+    with told_as(f"{path} does not hold the weights of the model it names"):
+        model.load_state_dict(weights)
+    return model, hp["image_size"], content.get("ImageDataModule", {}).get("classes")

@@ -79,7 +79,7 @@ def look(checkpoint: str, image: str, out: str, query: int | None = None) -> lis
         UserError: If a file cannot be read or written, the model has no `DCAttention` or attends within windows, or
             there is no such patch.
     """
-    model, size = load_network(checkpoint)
+    model, size, _ = load_network(checkpoint)
     _check_layers(model)
     pixels = read_image(image, size)
     view = _view(model, pixels, query)

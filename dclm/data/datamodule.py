@@ -10,6 +10,7 @@ from dctrain.errors import UserError
 from .samples import Collate, TokenSamples
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
+from .tokenizers import BYTES
 
 STDLIB = "stdlib"
 
@@ -54,6 +55,7 @@ class TokenDataModule(ResumableDataModule):
         separate_documents: bool = False,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="sequences")
+        self.save_hyperparameters(logger=False)
         if context_length < 1 or vocab_size < 1 or (val_tokens is not None and val_tokens < 1):
             raise UserError(f"{context_length=}, {vocab_size=} and {val_tokens=} must be at least 1.")
         self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
@@ -109,9 +111,14 @@ class TokenDataModule(ResumableDataModule):
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token of an evaluation, for bits per byte; end tokens have none."""
-        count = self.num_val_samples * self.context_length
-        return self.corpus.tokenizer().num_bytes(self.val_samples.row[1 : count + 1]) / count
+        """Bytes of source text per token of an evaluation, for bits per byte; end tokens have none.
+
+        Byte tokens say it themselves. Of a corpus of before documents were counted, the decoded text counts.
+        """
+        count, row = self.num_val_samples * self.context_length, self.val_samples.row
+        tokenizer = self.corpus.tokenizer()
+        by_documents = None if tokenizer.spec == BYTES else row.num_bytes(1, count + 1)
+        return (tokenizer.num_bytes(row[1 : count + 1]) if by_documents is None else by_documents) / count
 
     def _collate(self) -> Collate:
         return Collate(self.corpus.eos_id, self.separate_documents)

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from dctrain.errors import UserError
-from dctrain.files import write_json
-from dctrain.prepared import Preparation, digest_lines, preparing
+from dctrain.errors import UserError, told_as
+from dctrain.files import write_json, written_whole
+from dctrain.prepared import Preparation, digest_lines, preparing, verify_files
 
 from .texts import SUFFIXES, Document, find_inputs, read_documents
-from .token_files import DTYPES, FORMAT, SPLITS, token_dtype
+from .token_files import DTYPES, FORMAT, SPLITS, Corpus, token_dtype
 from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
 
 BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
@@ -55,6 +56,8 @@ class Options:
         kind, _, size = self.tokenizer.partition(":")
         if kind == "bpe" and not size.isdigit():
             raise UserError(f"tokenizer={self.tokenizer!r}; accepted: bpe:SIZE, such as bpe:16384.")
+        if self.tokenizer == BYTES and self.eos is not None:
+            raise UserError(f"eos={self.eos!r} names a token, which bytes have none of; leave it out.")
 
 
 class Place(NamedTuple):
@@ -90,8 +93,23 @@ def make_tokens(
     manifest = prepare(files, Path(out), Options(tokenizer, eos, text_key, val_fraction, segment_tokens))
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {Path(out) / 'manifest.json'}")
+    if manifest["tokens"]["val"] == 0:
+        print(
+            "warning: no document fell to the validation split; to train on this corpus, make it again with a larger "
+            "val_fraction"
+        )
     if manifest["skipped"]:
         print(f"left out, for not being UTF-8 (the manifest lists them): {len(manifest['skipped'])} files")
+
+
+def verify(tokens: str) -> None:
+    """Compare the token files of a corpus with their checksums; takes as long as reading them, or a second for 0.5 GB.
+
+    Args:
+        tokens: Folder that dclm tokens made.
+    """
+    corpus = Corpus(tokens)
+    verify_files(corpus.folder, [entry for split in SPLITS for entry in corpus.manifest["splits"].get(split, [])])
 
 
 def prepare(
@@ -121,7 +139,10 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
     tokenizer = _make_tokenizer(files, preparation, options)
     preparation.begin()
     path = preparation.out / "progress.json"
-    notes = json.loads(path.read_text()) if path.is_file() else {"place": Place(), "segments": [], "skipped": []}
+    notes = {"place": Place(), "segments": [], "skipped": []}
+    if path.is_file():
+        with told_as(f"{path} is damaged; remove the folder to begin anew"):
+            notes = json.loads(path.read_text())
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
         documents = _read(files, options.text_key, Place(*notes["place"]), bar.update)
@@ -223,15 +244,20 @@ def _write(
 ) -> None:
     """Fill segments; note each whole one in `notes` and in `progress.json`."""
     segment, skipped = None, []
-    for batch, rows in encoded:
-        segment = segment or Segment(out, len(notes["segments"]), tokenizer, options.val_fraction)
-        segment.add(batch.texts, rows)
-        skipped += [str(files[number]) for number in batch.unreadable]
-        if segment.num_tokens >= options.segment_tokens:
-            _note(segment, batch.place, skipped, out, notes)
-            segment, skipped = None, []
-    if segment is not None:
-        _note(segment, Place(len(files)), skipped, out, notes)
+    try:
+        for batch, rows in encoded:
+            segment = segment or Segment(out, len(notes["segments"]), tokenizer, options.val_fraction)
+            segment.add(batch.texts, rows)
+            skipped += [str(files[number]) for number in batch.unreadable]
+            if segment.num_tokens >= options.segment_tokens:
+                _note(segment, batch.place, skipped, out, notes)
+                segment, skipped = None, []
+        if segment is not None:
+            _note(segment, Place(len(files)), skipped, out, notes)
+    except BaseException:
+        if segment is not None:
+            segment.discard()
+        raise
 
 
 def _note(segment: "Segment", place: Place, skipped: list[str], out: Path, notes: dict) -> None:
@@ -261,6 +287,7 @@ class Segment:
         }
         self.hashes = {split: hashlib.sha256() for split in SPLITS}
         self.counts = {split: {"tokens": 0, "bytes": 0, "documents": 0, "max_token": -1} for split in SPLITS}
+        self.val_documents: list[tuple[int, int]] = []  # tokens and bytes of each
 
     @property
     def num_tokens(self) -> int:
@@ -279,6 +306,8 @@ class Segment:
             count["bytes"] += len(text.encode())
             count["documents"] += 1
             count["max_token"] = max(count["max_token"], self.eos_id, int(ids.max(initial=0)))
+            if split == "val":
+                self.val_documents.append((len(ids) + 1, len(text.encode())))
 
     def close(self) -> dict:
         """Put the files in their places and return their entries of the manifest; empty ones are dropped."""
@@ -293,7 +322,19 @@ class Segment:
                 entries[split] = {"file": name, **self.counts[split], "sha256": self.hashes[split].hexdigest()}
             else:
                 os.remove(file.name)
+        if self.val_documents:
+            path = self.out / self.names["val"].replace(".bin", "-documents.npy")
+            with written_whole(path) as file:
+                np.save(file, np.array(self.val_documents, dtype="<i8"))
+            entries["val"]["documents_file"] = path.name
         return entries
+
+    def discard(self) -> None:
+        """Remove what was not finished."""
+        for file in self.files.values():
+            with suppress(OSError):  # a full disk does not take what was still to be written
+                file.close()
+            Path(file.name).unlink(missing_ok=True)
 
 
 def _is_val(text: str, fraction: float) -> bool:

@@ -2,7 +2,8 @@
 
 FOLDER/manifest.json     format, dtype, vocabulary, end token; per split the files with tokens, bytes and SHA-256
 FOLDER/tokenizer.json    unless tokens are bytes
-FOLDER/train-0000-000.bin, ...    little-endian uint16 or uint32 ids; every document ends with the end token
+FOLDER/train-0000.bin, val-0000.bin, ...    little-endian uint16 or uint32 ids; every document ends with the end token
+FOLDER/val-0000-documents.npy, ...          tokens and bytes of each validation document, int64
 """
 
 import json
@@ -77,9 +78,24 @@ class TokenRow:
         self.files = [_map_file(corpus.folder / entry["file"], entry["tokens"], dtype) for entry in entries]
         self.starts = np.cumsum([0] + [len(file) for file in self.files])
         self.max_token = max((entry["max_token"] for entry in entries), default=-1)
+        self._documents = [corpus.folder / entry["documents_file"] for entry in entries if "documents_file" in entry]
+        self._counts_documents = bool(entries) and len(self._documents) == len(entries)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    def num_bytes(self, start: int, stop: int) -> float | None:
+        """Count the bytes of source text that tokens [start, stop) stand for; None if the corpus does not say it.
+
+        Of a document that is cut, its tokens count as equally long.
+        """
+        if not self._counts_documents:
+            return None
+        with told_as(f"{self.name} has damaged counts of documents"):
+            tokens, sizes = np.concatenate([np.load(path) for path in self._documents]).T
+        ends = [np.concatenate([[0], np.cumsum(counts)]) for counts in (tokens, sizes)]
+        low, high = np.interp([start, stop], *ends)
+        return float(high - low)
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, _ = span.indices(len(self))

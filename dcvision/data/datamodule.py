@@ -78,6 +78,7 @@ class ImageDataModule(ResumableDataModule):
         fields: dict[str, str] | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="images")
+        self.save_hyperparameters(logger=False)
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
         if randaugment_ops < 0 or not 0 <= randaugment_magnitude <= 30:
