@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import lightning as L
@@ -18,7 +19,7 @@ STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing c
 class LastCheckpoint(Callback):
     """Keeps the full state of the newest step: at the start, every so many steps, at the end, and at a stop.
 
-    It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes the one before, so that a whole
+    It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes those before, so that a whole
     checkpoint exists at any moment. While steps are skipped for not being finite it saves only if the run is stopped,
     and weights that are not finite never, so that a run that diverges leaves the last checkpoint it was well at.
 
@@ -70,8 +71,8 @@ class LastCheckpoint(Callback):
             if not _has_finite_weights(trainer):
                 raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
             trainer.save_checkpoint(path, weights_only=False)
-            if self.newest is not None and trainer.is_global_zero:
-                self.newest.unlink(missing_ok=True)
+            if trainer.is_global_zero:
+                _remove_others(path.parent.glob("last-step=*.ckpt"), [path])
             self.newest = path
         return path
 
@@ -79,6 +80,12 @@ class LastCheckpoint(Callback):
         """Tell who diverged where to go back to."""
         if isinstance(exception, Diverged):
             exception.checkpoint = self.newest
+
+
+def _remove_others(found: Iterable[Path], kept: Iterable[Path]) -> None:
+    """Remove the checkpoints that newer ones have replaced, those of before a resume among them."""
+    for path in set(found) - set(kept):
+        path.unlink(missing_ok=True)
 
 
 def _has_finite_weights(trainer: L.Trainer) -> bool:
@@ -103,8 +110,11 @@ class BestCheckpoint(ModelCheckpoint):
 
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
         value = monitor_candidates.get(self.monitor)
-        if value is None or torch.as_tensor(value).isfinite():
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if value is not None and not torch.as_tensor(value).isfinite():
+            return
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if trainer.is_global_zero and self.best_k_models:
+            _remove_others(Path(self.dirpath).glob("best-*.ckpt"), map(Path, self.best_k_models))
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take up what was best so far; forget it if its file does not lie in this run's folder."""

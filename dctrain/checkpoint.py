@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill at any moment, and finding the newest one of a run."""
 
 import re
+import zipfile
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from .errors import UserError, told_as
 from .files import written_whole
+
+RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -62,12 +65,30 @@ def make_folder(path: str) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Read a checkpoint safely (tensors and plain values only).
+    """Read a checkpoint safely (tensors and plain values only), its checksums compared.
 
     Raises:
         UserError: If it is not a whole checkpoint.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch writes a CRC-32 with every tensor, and does not look at it
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's message advises to load it unsafely
         raise UserError(f"{path} is no readable checkpoint ({type(error).__name__}).") from error
+    if damaged:
+        raise UserError(f"{path} is damaged: {damaged} in it is not what was written.")
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
+    return content
+
+
+def check_resumable(path: Path) -> None:
+    """Check that a run can be taken up from a checkpoint.
+
+    Raises:
+        UserError: If it is not a whole one, or lacks the state of a run.
+    """
+    missing = sorted(RESUMED - load_checkpoint(path).keys())
+    if missing:
+        raise UserError(f"{path} cannot be resumed from: it has no {', '.join(missing)}.")

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import lightning as L
@@ -16,10 +17,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks import BestCheckpoint, GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
-from .checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from .checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint, run_folder
 from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
+from .runs import go_on_in, held_run, new_run
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -70,21 +72,22 @@ class TrainerCLI(LightningCLI):
     best_name: str
 
     def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
-        super().__init__(
-            module_class,
-            datamodule_class,
-            args=args,
-            parser_class=TrainerParser,
-            save_config_callback=SaveRunConfig,
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            trainer_defaults={"use_distributed_sampler": False},
-            parser_kwargs={
-                "prog": self.program,
-                "allow_abbrev": False,
-                "description": f"{self.description} {describe(self.functions)}",
-            },
-        )
+        with ExitStack() as self._held:  # the run's folder, until it has ended
+            super().__init__(
+                module_class,
+                datamodule_class,
+                args=args,
+                parser_class=TrainerParser,
+                save_config_callback=SaveRunConfig,
+                seed_everything_default=0,
+                auto_configure_optimizers=False,
+                trainer_defaults={"use_distributed_sampler": False},
+                parser_kwargs={
+                    "prog": self.program,
+                    "allow_abbrev": False,
+                    "description": f"{self.description} {describe(self.functions)}",
+                },
+            )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -131,21 +134,27 @@ class TrainerCLI(LightningCLI):
         resume = self._get(self.config, "resume", default=None)
         self.resume_from = None if resume is None else find_checkpoint(resume)
         if self.resume_from is not None:
-            load_checkpoint(self.resume_from)  # fail now, with one message, rather than on every rank
+            check_resumable(self.resume_from)  # fail now, with one message, rather than on every rank
+        resumed = None if self.resume_from is None else run_folder(self.resume_from)
+        if resumed is not None:
+            self._held.enter_context(held_run(resumed))
         if config.get("logger") in (None, True):
-            kwargs["logger"] = self._logger(root)
+            kwargs["logger"] = self._logger(Path(root), resumed)
+        elif resumed is not None:
+            for logger in _as_list(config.get("logger") or None):
+                go_on_in(resumed, logger)
         kwargs["default_root_dir"] = root
         kwargs["plugins"] = [*_as_list(config.get("plugins")), AtomicCheckpointIO()]
         kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
         with told_as("trainer"):
             return super().instantiate_trainer(**kwargs)
 
-    def _logger(self, root: str) -> TensorBoardLogger:
-        """Log to a new folder, or to that of the run being resumed."""
-        folder = None if self.resume_from is None else run_folder(self.resume_from)
+    def _logger(self, root: Path, folder: Path | None) -> TensorBoardLogger:
+        """Log to the folder of the run being resumed, or to a new one."""
         if folder is None:
-            _check_name(self._get(self.config, "name"))
-            return TensorBoardLogger(root, name=self._get(self.config, "name"), default_hp_metric=False)
+            name = self._get(self.config, "name")
+            _check_name(name)
+            folder = self._held.enter_context(new_run(root / name))
         return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
 
     def _callbacks(self, config: dict) -> list[Callback]:

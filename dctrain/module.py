@@ -1,12 +1,13 @@
 """TrainingModule: the optimiser, its schedule and the step's random numbers, for every network trained here."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -24,6 +25,15 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Name the settings that are others than before, with both values."""
+
+    def plain(value: object) -> object:
+        return list(value) if isinstance(value, tuple) else value
+
+    return [f"{name} {before[name]!r} -> {now[name]!r}" for name in before if plain(before[name]) != plain(now[name])]
 
 
 class TrainingModule(L.LightningModule):
@@ -48,6 +58,7 @@ class TrainingModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.skipped = self.skipped_in_a_row = 0
+        self._trained: dict[str, object] = {}  # hyperparameters of the checkpoint that was loaded
 
     def count_units(self, batch) -> int:
         """Count the units (images, tokens) that one rank trains on in a batch."""
@@ -111,6 +122,21 @@ class TrainingModule(L.LightningModule):
         step = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
         key = np.random.SeedSequence([self.hparams.seed, step, self.global_rank])
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
+
+    def on_train_start(self) -> None:
+        """Let the settings of a resumed run hold where they are others than before, and say so."""
+        if not self._trained:
+            return
+        others = _changed(self._trained, self.hparams)
+        if others and self.trainer.is_global_zero:
+            print(f"resumed with other settings: {', '.join(others)}", flush=True)
+        optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        for group, ours in zip(optimizer.param_groups, self._parameter_groups(), strict=True):
+            group["initial_lr"], group["betas"] = self.hparams.lr, tuple(self.hparams.betas)
+            group["weight_decay"] = ours["weight_decay"]
+            group["lr"] = self.hparams.lr * schedule.lr_lambdas[0](schedule.last_epoch)
+        schedule.base_lrs = [self.hparams.lr for _ in optimizer.param_groups]
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def log_step(self, loss: torch.Tensor, batch_size: int) -> torch.Tensor:
         """Log the loss and the learning rate of a training step, and return the loss to be differentiated.
@@ -203,10 +229,14 @@ class TrainingModule(L.LightningModule):
         counts of skipped steps.
         """
         self.skipped, self.skipped_in_a_row = checkpoint.get("skipped_steps", (0, 0))
+        trained = checkpoint.get("hyper_parameters", {})
+        self._trained = {name: trained[name] for name in self.hparams if name in trained}
+        is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
+            raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
         ours, theirs = self.state_dict(), checkpoint["state_dict"]
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(k for k in ours if ours[k].shape != theirs[k].shape)
         if different:
-            trained = checkpoint.get("hyper_parameters", {})
             others = {name: value for name, value in self.hparams.items() if trained.get(name) != value}
             said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
             raise UserError(

@@ -1,0 +1,96 @@
+"""The folder of a run: claimed by one process, held while it runs, and gone again if nothing came of it."""
+
+import csv
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from .errors import UserError
+
+LOCK = ".lock"
+
+
+@contextmanager
+def new_run(experiment: Path) -> Iterator[Path]:
+    """Claim `experiment/version_N` for the body, with the first N that is free, and hold it.
+
+    A folder that holds no checkpoint when the body fails, or nothing at all when it ends, is removed. Of several ranks
+    the first alone claims; the others ask it where it logs.
+    """
+    if rank_zero_only.rank:
+        yield experiment / "version_of_rank_0"
+        return
+    folder = _claim(experiment)
+    try:
+        with held_run(folder):
+            yield folder
+    except BaseException:
+        if not any(folder.rglob("*.ckpt")):
+            _remove(folder)
+        raise
+    if all(path.name == LOCK for path in folder.iterdir()):
+        _remove(folder)
+
+
+def _claim(experiment: Path) -> Path:
+    """Make the first version that there is not yet: making a folder succeeds for one process alone."""
+    experiment.mkdir(parents=True, exist_ok=True)
+    taken = [path.name.removeprefix("version_") for path in experiment.glob("version_*")]
+    for number in count(max((int(name) for name in taken if name.isdigit()), default=-1) + 1):
+        try:
+            (experiment / f"version_{number}").mkdir()
+        except FileExistsError:
+            continue
+        return experiment / f"version_{number}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a run, and the folder of its experiment if it was the only one."""
+    shutil.rmtree(folder)
+    if not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
+
+
+@contextmanager
+def held_run(folder: Path) -> Iterator[None]:
+    """Hold a run's folder: a second process that wants it is refused. The lock of a process that died holds nobody.
+
+    Raises:
+        UserError: If another process holds it.
+    """
+    if rank_zero_only.rank:
+        yield
+        return
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(f"the run {folder} is being trained by another process.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def go_on_in(folder: Path, logger: Logger) -> None:
+    """Let a logger of files that a user chose go on in the folder of a run that is resumed."""
+    if isinstance(logger, TensorBoardLogger | CSVLogger):
+        logger._root_dir = logger._save_dir = str(folder.parent)
+        logger._name, logger._version = "", folder.name
+    if isinstance(logger, CSVLogger) and not rank_zero_only.rank:
+        _append_to(folder / "metrics.csv", logger)
+
+
+def _append_to(path: Path, logger: CSVLogger) -> None:
+    """Keep the rows so far, which the logger would remove."""
+    before = path.read_text() if path.is_file() else ""
+    writer = logger.experiment
+    if before:
+        path.write_text(before)
+        writer.metrics_keys = next(csv.reader(before.splitlines()))
