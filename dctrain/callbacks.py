@@ -178,6 +178,7 @@ class GracefulStop(Callback):
                 return
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
         if stop:
+            trainer._logger_connector.update_train_step_metrics()  # the trainer would log this step only now
             raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -1,0 +1,17 @@
+"""What every drill uses: a mistake ends in one line and exit status 2."""
+
+from collections.abc import Callable
+
+import pytest
+
+
+def mistake(capsys: pytest.CaptureFixture, run: Callable[..., None], *args: str) -> str:
+    """Run a command line that must fail, and return the one line it says."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        run(*args)
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2, error
+    (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert error.endswith(f"{line}\n") and "Traceback" not in error, error
+    return line

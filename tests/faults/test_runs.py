@@ -1,0 +1,227 @@
+"""Folders of runs, their locks, what a resume may change, and damaged checkpoints."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.errors import UserError
+from dctrain.runs import LOCK, new_run
+from tests.dctrain.commands import ROOT, record
+from tests.dctrain.recorder import read
+from tests.dcvision.commands import run, small, spawn
+
+from .drill import mistake
+
+
+def stop_at(file: Path, at: int) -> list[str]:
+    return record(file, signum=int(signal.SIGTERM), at=at)
+
+
+def test_runs_that_start_together_get_folders_of_their_own(shards, tmp_path):
+    command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--trainer.max_epochs=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = [subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) for _ in range(3)]
+    errors = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], errors
+    folders = sorted((tmp_path / "t").iterdir())
+    assert [folder.name for folder in folders] == ["version_0", "version_1", "version_2"]
+    for folder in folders:
+        assert (folder / "checkpoints/last-step=10.ckpt").is_file() and len(list(folder.glob("events*"))) == 1
+
+
+def test_a_run_is_held_by_one_process_and_a_dead_one_holds_nothing(shards, tmp_path, capsys):
+    arguments = small(shards, tmp_path)
+    run("fit", *arguments, *stop_at(tmp_path / "a", 3))
+    folder = tmp_path / "t/version_0"
+    assert (folder / LOCK).exists()  # as a killed process leaves it
+    holding = (
+        "import sys, time; from pathlib import Path; from dctrain.runs import held_run\n"
+        "with held_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holding, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        assert f"the run {folder} is being trained by another process" in mistake(
+            capsys, run, "fit", *arguments, f"--resume={folder}"
+        )
+        other.kill()
+    run("fit", *arguments, f"--resume={folder}", *record(tmp_path / "a"))
+    assert set(read(tmp_path / "a")) == set(range(30))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--model.warmup_steps=1000", "--data.num_classes=3", "--model.model=nothing", "--data.train=folder:nowhere"],
+)
+def test_a_refused_run_leaves_no_folder(shards, tmp_path, capsys, wrong):
+    mistake(capsys, run, "fit", *small(shards, tmp_path / "root"), wrong)
+    assert not list((tmp_path / "root").rglob("*"))
+
+
+def test_a_claim_that_fails_leaves_older_runs_alone(tmp_path):
+    (tmp_path / "t/version_7").mkdir(parents=True)
+    with pytest.raises(UserError), new_run(tmp_path / "t") as folder:
+        assert folder.name == "version_8" and not FileLock(folder / LOCK).is_locked
+        raise UserError("refused")
+    assert [path.name for path in (tmp_path / "t").iterdir()] == ["version_7"]
+
+
+def test_settings_that_may_change_on_a_resume_hold_and_are_recorded(shards, tmp_path, capsys):
+    arguments = [*small(shards, tmp_path), "--model.mixup_alpha=0", "--model.warmup_steps=0"]
+    run("fit", *arguments, *stop_at(tmp_path / "a", 9))
+    folder = tmp_path / "t/version_0"
+    changed = ["--model.lr=1", "--model.weight_decay=0.25", "--model.betas=[0.8,0.9]", "--model.label_smoothing=0.1"]
+    run("fit", *arguments, *changed, f"--resume={folder}", *record(tmp_path / "a"))
+    said = "resumed with other settings: lr 0.003 -> 1.0, weight_decay 0.1 -> 0.25, betas [0.9, 0.999] -> [0.8, 0.9]"
+    out = capsys.readouterr().out
+    assert said in out, out
+    steps = read(tmp_path / "a")
+    assert steps[9]["lr"] < 0.003 and 0.5 < steps[11]["lr"] < 1
+    group, free = load_checkpoint(find_checkpoint(str(folder)))["optimizer_states"][0]["param_groups"]
+    assert group["weight_decay"] == 0.25 and free["weight_decay"] == 0 and group["betas"] == (0.8, 0.9)
+    assert yaml.safe_load((folder / "config-resumed.yaml").read_text())["model"]["lr"] == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--model.decay_all=true", "decay_all=True cannot change in the middle of a run"),
+        ("--data.seed=5", "was trained with seed=0, this run has 5"),
+        ("--model.model_kwargs={depth: 3}", "the checkpoint is of another architecture"),
+        ("--data.train=digits", "was trained with num_samples=40, this run has 1437"),
+    ],
+)
+def test_settings_that_may_not_change_are_refused(shards, tmp_path, capsys, wrong, message):
+    run("fit", *small(shards, tmp_path), *stop_at(tmp_path / "a", 3))
+    before = {path: path.read_bytes() for path in (tmp_path / "t").rglob("*.ckpt")}
+    error = mistake(capsys, run, "fit", *small(shards, tmp_path), wrong, f"--resume={tmp_path}/t/version_0")
+    assert message in error
+    assert {path: path.read_bytes() for path in (tmp_path / "t").rglob("*.ckpt")} == before
+
+
+def test_a_resume_from_the_best_leaves_one_last_and_one_best(shards, tmp_path):
+    arguments = small(shards, tmp_path)
+    run("fit", *arguments, "--trainer.max_epochs=2")
+    (best,) = (tmp_path / "t/version_0/checkpoints").glob("best-*")
+    late = best.with_name("best-epoch=1-top1=0.0001.ckpt")
+    late.write_bytes(best.read_bytes())
+    run("fit", *arguments, f"--resume={best}", "--trainer.max_epochs=4")
+    names = [path.name.split("=")[0] for path in best.parent.iterdir()]
+    assert sorted(names) == ["best-epoch", "last-step"]
+
+
+def test_a_csv_log_goes_on_in_its_folder(shards, tmp_path):
+    logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/csv"]
+    arguments = [*small(shards, tmp_path), *logger]
+    run("fit", *arguments, *stop_at(tmp_path / "a", 12))
+    folder = tmp_path / "csv/lightning_logs/version_0"
+    run("fit", *arguments, f"--resume={folder}")
+    with open(folder / "metrics.csv") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert steps == list(range(30))
+    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
+
+
+DAMAGES = {
+    "a flipped bit": "is damaged: ",
+    "cut short": "is no readable checkpoint",
+    "no zip": "is no readable checkpoint",
+    "a list": "is no checkpoint: it holds a list",
+    "no optimiser": "cannot be resumed from: it has no optimizer_states",
+    "no weights": "cannot be resumed from: it has no ",
+}
+
+
+def damage(path: Path, how: str) -> None:
+    content = torch.load(path, weights_only=True)
+    if how == "a flipped bit":
+        with zipfile.ZipFile(path) as file:
+            largest = max(file.infolist(), key=lambda info: info.file_size)
+        data = bytearray(path.read_bytes())
+        data[largest.header_offset + 200] ^= 16
+        path.write_bytes(data)
+    elif how == "cut short":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif how == "no zip":
+        path.write_bytes(b"text" * 100)
+    elif how == "a list":
+        torch.save([1, 2], path)
+    else:
+        del content["optimizer_states" if how == "no optimiser" else "state_dict"]
+        torch.save(content, path)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The checkpoint of a stopped run on the digits."""
+    root = tmp_path_factory.mktemp("stopped")
+    run("fit", *small("unused", root), "--data.train=digits", "--data.val=digits", "--trainer.max_steps=3")
+    return find_checkpoint(str(root))
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_checkpoints_are_refused(stopped, tmp_path, capsys, how):
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(stopped.read_bytes())
+    damage(path, how)
+    arguments = [*small("unused", tmp_path), "--data.train=digits", "--data.val=digits"]
+    assert DAMAGES[how] in mistake(capsys, run, "fit", *arguments, f"--resume={path}")
+    if how != "no optimiser":
+        mistake(capsys, run, "export", f"--checkpoint={path}", f"--out={tmp_path}/out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_export_without_a_tensor_is_refused(stopped, tmp_path, capsys):
+    content = torch.load(stopped, weights_only=True)
+    del content["state_dict"]["model.head.weight"]
+    torch.save(content, tmp_path / "a.ckpt")
+    error = mistake(capsys, run, "export", f"--checkpoint={tmp_path}/a.ckpt", f"--out={tmp_path}/out")
+    assert "does not hold the weights of the model it names: " in error and "head.weight" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_a_random_moment(shards, tmp_path, seed):
+    """Wherever a kill falls, every checkpoint that is left loads, and the run goes on to the same end."""
+    command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--checkpoint_every_n_steps=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = tmp_path / "t/version_0"
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoints/last-*.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.4 * seed)
+    process.kill()
+    process.wait()
+    for path in folder.rglob("*.ckpt"):
+        load_checkpoint(path)
+    resumed = spawn("fit", *small(shards, tmp_path), f"--resume={folder}")
+    assert resumed.returncode == 0, resumed.stderr
+    whole = spawn("fit", *small(shards, tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    ends = [
+        load_checkpoint(root / "t/version_0/checkpoints/last-step=30.ckpt") for root in (tmp_path, tmp_path / "whole")
+    ]
+    assert all(torch.equal(value, ends[1]["state_dict"][name]) for name, value in ends[0]["state_dict"].items())
+
+
+def test_environments_and_events_of_a_resumed_run_lie_in_one_folder(shards, tmp_path):
+    run("fit", *small(shards, tmp_path), *stop_at(tmp_path / "a", 3))
+    run("fit", *small(shards, tmp_path), f"--resume={tmp_path}/t/version_0")
+    folder = tmp_path / "t/version_0"
+    assert len(json.loads((folder / "environment.json").read_text())) == 2
+    assert len(EventAccumulator(str(folder)).Reload().Scalars("train/loss")) == 30
