@@ -1,14 +1,18 @@
 """Trainer callbacks: the newest and the best checkpoint, a graceful stop on signals, and speed in TensorBoard."""
 
+import math
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from .errors import Diverged, UserError
 from .flops import peak_flops
@@ -37,12 +41,12 @@ class LastCheckpoint(Callback):
         self.newest: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save before the first step; a resumed run takes over the checkpoint it came from.
+        """Save before the first step; a resumed run has the checkpoint it came from.
 
         Not under FSDP, where saving an unused optimiser counts as one of its steps.
         """
         if trainer.ckpt_path is not None:
-            self.newest = self._path(trainer) if Path(trainer.ckpt_path) == self._path(trainer) else None
+            self.newest = Path(trainer.ckpt_path)
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
             self.save(trainer)
 
@@ -60,14 +64,18 @@ class LastCheckpoint(Callback):
     def _path(self, trainer: L.Trainer) -> Path:
         return Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
 
-    def save(self, trainer: L.Trainer) -> Path:
+    def save(self, trainer: L.Trainer, again: bool = False) -> Path:
         """Save now, on all ranks together, unless this step is saved already; return the file.
+
+        Args:
+            trainer: The trainer.
+            again: Save even if this step is saved.
 
         Raises:
             Diverged: If a weight is not finite.
         """
         path = self._path(trainer)
-        if path != self.newest:
+        if again or path != self.newest:
             if not _has_finite_weights(trainer):
                 raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
             trainer.save_checkpoint(path, weights_only=False)
@@ -135,16 +143,19 @@ class RunStopped(BaseException):
 
     Args:
         signum: The signal that asked for it.
-        checkpoint: Where the run can be taken up.
+        checkpoint: Where the run can be taken up; None if it has not begun.
     """
 
-    def __init__(self, signum: int, checkpoint: Path) -> None:
+    def __init__(self, signum: int, checkpoint: Path | None) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.checkpoint = checkpoint
 
 
 class GracefulStop(Callback):
     """On SIGTERM (or the first Ctrl-C) finish the step, save a checkpoint and end the run.
+
+    In a validation it ends behind the batch at hand; the resumed run takes the whole validation again, also where the
+    stop came between a step and its validation. Before the first step there is nothing to save: the run ends at once.
 
     Ranks agree on the step to stop at, so a signal may reach one of them or all. It takes the place of Lightning's own
     SIGTERM handler, which waits for the other ranks inside the signal handler and can hang.
@@ -157,35 +168,109 @@ class GracefulStop(Callback):
         self.last = last
         self._signum: int | None = None
         self._previous: dict[int, object] = {}
+        self._has_nothing_to_save = True
+        self._due_in_epoch: int | None = None  # the epoch of a validation that a stop has cut off
 
     def _note(self, signum: int, frame: object) -> None:
+        if self._has_nothing_to_save:
+            raise RunStopped(signum, self.last.newest)
         if signum == signal.SIGINT and self._signum is not None:
             raise KeyboardInterrupt
         self._signum = signum
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _take_signals(self, trainer: L.Trainer) -> None:
         """Take over the signals, after Lightning did."""
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        self._has_nothing_to_save = trainer.world_size == 1  # of several ranks the others would wait
+        for signum in () if self._previous else (signal.SIGTERM, signal.SIGINT):
             self._previous[signum] = signal.signal(signum, self._note)
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals."""
+        self._take_signals(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals; take the validation that a stop has cut off."""
+        self._take_signals(trainer)
+        if self._due_in_epoch is not None:
+            epoch, self._due_in_epoch = self._due_in_epoch, None
+            _validate(trainer, epoch)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Stop the run if any rank was told to, once no gradient is waiting for its step."""
+        self._has_nothing_to_save = False
         if _is_accumulating(trainer, batch_idx):
             return
-        stop = self._signum is not None
-        if trainer.world_size > 1:
-            if trainer.global_step % STOP_CHECK_STEPS:
-                return
-            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
-        if stop:
+        if trainer.world_size > 1 and trainer.global_step % STOP_CHECK_STEPS:
+            return
+        if self._is_told_to_stop(trainer):
             trainer._logger_connector.update_train_step_metrics()  # the trainer would log this step only now
-            raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer))
+            loop = trainer.fit_loop
+            self._stop(trainer, is_due=loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx, dataloader_idx=0
+    ) -> None:
+        """Stop the run if any rank was told to; ranks that cannot know that they take equally many batches go on."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if trainer.world_size > 1 and (batch_idx % STOP_CHECK_STEPS or any(map(math.isinf, trainer.num_val_batches))):
+            return
+        if self._is_told_to_stop(trainer):
+            with _as_before_validation(trainer):
+                self._stop(trainer, is_due=True)
+
+    def _is_told_to_stop(self, trainer: L.Trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(self._signum is not None, all=False)
+
+    def _stop(self, trainer: L.Trainer, is_due: bool) -> NoReturn:
+        self._due_in_epoch = trainer.current_epoch if is_due else None
+        raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer, again=is_due))
+
+    def state_dict(self) -> dict:
+        """Save which validation has been cut off."""
+        return {"due_in_epoch": self._due_in_epoch}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take it up."""
+        self._due_in_epoch = state_dict["due_in_epoch"]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the signals back."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
+
+
+@contextmanager
+def _as_before_validation(trainer: L.Trainer) -> Iterator[None]:
+    """Let the loops be for the body as they were when the step before a validation had ended."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress, loop.val_loop.batch_progress
+    before = [part.state_dict() for part in progress]
+    loop.batch_progress.total.completed -= 1
+    loop.batch_progress.current.completed -= 1
+    loop.val_loop.batch_progress.reset()
+    trainer.training = True
+    try:
+        yield
+    finally:
+        trainer.validating = True
+        for part, state in zip(progress, before, strict=True):
+            part.load_state_dict(state)
+
+
+def _validate(trainer: L.Trainer, epoch: int) -> None:
+    """Run the validation that belongs behind the last step, in its epoch, and log it there."""
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    now, epochs.completed = epochs.completed, epoch
+    loop._batches_that_stepped = trainer.global_step - 1
+    loop.val_loop.restarting = False
+    is_first = trainer._logger_connector._first_loop_iter
+    trainer.validating = True
+    loop.val_loop.run()
+    trainer.training = True
+    trainer._logger_connector._first_loop_iter = is_first
+    epochs.completed = now
 
 
 class SpeedMonitor(Callback):

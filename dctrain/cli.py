@@ -170,6 +170,7 @@ class TrainerCLI(LightningCLI):
                     filename=self.best_name,
                     auto_insert_metric_name=False,
                     enable_version_counter=False,
+                    save_on_train_epoch_end=False,  # but when a validation ends, wherever in an epoch that is
                 )
             )
         return callbacks
@@ -297,7 +298,10 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except RunStopped as stop:
-        print(f"{stop}; go on with --resume {relative(stop.checkpoint)}")
+        go_on = "nothing was trained yet"
+        if stop.checkpoint is not None and stop.checkpoint.is_file():
+            go_on = f"go on with --resume {relative(stop.checkpoint)}"
+        print(f"{stop}; {go_on}")
     except Exception as error:
         if not _is_mendable(error):
             raise

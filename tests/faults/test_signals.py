@@ -1,0 +1,105 @@
+"""SIGTERM in every phase of a run: it ends soon, with status 0, and the resumed run ends as one never stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.dctrain.commands import ROOT, record
+from tests.dctrain.recorder import read
+from tests.dcvision.commands import run, small
+
+
+class Tell(Callback):
+    """Sends this process SIGTERM in the middle of something.
+
+    Args:
+        phase: "sanity check", "start", "validation", "step" or "saving".
+        step: Not before this many steps.
+    """
+
+    def __init__(self, phase: str, step: int = 0) -> None:
+        self.phase, self.step = phase, step
+
+    def _tell(self, trainer, phase: str) -> None:
+        if phase == self.phase and trainer.global_step >= self.step:
+            self.phase = "told"
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+        if batch_idx == 2 or trainer.sanity_checking:
+            self._tell(trainer, "sanity check" if trainer.sanity_checking else "validation")
+        elif self.phase == "told" and not trainer.sanity_checking:
+            raise AssertionError("the validation went on")
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self._tell(trainer, "start")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self._tell(trainer, "step")
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        self._tell(trainer, "saving")
+
+
+def told(phase: str, step: int = 0) -> list[str]:
+    options = [f"--trainer.callbacks.phase={phase}", f"--trainer.callbacks.step={step}"]
+    return ["--trainer.callbacks+=tests.faults.test_signals.Tell", *options]
+
+
+def curves(folder: Path) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(str(folder)).Reload()
+    tags = ("train/loss", "train/grad_norm", "val/loss", "val/top1")
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+
+
+IN_STEPS = ["--trainer.val_check_interval=4", "--trainer.max_epochs=2"]
+BY_EPOCHS = ["--trainer.max_epochs=2"]
+STOPS = [("validation", 0, IN_STEPS), ("validation", 8, IN_STEPS), ("validation", 10, BY_EPOCHS), ("step", 3, IN_STEPS)]
+STOPS += [("step", 9, BY_EPOCHS), ("saving", 6, ["--checkpoint_every_n_steps=3", *BY_EPOCHS])]
+
+
+@pytest.mark.parametrize(("phase", "step", "extra"), STOPS)
+def test_stopped_and_resumed_validates_as_uninterrupted(shards, tmp_path, capsys, phase, step, extra):
+    whole, parts = (small(shards, tmp_path / name) + extra for name in ("whole", "parts"))
+    run("fit", *whole, *record(tmp_path / "whole"))
+    run("fit", *parts, *told(phase, step), *record(tmp_path / "parts"))
+    assert "stopped by SIGTERM; go on with --resume" in capsys.readouterr().out
+    folder = tmp_path / "parts/t/version_0"
+    run("fit", *parts, f"--resume={folder}", *record(tmp_path / "parts"))
+    assert read(tmp_path / "parts") == read(tmp_path / "whole")
+    assert curves(folder) == curves(tmp_path / "whole/t/version_0")
+    best = [sorted(path.name for path in (tmp_path / name).rglob("*.ckpt")) for name in ("whole", "parts")]
+    assert best[0] == best[1]
+    ends = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("whole", "parts")]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@pytest.mark.parametrize("phase", ["sanity check", "start"])
+def test_before_the_first_step_a_run_ends_at_once(shards, tmp_path, capsys, phase):
+    run("fit", *small(shards, tmp_path), *told(phase), *record(tmp_path / "steps"))
+    assert "stopped by SIGTERM; nothing was trained yet" in capsys.readouterr().out
+    assert not list(tmp_path.glob("steps*")) and not (tmp_path / "t").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wait", range(0, 30, 3))
+def test_it_ends_soon_whenever_it_is_told(shards, tmp_path, wait):
+    """Compiled, so that it is told while it prepares, compiles, trains and validates."""
+    command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--model.compile=true"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    time.sleep(wait)
+    process.terminate()
+    start = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert time.monotonic() - start < 30
+    assert process.returncode in (0, -signal.SIGTERM) and b"Traceback" not in said, said
