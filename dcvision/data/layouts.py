@@ -71,7 +71,8 @@ def validation_images(
     for option, file in (("--validation_tar", path), ("--labels", labels), ("--classes", classes)):
         if file is None or not file.is_file():
             raise UserError(f"{option} must name a file; got {file}.")
-    names = classes.read_text().split()
+    with told_as(str(classes)):
+        names = classes.read_text().split()
     number = {name: i for i, name in enumerate(names)}
     with told_as(f"--validation_tar: {path} is no uncompressed tar file"), tarfile.open(path, "r:") as tar:
         members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
@@ -97,9 +98,10 @@ def validation_images(
 
 def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> list[str]:
     """Return the class name of each image."""
-    lines = labels.read_text().splitlines()
+    with told_as(str(labels)):
+        lines = labels.read_text().splitlines()
     if lines and lines[0].startswith("ImageId"):
-        rows = {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)}
+        rows = _read_solutions(labels, lines)
         missing = [stem for stem in stems if stem not in rows]
         if missing:
             raise UserError(f"{labels} has no line for {len(missing)} images, the first is {missing[0]}.")
@@ -113,6 +115,21 @@ def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> l
         raise UserError(f"{labels} holds the devkit's class numbers; --devkit_meta must name its meta.mat.")
     from scipy.io import loadmat
 
-    synsets = loadmat(devkit_meta, squeeze_me=True)["synsets"]
-    wnid = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    with told_as(f"{devkit_meta} is no meta.mat of the devkit"):
+        synsets = loadmat(devkit_meta, squeeze_me=True)["synsets"]
+        wnid = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    unknown = sorted({int(value) for value in values} - wnid.keys())
+    if unknown:
+        raise UserError(f"{labels}: class number {unknown[0]} is not in {devkit_meta}.")
     return [wnid[int(value)] for value in values]
+
+
+def _read_solutions(labels: Path, lines: list[str]) -> dict[str, str]:
+    """Read Kaggle's table: the class name of each image."""
+    rows = {}
+    for number, row in enumerate(csv.DictReader(lines), 2):
+        words = (row.get("PredictionString") or "").split()
+        if not words:
+            raise UserError(f"{labels}: line {number} has no PredictionString.")
+        rows[row["ImageId"]] = words[0]
+    return rows
