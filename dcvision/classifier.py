@@ -4,6 +4,7 @@
 
 import difflib
 import math
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -17,7 +18,9 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms.v2 import MixUp
 
+from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
+from dctrain.files import write_json
 from dctrain.module import TrainingModule
 
 from .data import Batch
@@ -124,6 +127,14 @@ class ImageClassifier(TrainingModule):
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
         return self.hparams.warmup_steps
+
+    def on_train_start(self) -> None:
+        """Take over the settings of a resumed run; keep the names of the classes in the run's folder."""
+        super().on_train_start()
+        classes, folder = getattr(self.trainer.datamodule, "classes", None), self.trainer.log_dir
+        if classes and folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:
+            make_folder(folder)
+            write_json(Path(folder) / "classes.json", classes)
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""

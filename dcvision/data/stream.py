@@ -6,11 +6,12 @@ shuffle instead of the exact place. Evaluation still sees every sample once.
 """
 
 import warnings
+from collections.abc import Iterator
 
 import webdataset as wds
 from torch.utils.data import DataLoader
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 from .decode import Transform
 from .samples import Collate, Skipped, make_image
@@ -45,6 +46,12 @@ class StreamedSample:
         self.count += 1
         image = make_image(encoded, name, self.transform, self.max_pixels, self.seed, self.count)
         return image if isinstance(image, Skipped) else (image, label, name)
+
+
+def _told(samples: Iterator) -> Iterator:
+    """Tell in one line what webdataset raises for streams that fail, are cut short or are no tar file."""
+    with told_as("a stream of shards"):
+        yield from samples
 
 
 def stream_loader(
@@ -90,7 +97,7 @@ def stream_loader(
     )
     if training:
         dataset = dataset.shuffle(SHUFFLE_BUFFER, initial=SHUFFLE_BUFFER // 5).repeat()
-    dataset = dataset.map(sample).batched(batch_size, collation_fn=collate, partial=not training)
+    dataset = dataset.map(sample).compose(_told).batched(batch_size, collation_fn=collate, partial=not training)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0)
     if not training:
         return loader
