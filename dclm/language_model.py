@@ -14,6 +14,7 @@ from dctrain.module import TrainingModule
 
 from .config import DecoderConfig, decoder_config
 from .data import Batch
+from .data.samples import as_batch
 from .decoder import Decoder
 from .loss import IGNORED
 
@@ -33,7 +34,9 @@ def build_config(model: str, vocab_size: int, context_length: int, overrides: di
 
 
 class LanguageModel(TrainingModule):
-    """Trains a decoder to predict the next token.
+    """Trains a decoder to predict the next token, on `TokenDataModule` or on any loader of (input_ids, targets).
+
+    Of other loaders both are int64 [B, T]; targets of -100 do not count.
 
     Args:
         model: Name of a configuration (`dclm.CONFIGS`).
@@ -107,6 +110,7 @@ class LanguageModel(TrainingModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the loss of one batch, in nats per token."""
+        batch = as_batch(batch)
         loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents)
         return self.log_step(loss, batch_size=len(batch.input_ids))
 
@@ -119,6 +123,7 @@ class LanguageModel(TrainingModule):
         self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> None:
+        batch = as_batch(batch)
         loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, skip_ignored=True)
         self.val_loss.update(loss.detach(), weight=(batch.targets != IGNORED).sum())
 
@@ -133,6 +138,7 @@ class LanguageModel(TrainingModule):
     def _log_metrics(self, prefix: str) -> None:
         loss = self.val_loss.compute()
         self.val_loss.reset()
-        bits = loss / math.log(2) / self.trainer.datamodule.bytes_per_token
-        metrics = {"loss": loss, "perplexity": loss.exp(), "bits_per_byte": bits}
+        metrics = {"loss": loss, "perplexity": loss.exp()}
+        if self.trainer.datamodule is not None:  # other loaders do not know their bytes
+            metrics["bits_per_byte"] = loss / math.log(2) / self.trainer.datamodule.bytes_per_token
         self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)

@@ -20,8 +20,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Save `checkpoint` to the local file `path`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as file:
-            torch.save(checkpoint, file)
+        try:
+            with written_whole(path) as file:
+                torch.save(checkpoint, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # what torch's writer makes of a full disk
+                raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+            raise
 
 
 def find_checkpoint(path: str) -> Path:

@@ -95,7 +95,8 @@ class TrainingModule(L.LightningModule):
         Raises:
             UserError: If it does not.
         """
-        with told_as(f"model {self.hparams.model!r} cannot take inputs of shape {list(example.shape)}"):
+        name = self.hparams.get("model", type(self.model).__name__)
+        with told_as(f"model {name!r} cannot take inputs of shape {list(example.shape)}"):
             flops = forward_flops(model, example)
         device = self.trainer.strategy.root_device
         for layer in self.model.modules():
@@ -210,6 +211,8 @@ class TrainingModule(L.LightningModule):
             return trainer.max_steps
         if trainer.max_epochs is None or trainer.max_epochs < 1:
             raise UserError("the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
+        if trainer.datamodule is None:  # loaders of others have no position
+            return int(trainer.estimated_stepping_batches)
         return trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
 
     def _parameter_groups(self) -> list[dict]:

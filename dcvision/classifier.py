@@ -11,6 +11,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -24,17 +25,23 @@ from dctrain.files import write_json
 from dctrain.module import TrainingModule
 
 from .data import Batch
+from .data.samples import as_batch
 from .swap import swap_attention
 
 
 def build_model(
-    name: str, num_classes: int, image_size: int, model_kwargs: dict, swap: dict[str, Any] | None = None
+    name: str | nn.Module, num_classes: int, image_size: int, model_kwargs: dict, swap: dict[str, Any] | None = None
 ) -> nn.Module:
-    """Create a timm model by name, and with `swap` put composed attention into it by those options.
+    """Create a timm model by name, or take a module, and with `swap` put composed attention into it by those options.
 
     Raises:
         UserError: If the name is unknown, or an argument or option does not fit the model.
     """
+    if isinstance(name, nn.Module):
+        if model_kwargs:
+            raise UserError(f"model_kwargs={model_kwargs} belong to the name of a model; got a module.")
+        with told_as(f"swap={swap}"):
+            return name if swap is None else swap_attention(name, **swap)
     is_saved = name.startswith(("local-dir:", "hf-hub:"))
     if not is_saved and not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=4)
@@ -51,11 +58,14 @@ def build_model(
 
 
 class ImageClassifier(TrainingModule):
-    """Trains a timm classifier on uint8 images.
+    """Trains a timm classifier on uint8 images, of `ImageDataModule` or of any loader of (images, labels).
+
+    Of other loaders images are uint8, or floating and normalised already: [B, 3, size, size]; labels int64 [B].
 
     Args:
         model: timm model name, with a tag of pretrained weights or not, or a saved one (`local-dir:FOLDER`); `dcvit_*`
-            and `mhavit_*` are this package's.
+            and `mhavit_*` are this package's. Or a module that gives logits [B, num_classes]; checkpoints then do not
+            say how to build it, and `load_from_checkpoint` needs it again.
         num_classes: Classes of the head.
         image_size: Side of the images, in pixels.
         model_kwargs: More arguments for the model; options of `DCAttention` are accepted by `dcvit_*`.
@@ -81,7 +91,7 @@ class ImageClassifier(TrainingModule):
 
     def __init__(
         self,
-        model: str = "dcvit_digits_patch2_8",
+        model: str | nn.Module = "dcvit_digits_patch2_8",
         num_classes: int = 10,
         image_size: int = 8,
         model_kwargs: dict[str, Any] | None = None,
@@ -99,7 +109,7 @@ class ImageClassifier(TrainingModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=[] if isinstance(model, str) else ["model"])
         self.check_ranges()
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"{label_smoothing=} must be in [0, 1].")
@@ -112,7 +122,7 @@ class ImageClassifier(TrainingModule):
         self.model = build_model(model, num_classes, image_size, model_kwargs or {}, swap)
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
-        cfg = self.model.pretrained_cfg
+        cfg = getattr(self.model, "pretrained_cfg", {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         for name in ("mean", "std"):
             self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
         self.val_loss = MeanMetric()
@@ -156,11 +166,14 @@ class ImageClassifier(TrainingModule):
         return self.model if self.ema is None else self.ema.module
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Scale uint8 images to the model's mean and standard deviation, on their device."""
+        """Scale uint8 images to the model's mean and standard deviation, on their device; floating ones are so."""
+        if images.is_floating_point():
+            return images.to(self.mean.dtype)
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the loss of one batch; zero where no image of it could be read."""
+        batch = as_batch(batch)
         images, labels = self.normalise(batch.images), batch.labels
         if not batch.names:
             return self.model(images).sum() * 0.0
@@ -186,6 +199,7 @@ class ImageClassifier(TrainingModule):
 
     def _evaluate(self, batch: Batch, prefix: str) -> None:
         """Update and log the metrics; samples that only pad a rank's share are left out."""
+        batch = as_batch(batch)
         logits = self(batch.images).float()
         counts = batch.labels >= 0
         logits, labels = logits[counts], batch.labels[counts]
@@ -198,6 +212,7 @@ class ImageClassifier(TrainingModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict]:
         """Return, for each image that counts, its name, the likeliest class and that class's probability."""
+        batch = as_batch(batch)
         if not batch.names:
             return []
         probabilities = self(batch.images).float().softmax(-1)

@@ -49,6 +49,8 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int, li
     hp = content.get("hyper_parameters", {})
     if "image_size" not in hp or "state_dict" not in content:
         raise UserError(f"{path} is no checkpoint of dcvision: it holds no image model.")
+    if "model" not in hp:
+        raise UserError(f"{path} does not name its model: a module was trained; build it and load the weights into it.")
     kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
     model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
     averaged = hp["ema_decay"] is not None and not raw

@@ -2,6 +2,7 @@
 
 # B batch, T tokens
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,11 @@ class Batch(NamedTuple):
     targets: Tensor
     documents: Tensor | None
     samples: list[int]
+
+
+def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
+    """Take the batches of other loaders, (input_ids, targets)."""
+    return batch if isinstance(batch, Batch) else Batch(*batch, documents=None, samples=[])
 
 
 class TokenSamples(Dataset):

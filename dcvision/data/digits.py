@@ -1,8 +1,8 @@
 """The built-in data set: scikit-learn's handwritten digits, written once as PNG shards to the cache folder."""
 
 import os
-import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from torchvision.io import encode_png
 from webdataset import TarWriter
 
 from dctrain.cache import cache_dir
+from dctrain.files import written_whole
 
 NUM_SHARDS = {"train": 8, "val": 4}
 NUM_VALIDATION = 360
@@ -31,16 +32,16 @@ def _write_all(folder: Path) -> None:
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     splits = {"train": order[NUM_VALIDATION:], "val": order[:NUM_VALIDATION]}
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
-    for split, indices in splits.items():
-        for number, shard in enumerate(np.array_split(indices, NUM_SHARDS[split])):
-            with TarWriter(str(made / f"{split}-{number}.tar"), mtime=0) as writer:
-                for i in shard:
-                    writer.write(_sample(int(i), digits.images[i], int(digits.target[i])))
-    try:
-        os.rename(made, folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(made)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        for split, indices in splits.items():
+            for number, shard in enumerate(np.array_split(indices, NUM_SHARDS[split])):
+                path = Path(made) / "digits" / f"{split}-{number}.tar"
+                path.parent.mkdir(exist_ok=True)
+                with written_whole(path) as file, TarWriter(file, mtime=0) as writer:
+                    for i in shard:
+                        writer.write(_sample(int(i), digits.images[i], int(digits.target[i])))
+        with suppress(OSError):  # another process was faster
+            os.rename(Path(made) / "digits", folder)
 
 
 def _sample(index: int, image: np.ndarray, label: int) -> dict:

@@ -2,6 +2,7 @@
 
 # B batch
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,14 @@ class Batch(NamedTuple):
     labels: Tensor
     names: list[str]
     skipped: list[tuple[str, str]]
+
+
+def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
+    """Take the batches of other loaders, (images, labels)."""
+    if isinstance(batch, Batch):
+        return batch
+    images, labels = batch
+    return Batch(images, labels, [""] * len(labels), [])
 
 
 class Skipped(NamedTuple):

@@ -213,8 +213,10 @@ def _save_index(path: Path, index: ShardIndex) -> None:
             np.savez(file, **index._asdict())
             file.close()
             os.replace(file.name, path)
-        except BaseException:
+        except BaseException as error:
             os.unlink(file.name)
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(path)
             raise
 
 

@@ -1,0 +1,99 @@
+"""A disk that is full: one line that says so and where, nothing half-written is left, and the next start works.
+
+Files that cannot grow beyond a size stand for the disk: the system says "File too large" where it would say "No space
+left on device".
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.dclm.commands import small as small_lm
+from tests.dctrain.commands import spawn
+from tests.dcvision.commands import small
+
+from .test_commands import images
+
+
+def fail(program: str, limit: int, *args: str) -> str:
+    """Run a program on a full disk; return its last line."""
+    result = start(program, limit, *args)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ") and "File too large" in line
+    return line
+
+
+def start(program: str, limit: int, *args: str) -> subprocess.CompletedProcess:
+    return spawn(str(limit), program, *args, prefix=("-m", "tests.faults.limited"))
+
+
+def succeed(program: str, *args: str) -> str:
+    result = spawn(*args, prefix=("-m", program))
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def leftovers(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if "partial" in path.name or path.name.startswith("tmp")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "where"), [(50, ""), (20_000, "last-step=0.ckpt")])
+def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
+    arguments = ["fit", *small(shards, tmp_path / "root"), "--trainer.max_epochs=1"]
+    assert where in fail("dcvision", limit, *arguments)
+    assert not list((tmp_path / "root").rglob("*"))
+    succeed("dcvision", *arguments)
+
+
+def test_in_the_middle_of_a_run(shards, tmp_path):
+    """The optimiser's state makes later checkpoints larger than the first, which stays."""
+    arguments = ["fit", *small(shards, tmp_path / "root"), "--checkpoint_every_n_steps=3"]
+    assert "last-step=3.ckpt" in fail("dcvision", 900_000, *arguments)
+    folder = tmp_path / "root/t/version_0"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["last-step=0.ckpt"]
+    succeed("dcvision", *arguments, f"--resume={folder}")
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.slow
+def test_while_data_is_prepared(tmp_path, monkeypatch):
+    folder = images(tmp_path / "images")
+    shards = ["shards", f"--folder={folder}", f"--out={tmp_path}/shards", "--num_shards=2", "--num_workers=1"]
+    assert "train-0000.tar" in fail("dcvision", 1000, *shards)
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    tokens = ["tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus"]
+    fail("dclm", 3000, *tokens)
+    assert not leftovers(tmp_path)
+    assert "4 images of 2 classes" in succeed("dcvision", *shards)
+    assert "10,001 train tokens" in succeed("dclm", *tokens)
+
+
+@pytest.mark.slow
+def test_in_the_caches(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = ["fit", *small(shards, tmp_path / "root"), "--trainer.max_epochs=1"]
+    assert ".npz" in fail("dcvision", 300, *arguments)
+    digits = ["--data.train=digits", "--data.val=digits", "--trainer.max_steps=3"]
+    assert "train-0.tar" in fail("dcvision", 10_000, *arguments, *digits)
+    assert not leftovers(tmp_path)
+    succeed("dcvision", *arguments, *digits)
+
+
+@pytest.mark.slow
+def test_while_exporting(shards, corpus, tmp_path):
+    succeed("dcvision", "fit", *small(shards, tmp_path), "--trainer.max_steps=3")
+    export = ["export", f"--checkpoint={tmp_path}/t/version_0", f"--out={tmp_path}/exported"]
+    fail("dcvision", 20_000, *export)
+    assert not (tmp_path / "exported").exists() and not leftovers(tmp_path)
+    succeed("dcvision", *export)
+    bigger = ["--model.overrides={num_layers: 2, dim: 32, mlp_dim: 64, windows: [8, null]}"]
+    succeed("dclm", "fit", *small_lm(corpus, tmp_path / "lm"), *bigger, "--trainer.max_steps=3")
+    export = ["export", f"--checkpoint={tmp_path}/lm/t/version_0", f"--out={tmp_path}/exported_lm"]
+    fail("dclm", 20_000, *export)
+    assert not (tmp_path / "exported_lm").exists() and not leftovers(tmp_path)
+    succeed("dclm", *export)
+    assert json.loads((tmp_path / "exported_lm/config.json").read_text())["model_type"]
