@@ -60,7 +60,7 @@ def test_a_module_in_place_of_a_name(tmp_path, model):
 
 def test_modules_of_images_are_loaded_from_checkpoints(tmp_path):
     module, run = (
-        ImageClassifier(model_kwargs={"depth": 1}, ema_decay=0.5, compile=True),
+        ImageClassifier(model_kwargs={"depth": 1}, ema_decay=0.5),
         trainer(tmp_path, max_steps=1),
     )
     run.fit(module, ImageDataModule(batch_size=32, crop_fraction=1.0), ckpt_path=None)
