@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json, written_whole
-from dctrain.prepared import Preparation, digest_lines, preparing, verify_files
+from dctrain.prepared import Preparation, digest_lines, file_digest, preparing, verify_files
 
 from .texts import SUFFIXES, Document, find_inputs, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, Corpus, token_dtype
@@ -109,7 +109,13 @@ def verify(tokens: str) -> None:
         tokens: Folder that dclm tokens made.
     """
     corpus = Corpus(tokens)
-    verify_files(corpus.folder, [entry for split in SPLITS for entry in corpus.manifest["splits"].get(split, [])])
+    entries = [entry for split in SPLITS for entry in corpus.manifest["splits"].get(split, [])]
+    counts = [
+        {"file": entry["documents_file"], "sha256": entry["documents_sha256"]}
+        for entry in entries
+        if "documents_file" in entry
+    ]
+    verify_files(corpus.folder, entries + counts)
 
 
 def prepare(
@@ -326,7 +332,7 @@ class Segment:
             path = self.out / self.names["val"].replace(".bin", "-documents.npy")
             with written_whole(path) as file:
                 np.save(file, np.array(self.val_documents, dtype="<i8"))
-            entries["val"]["documents_file"] = path.name
+            entries["val"] |= {"documents_file": path.name, "documents_sha256": file_digest(path)}
         return entries
 
     def discard(self) -> None:

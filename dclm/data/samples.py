@@ -44,7 +44,7 @@ class TokenSamples(Dataset):
         self.row, self.context_length, self.vocab_size = row, context_length, vocab_size
 
     def __len__(self) -> int:
-        return (len(self.row) - 1) // self.context_length
+        return max(0, len(self.row) - 1) // self.context_length
 
     def __getitem__(self, ref: SampleRef) -> tuple[SampleRef, np.ndarray]:
         start = ref.index * self.context_length
