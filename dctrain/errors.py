@@ -49,6 +49,8 @@ def told_as(what: str | None = None, of: type[Exception] = Exception) -> Iterato
 
 def reason(error: BaseException) -> str:
     """Say in one line what an error is about."""
+    if isinstance(error, ConnectionError):
+        return f"{error.strerror}: a loader process has died (of memory?), or a server is gone"
     if isinstance(error, OSError) and error.strerror:
         named = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([error.strerror, " -> ".join(named)]) if named else error.strerror

@@ -26,10 +26,11 @@ class Preparation:
         plan: What decides the content.
         plan_name: File of the plan.
         manifest_name: File of the manifest.
+        products: What it makes, as patterns of file names: while there is none, another plan may take the place.
     """
 
-    def __init__(self, out: Path, plan: dict, plan_name: str, manifest_name: str) -> None:
-        self.out, self.plan = out, plan
+    def __init__(self, out: Path, plan: dict, plan_name: str, manifest_name: str, products: tuple[str, ...]) -> None:
+        self.out, self.plan, self.products = out, plan, products
         self.plan_path, self.manifest_path = out / plan_name, out / manifest_name
 
     @property
@@ -38,7 +39,9 @@ class Preparation:
         return self.plan_path.is_file()
 
     def check(self) -> None:
-        """Refuse a folder that was made from something else."""
+        """Refuse a folder that was made from something else; forget a plan that nothing came of."""
+        if not any(any(self.out.glob(pattern)) for pattern in (*self.products, self.manifest_path.name)):
+            self.plan_path.unlink(missing_ok=True)
         if self.has_begun:
             before = self._read(self.plan_path)
             changed = [name for name in self.plan if self.plan[name] != before.get(name)]
@@ -73,7 +76,12 @@ class Preparation:
 
 @contextmanager
 def preparing(
-    out: Path, plan: dict, *, plan_name: str = "plan.json", manifest_name: str = "manifest.json"
+    out: Path,
+    plan: dict,
+    products: tuple[str, ...],
+    *,
+    plan_name: str = "plan.json",
+    manifest_name: str = "manifest.json",
 ) -> Iterator[Preparation]:
     """Hold a folder, made if missing, for a preparation; arguments are those of `Preparation`.
 
@@ -82,7 +90,7 @@ def preparing(
     """
     make_folder(str(out))
     try:
-        preparation = Preparation(out, plan, plan_name, manifest_name)
+        preparation = Preparation(out, plan, plan_name, manifest_name, products)
         with FileLock(preparation.plan_path.with_suffix(".lock"), timeout=0):
             preparation.check()
             yield preparation

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import tarfile
 import time
@@ -225,13 +226,23 @@ def test_shards_that_go_in_mid_run(shards, tmp_path, capsys, way, workers):
         assert f"shard {Vandal.path} has changed since the run began" in error
 
 
+def test_a_loader_process_that_dies_is_told(shards, tmp_path, capsys):
+    Vandal.path, Vandal.way = "", "kill"
+    spoiling = ["--trainer.callbacks+=tests.faults.test_images.Vandal", "--data.num_workers=1"]
+    error = mistake(capsys, run, "fit", *small(shards, tmp_path), *spoiling)
+    assert "is killed by signal" in error or "a loader process has died" in error
+
+
 class Vandal(L.Callback):
-    """Removes or replaces a shard after the first step."""
+    """Removes or replaces a shard, or kills the loader's processes, after the first step."""
 
     path, way = "", ""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step == 1:
+        if trainer.global_step == 1 and self.way == "kill":
+            for process in multiprocessing.active_children():
+                process.kill()
+        elif trainer.global_step == 1:
             Path(self.path).unlink()
             if self.way == "replaced":
                 write_shard(Path(self.path), numbered_samples(10))

@@ -67,6 +67,16 @@ def test_counts_of_documents_are_verified(tmp_path, lossy, capsys):
     assert "val-0000-documents.npy has changed" in mistake(capsys, run, "verify", f"--tokens={tmp_path}/corpus")
 
 
+def test_a_plan_that_nothing_came_of_may_be_mended(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n' * 3)
+    asked = ["tokens", f"--inputs={tmp_path}/a.jsonl", f"--out={tmp_path}/corpus"]
+    assert "no object with a text under 'text'" in mistake(capsys, run, *asked)
+    run(*asked, "--text_key=body")
+    assert "made with other text_key" in mistake(capsys, run, *asked)
+    (tmp_path / "corpus/train-0000.bin").unlink()
+    assert "train-0000.bin is missing; remove " in mistake(capsys, run, *asked, "--text_key=body")
+
+
 def test_a_corpus_too_small_to_validate_says_so_at_once(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text " * 30)
     run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus")
