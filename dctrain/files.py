@@ -24,9 +24,14 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
-            error.filename = str(path)
+        name_file(error, path)
         raise
+
+
+def name_file(error: BaseException, path: Path) -> None:
+    """Let an error of the system say which file it is about: that of a full disk does not."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def write_json(path: Path, content: dict | list) -> None:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from dctrain.cache import cache_dir
 from dctrain.errors import UserError, told_as
+from dctrain.files import name_file
 
 INDEX_VERSION = 2
 
@@ -215,8 +216,7 @@ def _save_index(path: Path, index: ShardIndex) -> None:
             os.replace(file.name, path)
         except BaseException as error:
             os.unlink(file.name)
-            if isinstance(error, OSError):
-                error.filename = error.filename or str(path)
+            name_file(error, path)
             raise
 
 

@@ -52,8 +52,13 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_pat
     assert best[0] == best[1] and len(best[0]) == 1
 
 
-@pytest.mark.parametrize("at", [2, 6])  # before the first checkpoint but that of the start, and behind one
-@pytest.mark.parametrize("by", ["epochs", "steps"])
+@pytest.mark.parametrize(
+    ("by", "at"),  # before the first checkpoint but that of the start, and behind one
+    [
+        ("steps", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("steps", 6), ("epochs", 2), ("epochs", 6))),
+    ],
+)
 def test_curves_go_on_at_their_steps(corpus, tmp_path, at, by):
     common = [*small(corpus, tmp_path), "--checkpoint_every_n_steps=4", "--trainer.num_sanity_val_steps=0"]
     if by == "steps":

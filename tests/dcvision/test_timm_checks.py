@@ -9,7 +9,11 @@ from timm.models._features_fx import create_feature_extractor
 
 import dcvision  # noqa: F401
 
-NAMES = sorted(timm.list_models(["dcvit_*", "mhavit_*"]))
+FIRST = ["dcvit_digits_patch2_8", "mhavit_tiny_patch16_224"]
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST))
+    for name in sorted(timm.list_models(["dcvit_*", "mhavit_*"]))
+]
 SMALL = {"img_size": 32, "depth": 2}
 EXPORTED = ["dcvit_tiny_patch16_224", "mhavit_tiny_patch16_224"]
 

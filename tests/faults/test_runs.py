@@ -30,6 +30,7 @@ def stop_at(file: Path, at: int) -> list[str]:
     return record(file, signum=int(signal.SIGTERM), at=at)
 
 
+@pytest.mark.slow
 def test_runs_that_start_together_get_folders_of_their_own(shards, tmp_path):
     command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--trainer.max_epochs=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

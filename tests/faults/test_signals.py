@@ -63,11 +63,14 @@ def curves(folder: Path) -> dict[str, dict[int, float]]:
 
 IN_STEPS = ["--trainer.val_check_interval=4", "--trainer.max_epochs=2"]
 BY_EPOCHS = ["--trainer.max_epochs=2"]
-STOPS = [("validation", 0, IN_STEPS), ("validation", 8, IN_STEPS), ("validation", 10, BY_EPOCHS), ("step", 3, IN_STEPS)]
-STOPS += [("step", 9, BY_EPOCHS), ("saving", 6, ["--checkpoint_every_n_steps=3", *BY_EPOCHS])]
+STOPS = [("validation", 8, IN_STEPS), ("step", 9, BY_EPOCHS)]
+MORE_STOPS = [("validation", 0, IN_STEPS), ("validation", 10, BY_EPOCHS), ("step", 3, IN_STEPS)]
+MORE_STOPS += [("saving", 6, ["--checkpoint_every_n_steps=3", *BY_EPOCHS])]
 
 
-@pytest.mark.parametrize(("phase", "step", "extra"), STOPS)
+@pytest.mark.parametrize(
+    ("phase", "step", "extra"), [*STOPS, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in MORE_STOPS)]
+)
 def test_stopped_and_resumed_validates_as_uninterrupted(shards, tmp_path, capsys, phase, step, extra):
     whole, parts = (small(shards, tmp_path / name) + extra for name in ("whole", "parts"))
     run("fit", *whole, *record(tmp_path / "whole"))
