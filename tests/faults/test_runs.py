@@ -194,8 +194,9 @@ def test_an_export_without_a_tensor_is_refused(stopped, tmp_path, capsys):
     assert "does not hold the weights of the model it names: " in error and "head.weight" in error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 8))]
+)
 def test_killed_at_a_random_moment(shards, tmp_path, seed):
     """Wherever a kill falls, every checkpoint that is left loads, and the run goes on to the same end."""
     command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--checkpoint_every_n_steps=1"]
