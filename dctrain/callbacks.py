@@ -80,7 +80,7 @@ class LastCheckpoint(Callback):
                 raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
             trainer.save_checkpoint(path, weights_only=False)
             if trainer.is_global_zero:
-                _remove_others(path.parent.glob("last-step=*.ckpt"), [path])
+                _remove_others(path.parent.glob("last-step=*"), [path])  # what a kill left half-written too
             self.newest = path
         return path
 

@@ -15,7 +15,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """Yield a file beside `path`, which takes its place when the body is done and the disk has it; on an error it is
     removed.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two processes may write to one cache
     try:
         with open(partial, "wb") as file:
             yield file
@@ -24,14 +24,9 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        name_file(error, path)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # the system does not say it of a full disk
         raise
-
-
-def name_file(error: BaseException, path: Path) -> None:
-    """Let an error of the system say which file it is about: that of a full disk does not."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-        error.filename = str(path)
 
 
 def write_json(path: Path, content: dict | list) -> None:

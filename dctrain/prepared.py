@@ -39,7 +39,12 @@ class Preparation:
         return self.plan_path.is_file()
 
     def check(self) -> None:
-        """Refuse a folder that was made from something else; forget a plan that nothing came of."""
+        """Refuse a folder that was made from something else; forget a plan that nothing came of, and what a kill left
+        half-written.
+        """
+        for pattern in self.products:
+            for path in self.out.glob(f"{pattern}.*partial"):
+                path.unlink()
         if not any(any(self.out.glob(pattern)) for pattern in (*self.products, self.manifest_path.name)):
             self.plan_path.unlink(missing_ok=True)
         if self.has_begun:

@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from dctrain.cache import cache_dir
 from dctrain.errors import UserError, told_as
-from dctrain.files import name_file
+from dctrain.files import written_whole
 
 INDEX_VERSION = 2
 
@@ -208,16 +207,8 @@ def _index_path(folder: Path, url: str, fields: Fields) -> Path:
 
 
 def _save_index(path: Path, index: ShardIndex) -> None:
-    """Write an index whole, or leave nothing."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            np.savez(file, **index._asdict())
-            file.close()
-            os.replace(file.name, path)
-        except BaseException as error:
-            os.unlink(file.name)
-            name_file(error, path)
-            raise
+    with written_whole(path) as file:
+        np.savez(file, **index._asdict())
 
 
 def _read_index(path: Path) -> ShardIndex | None:
