@@ -1,9 +1,10 @@
 """Trainer callbacks: the newest and the best checkpoint, a graceful stop on signals, and speed in TensorBoard."""
 
 import math
+import re
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -11,6 +12,7 @@ from typing import NoReturn
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -39,6 +41,7 @@ class LastCheckpoint(Callback):
             raise UserError(f"checkpoint_every_n_steps={every_n_steps} must be at least 1.")
         self.every_n_steps = every_n_steps
         self.newest: Path | None = None
+        self._outdated: set[Path] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save before the first step; a resumed run has the checkpoint it came from.
@@ -47,6 +50,7 @@ class LastCheckpoint(Callback):
         """
         if trainer.ckpt_path is not None:
             self.newest = Path(trainer.ckpt_path)
+            self._outdated = _of_before(trainer, r"last-step=\d+\.ckpt(\.\d+\.partial)?")
         elif not isinstance(trainer.strategy, ModelParallelStrategy):
             self.save(trainer)
 
@@ -79,9 +83,9 @@ class LastCheckpoint(Callback):
             if not _has_finite_weights(trainer):
                 raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
             trainer.save_checkpoint(path, weights_only=False)
-            if trainer.is_global_zero:
-                _remove_others(path.parent.glob("last-step=*"), [path])  # what a kill left half-written too
-            self.newest = path
+            for old in self._outdated - {path} if trainer.is_global_zero else ():
+                old.unlink(missing_ok=True)
+            self.newest, self._outdated = path, {path}
         return path
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -90,10 +94,12 @@ class LastCheckpoint(Callback):
             exception.checkpoint = self.newest
 
 
-def _remove_others(found: Iterable[Path], kept: Iterable[Path]) -> None:
-    """Remove the checkpoints that newer ones have replaced, those of before a resume among them."""
-    for path in set(found) - set(kept):
-        path.unlink(missing_ok=True)
+def _of_before(trainer: L.Trainer, name: str) -> set[Path]:
+    """Find the checkpoints that a run has in its folder when it is resumed: of a folder that is its own."""
+    if not isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
+        return set()
+    found = (Path(trainer.log_dir) / "checkpoints").glob("*")
+    return {path for path in found if re.fullmatch(name, path.name)}
 
 
 def _has_finite_weights(trainer: L.Trainer) -> bool:
@@ -116,13 +122,23 @@ class BestCheckpoint(ModelCheckpoint):
     A score that is not finite is never best.
     """
 
+    _outdated: set[Path] = frozenset()
+
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
         value = monitor_candidates.get(self.monitor)
         if value is not None and not torch.as_tensor(value).isfinite():
             return
         super()._save_topk_checkpoint(trainer, monitor_candidates)
-        if trainer.is_global_zero and self.best_k_models:
-            _remove_others(Path(self.dirpath).glob("best-*.ckpt"), map(Path, self.best_k_models))
+        if self.best_k_models:
+            for old in self._outdated - set(map(Path, self.best_k_models)) if trainer.is_global_zero else ():
+                old.unlink(missing_ok=True)
+            self._outdated = set()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See what was best in this folder before a resume, and is not known to the checkpoint it comes from."""
+        super().on_train_start(trainer, pl_module)
+        if trainer.ckpt_path is not None:
+            self._outdated = _of_before(trainer, r"best-(epoch|step)=\d+-(top1|loss)=[\d.]+\.ckpt")
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take up what was best so far; forget it if its file does not lie in this run's folder."""
@@ -155,7 +171,8 @@ class GracefulStop(Callback):
     """On SIGTERM (or the first Ctrl-C) finish the step, save a checkpoint and end the run.
 
     In a validation it ends behind the batch at hand; the resumed run takes the whole validation again, also where the
-    stop came between a step and its validation. Before the first step there is nothing to save: the run ends at once.
+    stop came between a step and its validation. What follows the last of `max_steps` is finished. Before the first step
+    there is nothing to save: the run ends at once.
 
     Ranks agree on the step to stop at, so a signal may reach one of them or all. It takes the place of Lightning's own
     SIGTERM handler, which waits for the other ranks inside the signal handler and can hang.
@@ -194,6 +211,7 @@ class GracefulStop(Callback):
         if self._due_in_epoch is not None:
             epoch, self._due_in_epoch = self._due_in_epoch, None
             _validate(trainer, epoch)
+            self.last.save(trainer, again=True)  # it is no longer due
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Stop the run if any rank was told to, once no gradient is waiting for its step."""
@@ -220,6 +238,8 @@ class GracefulStop(Callback):
                 self._stop(trainer, is_due=True)
 
     def _is_told_to_stop(self, trainer: L.Trainer) -> bool:
+        if 0 < trainer.max_steps <= trainer.global_step:  # a run that is done cannot be resumed for its last validation
+            return False
         return trainer.strategy.reduce_boolean_decision(self._signum is not None, all=False)
 
     def _stop(self, trainer: L.Trainer, is_due: bool) -> NoReturn:

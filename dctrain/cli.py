@@ -4,6 +4,7 @@ import gc
 import math
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -50,7 +51,10 @@ AT_LEAST = {
     **dict.fromkeys(("log_every_n_steps", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
     "gradient_clip_val": 0.0,
 }
-MENDABLE = (UserError, MisconfigurationException, OSError, MemoryError, torch.OutOfMemoryError)
+MENDABLE = (
+    *(UserError, MisconfigurationException, OSError, UnicodeDecodeError, MemoryError),
+    torch.OutOfMemoryError,
+)
 A_CHECKPOINT = "a .ckpt file, or the folder of a run, of which the newest counts"
 
 
@@ -154,8 +158,11 @@ class TrainerCLI(LightningCLI):
         if folder is None:
             name = self._get(self.config, "name")
             _check_name(name)
-            folder = self._held.enter_context(new_run(root / name))
+            folder = self._held.enter_context(new_run(root / name, self._has_trained))
         return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
+
+    def _has_trained(self) -> bool:
+        return getattr(self, "trainer", None) is not None and self.trainer.global_step > 0
 
     def _callbacks(self, config: dict) -> list[Callback]:
         if self.subcommand != "fit" or config.get("fast_dev_run"):
@@ -310,8 +317,11 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
 
 
 def _is_mendable(error: Exception) -> bool:
-    """Tell whether a user can do something about an error: ours, Lightning's about its arguments, those of files,
-    disks and memory, and the death of a loader process.
+    """Tell whether a user can do something about an error: ours, those of files, disks and memory, the death of a
+    loader process, and what Lightning itself says of its arguments.
     """
-    is_of_a_worker = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
-    return is_of_a_worker or isinstance(error, MENDABLE)
+    if isinstance(error, MENDABLE) or str(error).startswith("DataLoader worker (pid"):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_of_lightning = frame.f_globals.get("__name__", "").startswith("lightning.")
+    return is_of_lightning and isinstance(error, ValueError | RuntimeError)

@@ -37,13 +37,15 @@ def write_json(path: Path, content: dict | list) -> None:
 
 @contextmanager
 def filled_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside `folder`, whose files are moved there when the body is done; it is removed then."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    """Yield a new folder within `folder`, whose files move up when the body is done; on an error nothing stays."""
+    is_new = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
     try:
         yield partial
-        folder.mkdir(exist_ok=True)
         for path in sorted(partial.iterdir()):
             os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(partial)
+    except BaseException:
+        shutil.rmtree(folder if is_new else partial)
+        raise
+    partial.rmdir()

@@ -237,6 +237,8 @@ class TrainingModule(L.LightningModule):
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
             raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
+        if "state_dict" not in checkpoint:  # FSDP2 has taken it, and compares it itself
+            return
         ours, theirs = self.state_dict(), checkpoint["state_dict"]
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(k for k in ours if ours[k].shape != theirs[k].shape)
         if different:

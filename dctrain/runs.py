@@ -2,7 +2,7 @@
 
 import csv
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -17,11 +17,11 @@ LOCK = ".lock"
 
 
 @contextmanager
-def new_run(experiment: Path) -> Iterator[Path]:
+def new_run(experiment: Path, has_trained: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Claim `experiment/version_N` for the body, with the first N that is free, and hold it.
 
-    A folder that holds no checkpoint when the body fails, or nothing at all when it ends, is removed. Of several ranks
-    the first alone claims; the others ask it where it logs.
+    If the body fails before anything was trained or written, or ends without a trace, the folder is removed. Of several
+    ranks the first alone claims; the others ask it where it logs.
     """
     if rank_zero_only.rank:
         yield experiment / "version_of_rank_0"
@@ -31,11 +31,16 @@ def new_run(experiment: Path) -> Iterator[Path]:
         with held_run(folder):
             yield folder
     except BaseException:
-        if not any(folder.rglob("*.ckpt")):
+        if not has_trained() and all(_is_of_the_start(path) for path in folder.rglob("*") if path.is_file()):
             _remove(folder)
         raise
     if all(path.name == LOCK for path in folder.iterdir()):
         _remove(folder)
+
+
+def _is_of_the_start(path: Path) -> bool:
+    """Tell whether a file is one that every run has before it does anything."""
+    return path.name in (LOCK, "config.yaml", "environment.json", "hparams.yaml") or path.name.startswith("events.")
 
 
 def _claim(experiment: Path) -> Path:

@@ -186,7 +186,7 @@ class ImageClassifier(TrainingModule):
     def optimizer_step(self, *args, **kwargs) -> None:
         """Step, then average the weights."""
         super().optimizer_step(*args, **kwargs)
-        if self.ema is not None:
+        if self.ema is not None and not self.skipped_in_a_row:
             self.ema.update(self.model, step=self.trainer.global_step)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

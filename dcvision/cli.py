@@ -49,7 +49,8 @@ class VisionCLI(TrainerCLI):
             writer = csv.DictWriter(file, ["name", "class", "probability", *(["class_name"] if names else [])])
             writer.writeheader()
             for row in (row for batch in batches for row in batch):
-                writer.writerow(row | ({"class_name": names[row["class"]]} if names else {}))
+                number = row["class"]
+                writer.writerow(row | ({"class_name": "".join(names[number : number + 1])} if names else {}))
         print(f"predictions {relative(path)}")
 
 

@@ -12,23 +12,24 @@ class BadImages:
 
     Args:
         limit: Most of them: a number, or a fraction of the set.
-        share: Images of this rank's share; None for a stream, of which those seen so far are taken.
+        size: Images of the set; None for a stream, of which those seen so far are taken.
+        share: Those of them that this rank can see.
 
     Attributes:
         names: What they are called.
     """
 
-    def __init__(self, limit: int | float, share: int | None) -> None:
-        self.limit, self.share = limit, share
+    def __init__(self, limit: int | float, size: int | None, share: int | None) -> None:
+        self.limit, self.size, self.share = limit, size, share
         self.names: set[str] = set()
         self._num_seen = 0
 
     @property
     def allowed(self) -> int:
         """Most images that may be unreadable."""
-        share = self._num_seen if self.share is None else self.share
-        by_limit = self.limit if isinstance(self.limit, int) else max(ALWAYS_ALLOWED, int(self.limit * share))
-        is_early = self.share is None and share < 2 * ALWAYS_ALLOWED
+        size, share = (self._num_seen, self._num_seen) if self.size is None else (self.size, self.share)
+        by_limit = self.limit if isinstance(self.limit, int) else max(ALWAYS_ALLOWED, int(self.limit * size))
+        is_early = self.size is None and share < 2 * ALWAYS_ALLOWED
         return by_limit if is_early else min(by_limit, share // 2)
 
     def note(self, batch: Batch) -> None:

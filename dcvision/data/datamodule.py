@@ -48,7 +48,7 @@ class ImageDataModule(ResumableDataModule):
         randaugment_magnitude: Strength of these operations, 0 to 30 (torchvision's scale).
         crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
-        max_bad_images: Unreadable images are skipped and reported; more than these of a set (of a rank's share) stop
+        max_bad_images: Unreadable images are skipped and reported; more than these of a set, seen by one rank, stop
             the run: a number of them, or a fraction of the set (below 1.0), which always allows 10. More than half of a
             set is never allowed.
         max_pixels: Images of more count as unreadable, before they are decoded.
@@ -126,6 +126,9 @@ class ImageDataModule(ResumableDataModule):
             "data.val": getattr(self.val_source, "classes", None),
             "the checkpoint": trained,
         }
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING:
+            self.classes = trained or self.classes  # the data need not have labels
+            return
         known = {what: names for what, names in known.items() if names is not None}
         if not known:
             return
@@ -196,8 +199,10 @@ class ImageDataModule(ResumableDataModule):
         is_train = self.trainer is not None and self.trainer.training
         if is_train not in self.bad_images:
             source = self.train_source if is_train else self.val_source
-            share = None if source is None else -(-len(source) // self.world_size)
-            self.bad_images[is_train] = BadImages(self.max_bad_images, share)
+            size = None if source is None else len(source)
+            # a rank sees other images of the training set in every epoch, of the validation set always the same
+            share = size if is_train or size is None else -(-size // self.world_size)
+            self.bad_images[is_train] = BadImages(self.max_bad_images, size, share)
         self.bad_images[is_train].note(batch)
         return batch
 

@@ -24,6 +24,7 @@ from tests.dctrain.recorder import read
 from tests.dcvision.commands import run, small, spawn
 
 from .drill import mistake
+from .test_images import folders
 
 
 def stop_at(file: Path, at: int) -> list[str]:
@@ -227,3 +228,63 @@ def test_environments_and_events_of_a_resumed_run_lie_in_one_folder(shards, tmp_
     folder = tmp_path / "t/version_0"
     assert len(json.loads((folder / "environment.json").read_text())) == 2
     assert len(EventAccumulator(str(folder)).Reload().Scalars("train/loss")) == 30
+
+
+def test_checkpoints_of_others_are_left_alone(shards, tmp_path):
+    """Of runs that share a folder, for they have no logger; and a user's own copies."""
+    arguments = [*small(shards, tmp_path), "--trainer.logger=false"]
+    run("fit", *arguments, "--trainer.max_epochs=1")
+    before = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    run("fit", *arguments, "--trainer.max_steps=3")
+    assert before | {"last-step=3.ckpt"} <= {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
+    folder = tmp_path / "t/version_0/checkpoints"
+    (best,) = folder.glob("best-*")
+    kept = [
+        best.with_name("best-keep.ckpt"),
+        best.with_name("best-epoch=0.ckpt"),
+        best.with_name("last-step=mine.ckpt"),
+    ]
+    for path in kept:
+        path.write_bytes(best.read_bytes())
+    run("fit", *small(shards, tmp_path), f"--resume={folder / 'last-step=10.ckpt'}")
+    assert all(path.is_file() for path in kept) and (folder / "last-step=30.ckpt").is_file()
+    assert not (folder / "last-step=10.ckpt").exists()
+
+
+def test_predictions_need_neither_labels_nor_all_names(shards, tmp_path):
+    train = folders(tmp_path / "train", ["ant", "bee", "cat"])
+    arguments = [*small("unused", tmp_path), f"--data.train=folder:{train}", f"--data.val=folder:{train}"]
+    run("fit", *arguments, "--trainer.max_steps=3")  # ten classes, of which three have names
+    path = find_checkpoint(str(tmp_path / "t/version_0"))
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["model.head.bias"][9] = 100
+    torch.save(content, tmp_path / "nine.ckpt")
+    photos = folders(tmp_path / "photos", ["x"])
+    run("predict", *arguments, f"--data.val=folder:{photos}", f"--checkpoint={tmp_path}/nine.ckpt")
+    with open(tmp_path / "t/version_1/predictions.csv") as file:
+        assert [(row["class"], row["class_name"]) for row in csv.DictReader(file)] == [("9", "")] * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--trainer.val_check_interval=1000"], "val_check_interval"),
+        (["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=foo"], "foo"),
+    ],
+)
+def test_what_lightning_says_of_its_arguments_is_one_line(shards, tmp_path, capsys, wrong, message):
+    assert message in mistake(capsys, run, "fit", *small(shards, tmp_path), *wrong)
+
+
+@pytest.mark.slow
+def test_fsdp2_goes_on(shards, tmp_path):
+    two = ["--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy", "--trainer.devices=2"]
+    two += ["--trainer.strategy.data_parallel_size=2", "--trainer.strategy.tensor_parallel_size=1"]
+    two += ["--trainer.strategy.save_distributed_checkpoint=false", "--data.batch_size=2"]
+    arguments = ["fit", *small(shards, tmp_path), *two, "--checkpoint_every_n_steps=5"]
+    stopped = spawn(*arguments, "--trainer.max_steps=10")
+    assert stopped.returncode == 0, stopped.stderr
+    resumed = spawn(*arguments, f"--resume={tmp_path}/t/version_0")
+    assert resumed.returncode == 0, resumed.stderr
+    assert (tmp_path / "t/version_0/checkpoints/last-step=30.ckpt").is_file()
