@@ -44,6 +44,7 @@ def test_runs_that_start_together_get_folders_of_their_own(shards, tmp_path):
         assert (folder / "checkpoints/last-step=10.ckpt").is_file() and len(list(folder.glob("events*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_held_by_one_process_and_a_dead_one_holds_nothing(shards, tmp_path, capsys):
     arguments = small(shards, tmp_path)
     run("fit", *arguments, *stop_at(tmp_path / "a", 3))
@@ -115,6 +116,7 @@ def test_settings_that_may_not_change_are_refused(shards, tmp_path, capsys, wron
     assert {path: path.read_bytes() for path in (tmp_path / "t").rglob("*.ckpt")} == before
 
 
+@pytest.mark.slow
 def test_a_resume_from_the_best_leaves_one_last_and_one_best(shards, tmp_path):
     arguments = small(shards, tmp_path)
     run("fit", *arguments, "--trainer.max_epochs=2")
@@ -126,6 +128,7 @@ def test_a_resume_from_the_best_leaves_one_last_and_one_best(shards, tmp_path):
     assert sorted(names) == ["best-epoch", "last-step"]
 
 
+@pytest.mark.slow
 def test_a_csv_log_goes_on_in_its_folder(shards, tmp_path):
     logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/csv"]
     arguments = [*small(shards, tmp_path), *logger]
@@ -230,6 +233,7 @@ def test_environments_and_events_of_a_resumed_run_lie_in_one_folder(shards, tmp_
     assert len(EventAccumulator(str(folder)).Reload().Scalars("train/loss")) == 30
 
 
+@pytest.mark.slow
 def test_checkpoints_of_others_are_left_alone(shards, tmp_path):
     """Of runs that share a folder, for they have no logger; and a user's own copies."""
     arguments = [*small(shards, tmp_path), "--trainer.logger=false"]
