@@ -31,7 +31,7 @@ FIT_IMAGES = [
     ("--trainer.default_root_dir=/proc/nowhere", "No such file or directory: /proc/nowhere"),
     ("--name=", "name='' must be the name of a folder below trainer.default_root_dir"),
     ("--name=../other", "name='../other' must be the name of a folder"),
-    ("--name=/tmp/other", "name='/tmp/other' must be the name of a folder"),
+    ("--name=/elsewhere", "name='/elsewhere' must be the name of a folder"),
     ("--seed_everything=-5", "seed_everything: -5 is not in bounds"),
     ("--seed_everything=99999999999999", "seed_everything: 99999999999999 is not in bounds"),
     ("--data.seed=-1", "seed=-1 must be in [0, 2^32)"),
