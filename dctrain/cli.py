@@ -17,7 +17,9 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .callbacks import BestCheckpoint, GracefulStop, LastCheckpoint, RunStopped, SpeedMonitor
+from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from .callbacks.speed import SpeedMonitor
+from .callbacks.stop import GracefulStop, RunStopped
 from .checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint, run_folder
 from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
@@ -168,7 +170,7 @@ class TrainerCLI(LightningCLI):
         if self.subcommand != "fit" or config.get("fast_dev_run"):
             return []
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
-        callbacks = [last, GracefulStop(last), SpeedMonitor()]
+        callbacks = [GracefulStop(last), last, SpeedMonitor()]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
                 BestCheckpoint(

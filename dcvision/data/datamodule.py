@@ -11,7 +11,7 @@ from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
 
 from .bad_images import BadImages
-from .decode import MAX_PIXELS, eval_transform, train_transform
+from .decode import MAX_PIXELS, MOST_PIXELS, eval_transform, train_transform
 from .samples import Batch, Collate, ImageSamples
 from .shards import Fields
 from .sources import Source, open_source, stream_urls
@@ -83,8 +83,10 @@ class ImageDataModule(ResumableDataModule):
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
         if randaugment_ops < 0 or not 0 <= randaugment_magnitude <= 30:
             raise UserError(f"{randaugment_ops=} must be at least 0 and {randaugment_magnitude=} in [0, 30].")
-        if num_classes < 2 or min(image_size, max_pixels) < 1:
-            raise UserError(f"{num_classes=} must be at least 2, {image_size=} and {max_pixels=} at least 1.")
+        if num_classes < 2 or image_size < 1:
+            raise UserError(f"{num_classes=} must be at least 2, {image_size=} at least 1.")
+        if not 1 <= max_pixels <= MOST_PIXELS:
+            raise UserError(f"{max_pixels=} must be in [1, {MOST_PIXELS}]; Pillow opens no larger image.")
         if not 0 <= max_bad_images < (math.inf if isinstance(max_bad_images, int) else 1):
             raise UserError(f"{max_bad_images=} must be a number of images, or a fraction in [0, 1).")
         with told_as("data.fields"):

@@ -76,6 +76,29 @@ def test_stopped_and_resumed_validates_as_uninterrupted(shards, tmp_path, capsys
     run("fit", *whole, *record(tmp_path / "whole"))
     run("fit", *parts, *told(phase, step), *record(tmp_path / "parts"))
     assert "stopped by SIGTERM; go on with --resume" in capsys.readouterr().out
+    check_resumed(parts, tmp_path)
+
+
+class Crash(Callback):
+    """Ends the run, with nothing saved any more, in the validation behind step 8."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+        if trainer.global_step == 8:
+            raise ArithmeticError
+
+
+def test_killed_in_a_validation_takes_it_again(shards, tmp_path):
+    whole, parts = (
+        [*small(shards, tmp_path / name), *IN_STEPS, "--checkpoint_every_n_steps=4"] for name in ("whole", "parts")
+    )
+    run("fit", *whole, *record(tmp_path / "whole"))
+    with pytest.raises(ArithmeticError):
+        run("fit", *parts, "--trainer.callbacks+=tests.faults.test_signals.Crash", *record(tmp_path / "parts"))
+    check_resumed(parts, tmp_path)
+
+
+def check_resumed(parts: list[str], tmp_path: Path) -> None:
+    """Resume the run in `parts`, and compare it with that in `whole`."""
     folder = tmp_path / "parts/t/version_0"
     run("fit", *parts, f"--resume={folder}", *record(tmp_path / "parts"))
     assert read(tmp_path / "parts") == read(tmp_path / "whole")

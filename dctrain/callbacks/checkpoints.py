@@ -1,0 +1,145 @@
+"""The newest and the best checkpoint of a run."""
+
+import re
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from ..errors import Diverged, UserError
+
+
+class LastCheckpoint(Callback):
+    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and at a stop.
+
+    It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes those before, so that a whole
+    checkpoint exists at any moment. While steps are skipped for not being finite it saves only if the run is stopped,
+    and weights that are not finite never, so that a run that diverges leaves the last checkpoint it was well at.
+
+    Args:
+        every_n_steps: Optimiser steps between checkpoints.
+
+    Attributes:
+        newest: The checkpoint that a run can be taken up from; None before the first.
+    """
+
+    def __init__(self, every_n_steps: int = 500) -> None:
+        if every_n_steps < 1:
+            raise UserError(f"checkpoint_every_n_steps={every_n_steps} must be at least 1.")
+        self.every_n_steps = every_n_steps
+        self.newest: Path | None = None
+        self._outdated: set[Path] = set()
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
+        """Take what a resumed run comes from for the newest; what its folder has goes when the next is saved."""
+        self.newest = Path(trainer.ckpt_path)
+        self._outdated = _of_before(trainer, r"last-step=\d+\.ckpt(\.\d+\.partial)?")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save before the first step of a run that is not resumed.
+
+        Not under FSDP, where saving an unused optimiser counts as one of its steps.
+        """
+        if trainer.ckpt_path is None and not isinstance(trainer.strategy, ModelParallelStrategy):
+            self.save(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
+        """Save every so many optimiser steps."""
+        if trainer.global_step % self.every_n_steps or is_accumulating(trainer, batch_idx):
+            return
+        if not pl_module.skipped_in_a_row:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the end."""
+        self.save(trainer)
+
+    def _path(self, trainer: L.Trainer) -> Path:
+        return Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
+
+    def save(self, trainer: L.Trainer, again: bool = False) -> Path:
+        """Save now, on all ranks together, unless this step is saved already; return the file.
+
+        Args:
+            trainer: The trainer.
+            again: Save even if this step is saved.
+
+        Raises:
+            Diverged: If a weight is not finite.
+        """
+        path = self._path(trainer)
+        if again or path != self.newest:
+            if not _has_finite_weights(trainer):
+                raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
+            trainer.save_checkpoint(path, weights_only=False)
+            for old in self._outdated - {path} if trainer.is_global_zero else ():
+                old.unlink(missing_ok=True)
+            self.newest, self._outdated = path, {path}
+        return path
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Tell who diverged where to go back to."""
+        if isinstance(exception, Diverged):
+            exception.checkpoint = self.newest
+
+
+def _of_before(trainer: L.Trainer, name: str) -> set[Path]:
+    """Find the checkpoints that a run has in its folder when it is resumed: of a folder that is its own."""
+    if not isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
+        return set()
+    found = (Path(trainer.log_dir) / "checkpoints").glob("*")
+    return {path for path in found if re.fullmatch(name, path.name)}
+
+
+def _has_finite_weights(trainer: L.Trainer) -> bool:
+    """Tell whether the weights of all ranks are finite."""
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters())
+    return trainer.strategy.reduce_boolean_decision(all(bool(part.isfinite().all()) for part in parts), all=True)
+
+
+def is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Tell whether gradients are waiting for their step; a checkpoint would lose them."""
+    return bool((batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
+
+
+PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise.
+
+    A score that is not finite is never best.
+    """
+
+    _outdated: set[Path] = frozenset()
+
+    def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
+        value = monitor_candidates.get(self.monitor)
+        if value is not None and not torch.as_tensor(value).isfinite():
+            return
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if self.best_k_models:
+            for old in self._outdated - set(map(Path, self.best_k_models)) if trainer.is_global_zero else ():
+                old.unlink(missing_ok=True)
+            self._outdated = set()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See what was best in this folder before a resume, and is not known to the checkpoint it comes from."""
+        super().on_train_start(trainer, pl_module)
+        if trainer.ckpt_path is not None:
+            self._outdated = _of_before(trainer, r"best-(epoch|step)=\d+-(top1|loss)=[\d.]+\.ckpt")
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take up what was best so far; forget it if its file does not lie in this run's folder."""
+
+        def here(path: str) -> str:
+            return str(Path(self.dirpath) / Path(path).name) if path else path
+
+        if not Path(here(state_dict["best_model_path"])).is_file():
+            return
+        paths = {name: here(state_dict[name]) for name in PATHS_OF_BEST}
+        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict(state_dict | paths | {"best_k_models": best, "dirpath": self.dirpath})

@@ -1,0 +1,57 @@
+"""Speed in TensorBoard."""
+
+import time
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from ..flops import peak_flops
+
+
+class SpeedMonitor(Callback):
+    """Logs units/s (images, tokens) over all ranks and model FLOPs utilisation between logs.
+
+    A step counts as three forward passes; recomputing for memory is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._units = 0
+        self._start = 0.0
+        self._paused = 0.0
+        self._peak = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Find out what the device could do."""
+        low = torch.float16 if "16-" in trainer.precision and "bf16" not in trainer.precision else torch.bfloat16
+        dtype = low if "16" in trainer.precision and pl_module.device.type == "cuda" else torch.float32
+        self._peak = peak_flops(pl_module.device, dtype)
+        self._restart()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave what is between epochs out of the measurement."""
+        self._restart()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let it go on."""
+        self._start += time.perf_counter() - self._paused
+
+    def _restart(self) -> None:
+        self._units, self._start = 0, time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
+        """Count; log where the trainer logs."""
+        self._units += pl_module.count_units(batch)
+        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()
+        rate = self._units / (time.perf_counter() - self._start)
+        utilisation = 3 * pl_module.forward_flops * rate / self._peak
+        pl_module.log(f"train/{pl_module.speed_unit}_per_second", rate * trainer.world_size)
+        pl_module.log("train/mfu", utilisation)
+        self._restart()

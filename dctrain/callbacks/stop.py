@@ -1,0 +1,160 @@
+"""A graceful stop on signals; the validation that a run was in when it ended, which the resumed run takes again."""
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from .checkpoints import LastCheckpoint, is_accumulating
+
+STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
+
+
+class RunStopped(BaseException):
+    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line
+    catches it.
+
+    Args:
+        signum: The signal that asked for it.
+        checkpoint: Where the run can be taken up; None if it has not begun.
+    """
+
+    def __init__(self, signum: int, checkpoint: Path | None) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.checkpoint = checkpoint
+
+
+class GracefulStop(Callback):
+    """On SIGTERM (or the first Ctrl-C) finish the step, save a checkpoint and end the run.
+
+    In a validation it ends behind the batch at hand. Every checkpoint notes whether its step's validation is still to
+    come, and a resumed run takes that first: neither a stop nor a kill in a validation loses it. What follows the last
+    of `max_steps` is finished. Before the first step there is nothing to save: the run ends at once.
+
+    Ranks agree on the step to stop at, so a signal may reach one of them or all. It takes the place of Lightning's own
+    SIGTERM handler, which waits for the other ranks inside the signal handler and can hang.
+
+    Args:
+        last: Saves the checkpoint; among the callbacks it comes behind this one.
+    """
+
+    def __init__(self, last: LastCheckpoint) -> None:
+        self.last = last
+        self._signum: int | None = None
+        self._previous: dict[int, object] = {}
+        self._has_nothing_to_save = True
+        self._due_in_epoch: int | None = None  # the epoch of the validation that follows the last step
+
+    def _note(self, signum: int, frame: object) -> None:
+        if self._has_nothing_to_save:
+            raise RunStopped(signum, self.last.newest)
+        if signum == signal.SIGINT and self._signum is not None:
+            raise KeyboardInterrupt
+        self._signum = signum
+
+    def _take_signals(self, trainer: L.Trainer) -> None:
+        """Take over the signals, after Lightning did."""
+        self._has_nothing_to_save = trainer.world_size == 1  # of several ranks the others would wait
+        for signum in () if self._previous else (signal.SIGTERM, signal.SIGINT):
+            self._previous[signum] = signal.signal(signum, self._note)
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals."""
+        self._take_signals(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals; take the validation that the run before did not end."""
+        self._take_signals(trainer)
+        if self._due_in_epoch is not None:
+            _validate(trainer, self._due_in_epoch)
+            self.last.save(trainer, again=True)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
+        """Note whether a validation follows; stop the run if any rank was told to, once no gradient is waiting."""
+        loop = trainer.fit_loop
+        is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        self._due_in_epoch = trainer.current_epoch if is_due else None
+        self._has_nothing_to_save = False
+        if is_accumulating(trainer, batch_idx):
+            return
+        if trainer.world_size > 1 and trainer.global_step % STOP_CHECK_STEPS:
+            return
+        if self._is_told_to_stop(trainer):
+            trainer._logger_connector.update_train_step_metrics()  # the trainer would log this step only now
+            self._stop(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx, dataloader_idx=0
+    ) -> None:
+        """Stop the run if any rank was told to; ranks that cannot know that they take equally many batches go on."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if trainer.world_size > 1 and (batch_idx % STOP_CHECK_STEPS or any(map(math.isinf, trainer.num_val_batches))):
+            return
+        if self._is_told_to_stop(trainer):
+            with _as_before_validation(trainer):
+                self._stop(trainer)
+
+    def _is_told_to_stop(self, trainer: L.Trainer) -> bool:
+        if 0 < trainer.max_steps <= trainer.global_step:  # a run that is done cannot be resumed for its last validation
+            return False
+        return trainer.strategy.reduce_boolean_decision(self._signum is not None, all=False)
+
+    def _stop(self, trainer: L.Trainer) -> NoReturn:
+        raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing is due any more."""
+        self._due_in_epoch = None
+
+    def state_dict(self) -> dict:
+        """Save which validation is due."""
+        return {"due_in_epoch": self._due_in_epoch}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take it up."""
+        self._due_in_epoch = state_dict["due_in_epoch"]
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+
+@contextmanager
+def _as_before_validation(trainer: L.Trainer) -> Iterator[None]:
+    """Let the loops be for the body as they were when the step before a validation had ended."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress, loop.val_loop.batch_progress
+    before = [part.state_dict() for part in progress]
+    loop.batch_progress.total.completed -= 1
+    loop.batch_progress.current.completed -= 1
+    loop.val_loop.batch_progress.reset()
+    trainer.training = True
+    try:
+        yield
+    finally:
+        trainer.validating = True
+        for part, state in zip(progress, before, strict=True):
+            part.load_state_dict(state)
+
+
+def _validate(trainer: L.Trainer, epoch: int) -> None:
+    """Run the validation that belongs behind the last step, in its epoch, and log it there."""
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    now, epochs.completed = epochs.completed, epoch
+    loop._batches_that_stepped = trainer.global_step - 1
+    loop.val_loop.restarting = False
+    is_first = trainer._logger_connector._first_loop_iter
+    trainer.validating = True
+    loop.val_loop.run()
+    trainer.training = True
+    trainer._logger_connector._first_loop_iter = is_first
+    epochs.completed = now
