@@ -145,7 +145,7 @@ DDP = ["--trainer.strategy=ddp"]
 @pytest.mark.parametrize(
     ("strategy", "impl", "tolerance"),
     [
-        pytest.param(DDP, "auto", 1e-10, id="ddp", marks=pytest.mark.slow),
+        pytest.param(DDP, "auto", 1e-10, id="ddp", marks=pytest.mark.long),
         pytest.param(FSDP, "auto", 1e-10, id="fsdp2"),
         pytest.param(DDP, "triton", 1e-5, id="ddp-triton", marks=pytest.mark.long),
         pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton", marks=pytest.mark.long),
@@ -201,7 +201,7 @@ def test_variants_run(corpus, tmp_path, extra):
     assert not any("_orig_mod" in key for key in state)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fabric_launches_several_processes(corpus, tmp_path):
     program = str(Path(sys.executable).with_name("fabric"))
     fabric = (program, "run", "--accelerator=cpu", "--devices=2", "dclm/__main__.py")

@@ -96,7 +96,7 @@ def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_compiled_steps_of_many_sizes():
     """More prompts of other sizes and numbers in one process than torch would compile anew for."""

@@ -102,8 +102,9 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_pat
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signalled_rank", [0, 1])
+@pytest.mark.parametrize(
+    "signalled_rank", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signalled_rank):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2", "--data.num_workers=1"]
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=12, rank=signalled_rank)

@@ -59,7 +59,7 @@ def test_in_the_middle_of_a_run(shards, tmp_path):
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_while_data_is_prepared(tmp_path, monkeypatch):
     folder = images(tmp_path / "images")
     shards = ["shards", f"--folder={folder}", f"--out={tmp_path}/shards", "--num_shards=2", "--num_workers=1"]
@@ -72,7 +72,7 @@ def test_while_data_is_prepared(tmp_path, monkeypatch):
     assert "10,001 train tokens" in succeed("dclm", *tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_the_caches(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = ["fit", *small(shards, tmp_path / "root"), "--trainer.max_epochs=1"]
@@ -83,7 +83,7 @@ def test_in_the_caches(shards, tmp_path, monkeypatch):
     succeed("dcvision", *arguments, *digits)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_while_exporting(shards, corpus, tmp_path):
     succeed("dcvision", "fit", *small(shards, tmp_path), "--trainer.max_steps=3")
     export = ["export", f"--checkpoint={tmp_path}/t/version_0", f"--out={tmp_path}/exported"]
