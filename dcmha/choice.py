@@ -8,12 +8,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .impl.call import is_transformed
+from .impl.call import Ranks, is_transformed
 
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
 MAX_GROUP_HEADS = 16  # heads that the fused kernels compose together, at most
+MAX_RANK = 4  # that the C++ is compiled for
+PAPER_RANKS = Ranks()
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_TRANSFORMS = "transforms of torch.func (vmap, grad, jvp) cannot go through it"
 
 
@@ -38,6 +41,7 @@ def resolve_impl(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     num_groups: int = 1,
+    ranks: Ranks = PAPER_RANKS,
 ) -> Choice:
     """Tell which implementation a call uses.
 
@@ -48,6 +52,7 @@ def resolve_impl(
         attn_mask: As in `composed_attention`.
         dropout_p: As in `composed_attention`.
         num_groups: As in `composed_attention`.
+        ranks: Of the compositions; by default those of the paper.
 
     Raises:
         ValueError: If `impl` is unknown, or is "triton" or "cpu" and does not take the call.
@@ -58,9 +63,12 @@ def resolve_impl(
     if impl in ("reference", "compiled"):
         return Choice(impl)
     name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
-    reason = why_not_cpu(q, dropout_p) if name == "cpu" else why_not_triton(q, attn_mask, dropout_p, num_groups)
-    if reason is None and impl == "auto" and q.shape[2] == 1:
-        reason = "it does not repay a single query"
+    if name == "cpu":
+        reason = why_not_cpu(q, dropout_p, ranks)
+    else:
+        reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
+        if reason is None and impl == "auto" and q.shape[2] == 1:
+            reason = "it does not repay a single query"
     if reason is None:
         return Choice(name)
     if impl == "auto":
@@ -68,20 +76,26 @@ def resolve_impl(
     raise ValueError(f"impl={impl!r} cannot run: {reason}; use impl='compiled' or 'reference'.")
 
 
-def why_not_cpu(q: Tensor, dropout_p: float) -> str | None:
+def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
     """Say why "cpu" does not take a call; None if it does. Arguments are those of `composed_attention`."""
     if q.device.type != "cpu":
         return f"it needs CPU tensors, got q on {q.device}"
-    if torch.compiler.is_compiling():
-        return "a compiler cannot trace it"
+    if is_transformed():
+        return _NO_TRANSFORMS
+    if q.dtype not in FUSED_DTYPES:
+        return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
+    if torch.compiler.is_exporting():
+        return "an exported program must run where its library is not"
     if dropout_p > 0:
         return "it has no dropout"
-    return _NO_TRANSFORMS if is_transformed() else None
+    if max(ranks.query, ranks.key or 0) > MAX_RANK:
+        return f"it composes ranks up to {MAX_RANK}, got {ranks}"
+    return _why_no_library(ranks.query, ranks.key)
 
 
 def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
     """Say why "triton" does not take a call; None if it does. Arguments are those of `composed_attention`."""
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if q.dtype not in FUSED_DTYPES:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
     if q.shape[1] // num_groups > MAX_GROUP_HEADS:
         return f"it composes at most {MAX_GROUP_HEADS} heads together, got {q.shape[1]} heads in {num_groups} groups"
@@ -97,6 +111,14 @@ def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_gr
 def _is_mask_of_keys(attn_mask: Tensor) -> bool:
     """Tell whether all heads and queries of a row of the batch see the same keys."""
     return 1 <= attn_mask.dim() <= 4 and all(size == 1 for size in attn_mask.shape[-3:-1])
+
+
+@torch.compiler.assume_constant_result
+def _why_no_library(query_rank: int, key_rank: int | None) -> str | None:
+    """Say why the C++ cannot be compiled or loaded here."""
+    from .impl.cpu.library import why_unavailable
+
+    return why_unavailable(Ranks(query_rank, key_rank))
 
 
 @torch.compiler.assume_constant_result

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .choice import Impl, check_impl, resolve_impl
-from .impl.call import Call
+from .impl.call import Call, ranks_of
 from .impl.masking import both_visible, visible_keys
 from .weights import ComposeWeights, SideWeights
 
@@ -99,6 +99,7 @@ def composed_attention(
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         num_groups=num_groups,
+        ranks=ranks_of(pre, post),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(q, k, v, pre, post, visible, bias, is_causal, window, scale, dropout_p, num_groups)

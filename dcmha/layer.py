@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import NO_TORCHSCRIPT, composed_attention
+from .impl.call import Ranks
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
 from .weights import ComposeWeights
 
@@ -62,6 +63,12 @@ class ComposedLayer(nn.Module):
         """Groups of heads that compose among themselves; 1 where nothing is composed."""
         return self.options.num_groups if self.options.is_composed else 1
 
+    @property
+    def _ranks(self) -> Ranks:
+        """The ranks of the layer's compositions."""
+        options, sides = self.options, self.options.sides
+        return Ranks(options.rank if "query" in sides else 0, options.rank if "key" in sides else None)
+
     def check_device(self, device: torch.device) -> None:
         """Check that this layer's implementation runs on a device, for tensors of the weights' dtype.
 
@@ -70,7 +77,7 @@ class ComposedLayer(nn.Module):
         """
         dtype = next(self.parameters()).dtype
         q = torch.empty(1, self.num_heads, 2, 1, device=device, dtype=dtype)
-        resolve_impl(self.impl, q, is_composed=self.options.is_composed, num_groups=self.num_groups)
+        resolve_impl(self.impl, q, is_composed=self.options.is_composed, num_groups=self.num_groups, ranks=self._ranks)
 
     def attend(
         self,
@@ -105,7 +112,7 @@ class ComposedLayer(nn.Module):
         """Remember which implementation ran first, and log it once for all layers alike."""
         if torch.compiler.is_compiling() or self.resolved_impl is not None:
             return
-        call = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups}
+        call = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups, "ranks": self._ranks}
         choice = resolve_impl(self.impl, q, is_composed=self.options.is_composed, **call)
         self.resolved_impl = choice.impl
         _log_choice(self.impl, choice)

@@ -6,7 +6,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from dctrain.cache import cache_dir
+from dcmha.folders import cache_dir
 
 from .make_tokens import Options, prepare
 

@@ -7,7 +7,31 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..weights import ComposeWeights
+from ..weights import ComposeWeights, SideWeights
+
+
+class Ranks(NamedTuple):
+    """Ranks of the low-rank maps in a call, the larger one of its two compositions.
+
+    Attributes:
+        query: Of what the queries bring; 0 for no low-rank map.
+        key: Of what the keys bring; None if they bring nothing.
+    """
+
+    query: int = 2
+    key: int | None = 2
+
+
+def ranks_of(pre: ComposeWeights | None, post: ComposeWeights | None) -> Ranks:
+    """Tell the ranks of a call."""
+    there = [weights for weights in (pre, post) if weights is not None]
+    keys = [weights.key for weights in there if any(part is not None for part in weights.key)]
+    query = max((_rank(weights.query) for weights in there), default=0)
+    return Ranks(query, max(map(_rank, keys)) if keys else None)
+
+
+def _rank(side: SideWeights) -> int:
+    return 0 if side.down is None else side.down.shape[2]
 
 
 class Call(NamedTuple):

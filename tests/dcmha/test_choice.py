@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcmha import DCAttention, layer, resolve_impl
+from dcmha.impl.call import Ranks
 
 
 def queries(*shape: int, device: str = "cuda", dtype=torch.bfloat16) -> torch.Tensor:
@@ -40,9 +41,16 @@ def capability(monkeypatch):
         (queries(2, 6, 1, 64), {}, "compiled", "single query"),
         (queries(2, 6, 9, 64, dtype=torch.float64), {}, "compiled", "float64"),
         (queries(2, 6, 197, 64, device="cpu"), {}, "cpu", None),
-        (queries(2, 6, 9, 64, device="cpu", dtype=torch.float64), {"attn_mask": torch.zeros(9)}, "cpu", None),
-        (queries(2, 6, 1, 64, device="cpu"), {}, "compiled", "single query"),
+        (queries(2, 6, 9, 64, device="cpu"), {"attn_mask": torch.zeros(9)}, "cpu", None),
+        (queries(2, 6, 1, 64, device="cpu", dtype=torch.float32), {}, "cpu", None),
+        (queries(2, 6, 9, 64, device="cpu", dtype=torch.float64), {}, "compiled", "float64"),
         (queries(2, 6, 9, 64, device="cpu"), {"dropout_p": 0.1}, "compiled", "no dropout"),
+        (
+            queries(2, 6, 9, 64, device="cpu"),
+            {"ranks": Ranks(4, 5)},
+            "compiled",
+            "ranks up to 4, got Ranks(query=4, key=5)",
+        ),
         (queries(2, 6, 9, 64, device="meta"), {}, "compiled", "'cpu' does not take the call: it needs CPU tensors"),
     ],
     ids=str,
@@ -75,17 +83,22 @@ def test_cpu_needs_a_cpu():
         resolve_impl("cpu", queries(2, 6, 9, 64), is_composed=True)
 
 
-def test_under_a_compiler_the_cpu_takes_the_form_it_can_fuse():
+def test_a_compiler_takes_the_operator_and_an_exported_program_the_form_that_runs_anywhere():
     """The answer is asked for inside of what is compiled."""
+    choices = []
+
+    class Ask(torch.nn.Module):
+        def forward(self, q):
+            choices.append(resolve_impl("auto", q, is_composed=True))
+            return q + 1
+
     q = torch.empty(2, 6, 9, 64)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def impl_in_compiled_code(q):
-        choice = resolve_impl("auto", q, is_composed=True)
-        return (q + 1, *choice)
-
-    assert impl_in_compiled_code(q)[1:] == ("compiled", "'cpu' does not take the call: a compiler cannot trace it")
-    assert resolve_impl("auto", q, is_composed=True) == ("cpu", None)
+    torch.compile(Ask(), backend="eager", fullgraph=True)(q)
+    torch.export.export(Ask(), (q,), strict=False)
+    assert choices == [
+        ("cpu", None),
+        ("compiled", "'cpu' does not take the call: an exported program must run where its library is not"),
+    ]
 
 
 def test_a_choice_is_logged_once_for_layers_alike(caplog):

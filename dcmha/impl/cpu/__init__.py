@@ -1,0 +1,26 @@
+"""Composed attention on a CPU: one pass of C++ over blocks of queries, forward and backward.
+
+Scores and weights of a block stay in a core's cache; nothing of size T x S is kept. float32 inside. `library.py`
+compiles the source for the machine at hand, `op.py` is the operator of torch. Imported only when chosen.
+"""
+
+import torch
+from torch import Tensor
+
+from ...weights import ComposeWeights
+from ..call import Call
+from .arguments import WEIGHTS
+from .op import ComposedAttention, composed
+
+
+def attention(call: Call) -> Tensor:
+    """Compute composed attention, of a call that `why_not_cpu` lets pass: [B, H, T, D]."""
+    weights = [*_weights(call.pre), *_weights(call.post)]
+    bias, visible = (m if m is None else m[(None,) * (4 - m.dim())] for m in (call.bias, call.visible))
+    options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
+    operator = composed if torch.compiler.is_compiling() else ComposedAttention.apply
+    return operator(call.q, call.k, call.v, *weights, bias, visible, *options)[0]
+
+
+def _weights(weights: ComposeWeights | None) -> list[Tensor | None]:
+    return [None] * WEIGHTS if weights is None else [*weights.query, *weights.key, weights.base]

@@ -1,0 +1,135 @@
+"""The C++ of `source/`: compiled for this machine by its own compiler when it is first needed, and kept in the cache.
+
+One library a pair of ranks, linked without OpenMP's runtime: its symbols are those of the runtime that torch has
+loaded, so that there is one pool of threads.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from ...folders import cache_dir
+from ..call import Ranks
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("source")
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+COMPILERS = ("g++", "clang++", "c++")  # the first that there is, unless CXX names one
+
+
+class Unavailable(RuntimeError):
+    """There is no library; the message says why."""
+
+
+def load(ranks: Ranks) -> ctypes.CDLL:
+    """Load the library for compositions of these ranks, and compile it if it has not been yet.
+
+    Raises:
+        Unavailable: If that fails.
+    """
+    loaded = _load(ranks)
+    if isinstance(loaded, str):
+        raise Unavailable(loaded)
+    return loaded
+
+
+def why_unavailable(ranks: Ranks) -> str | None:
+    """Say why there is no library for these ranks; None if there is."""
+    loaded = _load(ranks)
+    return loaded if isinstance(loaded, str) else None
+
+
+@cache
+def _load(ranks: Ranks) -> ctypes.CDLL | str:
+    """Load a library, or say why there is none, once a process."""
+    try:
+        library = ctypes.CDLL(str(_compiled(ranks)))
+    except Unavailable as error:
+        return str(error)
+    except OSError as error:  # of the cache's folder, or a library that does not fit this process
+        return f"its library cannot be kept or loaded: {error}"
+    library.count_blocks.restype = ctypes.c_int64
+    library.count_blocks.argtypes = [ctypes.c_int64]
+    library.composed_attention.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    return library
+
+
+def _compiled(ranks: Ranks) -> Path:
+    """Find the library in the cache, or compile it; processes that want the same one wait for each other."""
+    command = [*_compiler(), *FLAGS, f"-DRANK_QUERY={ranks.query}", f"-DRANK_KEY={ranks.key or 0}"]
+    command += [f"-DKEY_SIDE={int(ranks.key is not None)}"]
+    folder = cache_dir() / "cpu"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"attention-{_fingerprint(command)}.so"
+    if not path.is_file():
+        with FileLock(path.with_suffix(".lock")):
+            if not path.is_file():
+                _compile(command, path)
+    return path
+
+
+def _compiler() -> list[str]:
+    """Find the C++ compiler, with the options that CXX may hold."""
+    if named := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(named[0]) is None:
+            raise Unavailable(f"CXX={named[0]} is no program")
+        return named
+    found = next(filter(shutil.which, COMPILERS), None)
+    if found is None:
+        raise Unavailable(f"it needs a C++ compiler ({', '.join(COMPILERS)}, or CXX), and there is none")
+    return [found]
+
+
+def _fingerprint(command: list[str]) -> str:
+    """Name what a library depends on: source, command, compiler, and the processor that `native` stands for."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCE.iterdir()):
+        digest.update(path.read_bytes())
+    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True).stdout
+    digest.update("\0".join([*command, version, _processor()]).encode())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """Describe the processor's instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Compile to a temporary file, and put it in place whole."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compiled, linked = Path(folder) / "attention.o", Path(folder) / "attention.so"
+        linker = [*_compiler(), "-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ())]
+        _run([*command, "-c", str(SOURCE / "attention.cpp"), "-o", str(compiled)])
+        _run([*linker, str(compiled), "-o", str(linked)])
+        os.replace(linked, path)
+    logger.info("compiled composed attention for this processor in %.1f s: %s", time.monotonic() - start, path)
+
+
+def _run(command: list[str]) -> None:
+    """Run the compiler.
+
+    Raises:
+        Unavailable: If it fails, with the first error that it tells.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+        raise Unavailable(f"{command[0]} cannot compile it: {told[0] if told else f'status {done.returncode}'}")

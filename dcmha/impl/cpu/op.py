@@ -1,0 +1,190 @@
+"""The C++ as an operator of torch: opaque to compilers, with its own gradient."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, G head groups
+
+import torch
+from torch import Tensor
+
+from ...weights import ComposeWeights, SideWeights
+from ..call import ranks_of, refuse_derivative
+from .arguments import (
+    BACKWARD,
+    BASE,
+    FORWARD,
+    KEY_WEIGHTS,
+    WEIGHTS,
+    Options,
+    Split,
+    Weights,
+    compositions,
+    dense,
+    full_rows,
+    mask_strides,
+    matrix,
+    share,
+)
+from .library import load
+
+NAMES = [f"{side}_{part}" for side in ("query", "key") for part in SideWeights._fields] + ["base"]
+WEIGHT_NAMES = [f"{composition}_{name}" for composition in ("pre", "post") for name in NAMES]
+OPERANDS = (
+    f"Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in WEIGHT_NAMES)}, Tensor? bias, Tensor? visible"
+)
+NUM_OPERANDS = 3 + len(WEIGHT_NAMES) + 2
+OPTIONS = "bool is_causal, SymInt window, float scale, SymInt num_groups"
+
+
+class _Tensors:
+    """The operands of a call as the C++ takes them. They live as long as this."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> None:
+        *weights, bias, visible = rest
+        S = k.shape[2]
+        self.q, self.k, self.v, *self.weights = map(dense, (q, k, v, *weights))
+        for base in (BASE, WEIGHTS + BASE):
+            self.weights[base] = None if weights[base] is None else self.weights[base].contiguous()
+        self.bias, self.visible = full_rows(bias, S), full_rows(visible, S)
+        self.library = load(ranks_of(*map(_composition, (weights[:WEIGHTS], weights[WEIGHTS:]))))
+
+    def call(self, split: Split, options: Options, out: Tensor, log_sum: Tensor, backward: bytes = b"") -> None:
+        """Call the C++."""
+        (B, H, T, D), S = self.q.shape, self.k.shape[2]
+        is_causal, window, scale, num_groups = options
+        values = FORWARD.pack(
+            *(B, H, num_groups, T, S, D, *split, is_causal, min(window, T + S), scale),
+            *(*matrix(self.q), *matrix(self.k), *matrix(self.v), *matrix(out), log_sum.data_ptr()),
+            *(*compositions(self.weights), *mask_strides(self.visible), *mask_strides(self.bias)),
+        )
+        if self.library.composed_attention(values + (backward or bytes(BACKWARD.size)), bool(backward)):
+            raise MemoryError(
+                f"composed attention of q {list(self.q.shape)} and k {list(self.k.shape)}: out of memory."
+            )
+
+    def share(self, has_sums: bool) -> Split:
+        """Share the work between threads."""
+        B, _, T, _ = self.q.shape
+        return share(B, self.library.count_blocks(T), has_sums)
+
+
+def _composition(weights: Weights) -> ComposeWeights:
+    return ComposeWeights(SideWeights(*weights[:3]), SideWeights(*weights[3:6]), weights[BASE])
+
+
+def _by_token(x: Tensor, B: int | None = None) -> Tensor:
+    """Make an empty [B, H, T, D] like x in float32, tokens before heads in memory, as a layer's projections want it."""
+    rows, H, T, D = x.shape
+    return x.new_empty(B or rows, T, H, D, dtype=torch.float32).transpose(1, 2)
+
+
+@torch.library.custom_op("dcmha::cpu_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)")
+def composed(q, *rest):
+    """Compute the output [B, H, T, D] and the log-sums of the composed scores [B, H, T]."""
+    out, log_sum = _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    tensors = _Tensors(q, *rest[: -len(Options._fields)])
+    tensors.call(tensors.share(has_sums=False), Options(*rest[-len(Options._fields) :]), out, log_sum)
+    return out.to(q.dtype), log_sum
+
+
+@composed.register_fake
+def _(q, *rest):
+    return _by_token(q).to(q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "dcmha::cpu_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor log_sum, bool of_bias, {OPERANDS}, {OPTIONS}) -> Tensor[]",
+)
+def composed_backward(d_out, log_sum, of_bias, q, k, v, *rest):
+    """Compute the gradients of q, k, v, of the weights there are, and of the bias if wanted."""
+    *operands, is_causal, window, scale, num_groups = rest
+    B, bias = len(q), operands[-2]
+    tensors = _Tensors(q, k, v, *operands)
+    split = tensors.share(has_sums=True)
+    d_out, dq = dense(d_out), _by_token(q)
+    dk, dv = (_by_token(x, split.parts * B) for x in (k, v))
+    grads = [_empty_gradient(w, i % WEIGHTS, B, split.parts) for i, w in enumerate(tensors.weights)]
+    d_bias, stride = None, 0
+    if of_bias:
+        d_bias, split = _bias_sums(tensors.bias, q, split)
+        stride = d_bias.stride(0) if len(d_bias) > 1 else 0
+    backward = BACKWARD.pack(
+        *(*matrix(d_out), *matrix(dq), *matrix(dk), *matrix(dv), *compositions(grads)),
+        *(*mask_strides(None if d_bias is None else d_bias[0]), stride),
+    )
+    tensors.call(split, Options(is_causal, window, scale, num_groups), dq, log_sum, backward)
+    sums = [_add_parts(dk, B), _add_parts(dv, B)]
+    grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
+    if of_bias:
+        grads.append(d_bias.sum(0).sum_to_size(bias.shape))
+    return [g.to(q.dtype) for g in (dq, *sums, *grads)]
+
+
+def _empty_gradient(w: Tensor | None, index: int, B: int, parts: int) -> Tensor | None:
+    """Make an empty gradient of a weight; of the key's side for each part, of the base for each row of each part."""
+    if w is None:
+        return None
+    return (
+        w.new_empty(B * parts, *w.shape)
+        if index == BASE
+        else w.new_empty(B * parts if index in KEY_WEIGHTS else B, *w.shape[1:])
+    )
+
+
+def _finish_gradient(grad: Tensor, index: int, B: int) -> Tensor:
+    return grad.sum(0) if index == BASE else _add_parts(grad, B) if index in KEY_WEIGHTS else grad
+
+
+def _add_parts(grad: Tensor, B: int) -> Tensor:
+    """Add up the parts of a row: [parts * B, ...] -> [B, ...]."""
+    return grad if len(grad) == B else grad.unflatten(0, (-1, B)).sum(0)
+
+
+def _bias_sums(bias: Tensor, q: Tensor, split: Split) -> tuple[Tensor, Split]:
+    """Make the sums of a bias's gradient: one, unless threads would add to the same elements; then few, in a fixed
+    order.
+    """
+    is_disjoint = len(bias) == len(q) and (bias.shape[2] == q.shape[2] or split.parts == 1)
+    slots = split.slots if is_disjoint else min(split.slots, 2 * split.threads)
+    return bias.new_zeros(1 if is_disjoint else slots, *bias.shape), split._replace(slots=slots)
+
+
+@composed_backward.register_fake
+def _(d_out, log_sum, of_bias, q, k, v, *rest):
+    weights, bias = rest[: len(WEIGHT_NAMES)], rest[len(WEIGHT_NAMES)]
+    grads = [_by_token(x).to(q.dtype) for x in (q, k, v)]
+    grads += [w.new_empty(w.shape) for w in weights if w is not None]
+    return grads + ([bias.new_empty(bias.shape)] if of_bias else [])
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:NUM_OPERANDS], output[1])
+    ctx.options = inputs[NUM_OPERANDS:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, d_out: Tensor, _: Tensor | None):
+    *operands, log_sum = ctx.saved_tensors
+    of_bias = operands[-2] is not None and ctx.needs_input_grad[NUM_OPERANDS - 2]
+    grads = iter(composed_backward(d_out, log_sum, of_bias, *operands, *ctx.options))
+    of_operands = [None if x is None else next(grads) for x in operands[:-2]]
+    return *of_operands, next(grads) if of_bias else None, None, *[None] * len(ctx.options)
+
+
+composed.register_autograd(_backward, setup_context=_setup)
+composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("cpu", "second"))
+
+
+class ComposedAttention(torch.autograd.Function):
+    """The same for eager mode, where what `register_autograd` makes costs more than a small call itself."""
+
+    @staticmethod
+    def forward(*inputs):
+        return composed(*inputs)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_derivative("cpu", "forward-mode")

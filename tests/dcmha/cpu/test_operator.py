@@ -1,0 +1,292 @@
+"""The C++ against the reference in float64: every branch, mask and odd size; threads, processes and compilers."""
+
+import multiprocessing
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dcmha import ComposeWeights, DCAttention, SideWeights, composed_attention
+from dcmha.impl.cpu.arguments import share
+from dcmha.impl.cpu.op import OPTIONS, composed
+
+from ..inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, tolerance
+
+slow = pytest.mark.slow
+SHAPES = [  # odd lengths, heads and channels; several blocks of queries and tiles of keys
+    Case(B=1, T=1, S=1, H=1, D=1),
+    Case(B=3, T=7, S=19, H=5, D=3),
+    Case(B=2, T=70, S=70, H=6, D=20),
+    Case(B=1, T=130, S=200, H=3, D=64),
+    Case(B=2, T=33, S=16, H=24, D=16),
+    Case(B=1, T=1, S=300, H=17, D=24),
+]
+KINDS = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "window": 9},
+    {"window": 5, "mask": "bool"},
+    {"mask": "float-inf", "is_causal": True},
+    {"mask": "keys"},
+]
+FORMS = [
+    {},
+    {"branches": "qkg"},
+    {"compositions": "pre", "branches": "qkgb"},
+    {"compositions": "post", "branches": "qkg"},
+]
+MORE_FORMS = [
+    {"branches": "qk"},
+    {"branches": "qg"},
+    {"branches": "kg"},
+    {"branches": "b"},
+    {"R": 0, "branches": "qkg"},
+    {"R": 1, "branches": "q"},
+    {"R": 3, "branches": "kb"},
+    {"R": 4},
+]
+GRID = [
+    *(replace(SHAPES[i % 6], **kind, **FORMS[i % 4]) for i, kind in enumerate(KINDS * 2)),
+    *(
+        pytest.param(replace(SHAPES[i % 6], **KINDS[(i + 1) % 6], **form), marks=slow)
+        for i, form in enumerate(MORE_FORMS)
+    ),
+    *(pytest.param(replace(SHAPES[i], H=24, G=G, **KINDS[i]), marks=slow) for i, G in enumerate((2, 3, 4, 6, 8, 24))),
+]
+LONG = [replace(s, **k, **f) for s in SHAPES for k in KINDS for f in (*FORMS, *MORE_FORMS)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fill what is allocated without values with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(case: Case) -> None:
+    """Compare; where much cancels, with what the dense form makes of it in the same precision."""
+    exact, got = (output_and_gradients(case, impl) for impl in ("reference", "cpu"))
+    dense = output_and_gradients(case, "reference", torch.float32)
+    for name, value in exact.items():
+        allowed = max(tolerance("cpu") * float(value.norm()), 2 * float((dense[name] - value).norm()), 1e-7)
+        assert float((got[name] - value).norm()) < allowed, name
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_equals_the_reference(case):
+    check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_every_combination_equals_the_reference(case):
+    check(case)
+
+
+def test_compositions_of_different_ranks():
+    case = Case(T=20, S=20, R=2)
+    operands = make_operands(case)
+    for name in ("pre.query.down", "pre.query.up", "post.key.down", "post.key.up"):
+        operands[name] = operands[name][:, :, :1].detach().requires_grad_()
+    del operands["pre.key.gate"], operands["post.query.gate"]
+    outs = [run(case, operands, impl) for impl in ("reference", "cpu")]
+    gradients = [torch.autograd.grad(out.square().sum(), list(operands.values())) for out in outs]
+    for name, a, b in zip(("out", *operands), *((o, *g) for o, g in zip(outs, gradients, strict=True)), strict=True):
+        assert relative_error(b, a) < tolerance("cpu"), name
+
+
+BIASES = [(2, 6, 33, 33), (1, 6, 33, 33), (6, 33, 33), (33, 33), (2, 1, 1, 33), (2, 6, 33, 1), (1, 33), (1,)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_gradients_of_a_bias(shape, threads):
+    """Of one that is the same along any axis, the batch's and the queries' too, to which threads would add together."""
+    case = Case()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.manual_seed(1)
+    bias, results = torch.randn(shape, dtype=torch.float64).requires_grad_(), []
+    for impl in ("reference", "cpu", "cpu"):
+        pairs = bias.expand(2, 6, 33, 33)
+        out = run(case, make_operands(case), impl, bias if impl == "cpu" else pairs)
+        results.append(
+            torch.autograd.grad((out * torch.arange(33.0)[:, None]).sum(), bias if impl == "cpu" else pairs)[0]
+        )
+    torch.set_num_threads(before)
+    pairs, got, again = results
+    summed = pairs.abs().sum_to_size(shape)  # of many that may cancel
+    assert torch.equal(got, again)
+    assert float((got - pairs.sum_to_size(shape)).norm()) < tolerance("cpu") * float(summed.norm())
+
+
+def test_operands_that_lie_anywhere():
+    """Views with strides of their own, and rows at addresses that are no multiple of a vector."""
+    case = Case(T=20, S=20, D=24)
+    operands = make_operands(case, torch.float32)
+    expected = run(case, operands, "cpu")
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros(x.shape[0], 3, *x.shape[1:-1], x.shape[-1] + 5)
+        wide[:, 1, ..., 3:-2] = x.detach()
+        return wide[:, 1, ..., 3:-2]
+
+    assert torch.equal(run(case, {name: moved(x) for name, x in operands.items()}, "cpu"), expected)
+    spread = {name: x.detach().repeat_interleave(2, -1)[..., ::2] for name, x in operands.items()}
+    assert torch.equal(run(case, spread, "cpu"), expected)
+    swapped = {name: x.detach().mT.contiguous().mT for name, x in operands.items()}
+    assert torch.equal(run(case, swapped, "cpu"), expected)
+
+
+def test_what_is_not_a_number_is_not_lost():
+    case = Case(T=9, S=9)
+    operands = {name: x.detach() for name, x in make_operands(case, torch.float32).items()}
+    for name, value in (("q", torch.nan), ("q", torch.inf), ("v", torch.nan), ("pre.query.gate", torch.nan)):
+        spoiled = operands[name].clone()
+        spoiled.view(-1)[0] = value
+        expected, got = (run(case, operands | {name: spoiled}, impl).isnan() for impl in ("reference", "cpu"))
+        assert got.any() and torch.equal(got, expected), name
+
+
+@pytest.mark.parametrize("case", [Case(B=1, T=200, S=200, is_causal=True), Case(B=3, T=70, S=90)], ids=str)
+def test_threads_change_rounding_alone_and_repeats_nothing(case):
+    before, results = torch.get_num_threads(), {}
+    for threads in (1, 2, 3, 2):
+        torch.set_num_threads(threads)
+        results.setdefault(threads, []).append(output_and_gradients(case, "cpu"))
+    torch.set_num_threads(before)
+    one, (two, again) = results[1][0], results[2]
+    for name, value in one.items():
+        assert torch.equal(two[name], again[name]), name
+        assert relative_error(two[name], value) < 1e-6 and relative_error(results[3][0][name], value) < 1e-6, name
+    assert torch.equal(one["out"], two["out"])
+
+
+@pytest.mark.parametrize(
+    ("B", "blocks", "threads"), [(1, 1, 8), (1, 64, 2), (3, 4, 2), (64, 4, 2), (5, 0, 4), (0, 3, 2)]
+)
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_the_work_is_shared(B, blocks, threads, has_sums):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    split = share(B, blocks, has_sums)
+    torch.set_num_threads(before)
+    assert split.threads == threads and 1 <= split.parts <= max(1, blocks) and split.slots == B * split.parts
+    assert split.slots >= min(threads, B * blocks)
+
+
+def attend(operands: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """The gradient of the values."""
+    case = Case(T=40, S=40)
+    operands = operands or make_operands(case, torch.float32)
+    return torch.autograd.grad(run(case, operands, "cpu").square().sum(), operands["v"])[0]
+
+
+def _in_a_process(queue) -> None:
+    queue.put(attend().sum().item())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes(method):
+    """As workers of a loader are started: also after threads have run here."""
+    expected = attend().sum().item()
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    torch_threads = torch.get_num_threads()
+    if method == "fork":
+        torch.set_num_threads(1)  # as a loader does in its workers: torch's own pool does not survive a fork
+    process = context.Process(target=_in_a_process, args=(queue,))
+    process.start()
+    got = queue.get(timeout=120)
+    process.join()
+    torch.set_num_threads(torch_threads)
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_several_python_threads():
+    operands, results = make_operands(Case(T=40, S=40), torch.float32), []
+    expected = attend(operands)
+    threads = [threading.Thread(target=lambda: results.append(attend(operands))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(relative_error(got, expected) < 1e-6 for got in results)
+
+
+def arguments(**kind) -> tuple:
+    """Arguments of the operator itself."""
+    case = Case(B=1, T=5, S=5, H=3, D=4, **kind)
+    x = make_operands(case, torch.float32)
+    weights = [x.get(f"{c}.{n}") for c in ("pre", "post") for n in NAMES]
+    bias = torch.randn(1, 3, 5, 5, requires_grad=True)
+    visible = torch.rand(1, 1, 5, 5) > 0.3
+    return x["q"], x["k"], x["v"], *weights, bias, visible, True, 0, 0.5, 1
+
+
+NAMES = [f"{side}.{field}" for side in ("query", "key") for field in SideWeights._fields] + ["base"]
+
+
+@pytest.mark.parametrize("kind", [{}, {"branches": "qg"}], ids=str)
+def test_opcheck(kind):
+    torch.library.opcheck(composed, arguments(**kind), test_utils=("test_schema", "test_autograd_registration"))
+    torch.use_deterministic_algorithms(False)
+    torch.library.opcheck(composed, arguments(**kind), test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    assert OPTIONS.count(",") == 3
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
+def test_compiles_whole(backend, dynamic):
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    layer, x = DCAttention(32, 4), torch.randn(2, 9, 32, requires_grad=True)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    for tokens in (9, 7):
+        outs = [f(x[:, :tokens], is_causal=True) for f in (layer, compiled)]
+        gradients = [torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]) for out in outs]
+        torch.testing.assert_close(outs[1], outs[0])
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_nobody_needs():
+    case = Case(T=9, S=9)
+    operands = {name: x.detach() for name, x in make_operands(case, torch.float32).items()}
+    value = operands["v"].requires_grad_()
+    torch.autograd.grad(run(case, operands, "cpu").sum(), value)
+    with torch.no_grad():
+        assert not run(case, operands, "cpu").requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(run(case, operands, "cpu"), run(case, operands, "reference"), rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_on_a_long_cache_equals_the_same_query_among_others():
+    torch.manual_seed(0)
+    B, H, S, D = 2, 4, 90, 16
+    q, k, v = torch.randn(3, B, H, S, D).unbind(0)
+    weights = [SideWeights(torch.randn(B, S, 2, H), torch.randn(B, S, 2, H), torch.randn(B, S, H)) for _ in range(4)]
+    pre, post = ComposeWeights(*weights[:2]), ComposeWeights(*weights[2:])
+    whole = composed_attention(q, k, v, pre, post, is_causal=True, window=40, impl="cpu")
+    last = [w._replace(query=w.query.map(lambda x: x[:, -1:])) for w in (pre, post)]
+    one = composed_attention(q[:, :, -1:], k, v, *last, is_causal=True, window=40, impl="cpu")
+    torch.testing.assert_close(one, whole[:, :, -1:], rtol=1e-5, atol=1e-5)
+
+
+def test_memory_grows_with_the_length_alone():
+    """What autograd keeps: operands, output and one number a row."""
+    saved = []
+    case = Case(B=1, T=512, S=512, H=4, D=8)
+    operands = make_operands(case, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        run(case, operands, "cpu")
+    assert max(saved) <= 4 * 8 * 512
+
+
+def test_masks_of_every_kind_hide():
+    case = Case(mask="bool", T=20, S=33, is_causal=True, window=12)
+    mask, operands = make_mask(case), make_operands(case)
+    hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(run(case, operands, "cpu", mask), run(case, operands, "cpu", hidden))
