@@ -55,15 +55,25 @@ def why_unavailable(ranks: Ranks) -> str | None:
 def _load(ranks: Ranks) -> ctypes.CDLL | str:
     """Load a library, or say why there is none, once a process."""
     try:
-        library = ctypes.CDLL(str(_compiled(ranks)))
+        library = _loaded(ranks)
     except Unavailable as error:
         return str(error)
-    except OSError as error:  # of the cache's folder, or a library that does not fit this process
-        return f"its library cannot be kept or loaded: {error}"
+    except OSError as error:  # of the cache's folder
+        return f"its library cannot be kept: {error}"
     library.count_blocks.restype = ctypes.c_int64
     library.count_blocks.argtypes = [ctypes.c_int64]
     library.composed_attention.argtypes = [ctypes.c_char_p, ctypes.c_int]
     return library
+
+
+def _loaded(ranks: Ranks) -> ctypes.CDLL:
+    """Load a library; one that is damaged is compiled again."""
+    path = _compiled(ranks)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_compiled(ranks)))
 
 
 def _compiled(ranks: Ranks) -> Path:
@@ -112,13 +122,17 @@ def _processor() -> str:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile to a temporary file, and put it in place whole."""
+    """Compile to a temporary file, and put it in place once it is whole and fits this process."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder) / "attention.o", Path(folder) / "attention.so"
         linker = [*_compiler(), "-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ())]
         _run([*command, "-c", str(SOURCE / "attention.cpp"), "-o", str(compiled)])
         _run([*linker, str(compiled), "-o", str(linked)])
+        try:
+            ctypes.CDLL(str(linked))
+        except OSError as error:
+            raise Unavailable(f"what {command[0]} made of it cannot be loaded: {error}") from error
         os.replace(linked, path)
     logger.info("compiled composed attention for this processor in %.1f s: %s", time.monotonic() - start, path)
 

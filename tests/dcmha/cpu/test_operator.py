@@ -70,7 +70,7 @@ def check(case: Case) -> None:
     exact, got = (output_and_gradients(case, impl) for impl in ("reference", "cpu"))
     dense = output_and_gradients(case, "reference", torch.float32)
     for name, value in exact.items():
-        allowed = max(tolerance("cpu") * float(value.norm()), 2 * float((dense[name] - value).norm()), 1e-7)
+        allowed = max(tolerance("cpu") * float(value.norm()), 3 * float((dense[name] - value).norm()), 1e-7)
         assert float((got[name] - value).norm()) < allowed, name
 
 

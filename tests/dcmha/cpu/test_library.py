@@ -1,0 +1,129 @@
+"""The library: compiled once, by whichever process comes first; and what runs where it cannot be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcmha import DCAttention, resolve_impl
+from dcmha.impl.call import Ranks
+from dcmha.impl.cpu import library
+
+Q = torch.empty(1, 2, 3, 4)
+ATTEND = """
+import logging, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from dcmha import DCAttention
+layer = DCAttention(32, 4, rank=1)
+layer(torch.randn(1, 5, 32)).sum().backward()
+print(layer.resolved_impl)
+"""
+
+
+@pytest.fixture(autouse=True)
+def anew(tmp_path, monkeypatch):
+    """Let this process ask anew, with an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library._load.cache_clear()
+    yield
+    library._load.cache_clear()
+
+
+def attend(**environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", ATTEND],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_processes_that_start_together_compile_once(tmp_path):
+    processes = [attend() for _ in range(3)]
+    told = [process.communicate(timeout=120) for process in processes]
+    assert [out.strip() for out, _ in told] == ["cpu"] * 3, told
+    assert sum(error.count("compiled composed attention for this processor in") for _, error in told) == 1
+    kept = sorted(path.suffix for path in (tmp_path / "cache/dcmha/cpu").iterdir())
+    assert kept in ([".so"], [".lock", ".so"])  # a lock is an empty file, which some systems leave
+
+
+def test_without_a_compiler_everything_works(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    choice = resolve_impl("auto", Q, is_composed=True)
+    assert choice.impl == "compiled"
+    assert (
+        choice.reason
+        == "'cpu' does not take the call: it needs a C++ compiler (g++, clang++, c++, or CXX), and there is none"
+    )
+    layer = DCAttention(32, 4)
+    layer(torch.randn(1, 5, 32)).sum().backward()
+    assert layer.resolved_impl == "compiled"
+    with pytest.raises(ValueError, match="impl='cpu' cannot run: it needs a C"):
+        DCAttention(32, 4, impl="cpu")(torch.randn(1, 5, 32))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("exit 3", "cannot compile it: status 3"),
+        (
+            "[ $1 = --version ] || { echo 'x.cpp:1: error: no such thing' >&2; exit 1; }",
+            "x.cpp:1: error: no such thing",
+        ),
+        (
+            "[ $1 = --version ] || { echo 'fatal error: No space left on device' >&2; exit 1; }",
+            "No space left on device",
+        ),
+        ('for last; do :; done; [ $1 = --version ] || echo junk > "$last"', "cannot be loaded: "),
+    ],
+)
+def test_a_compiler_that_fails_is_told(tmp_path, monkeypatch, compiler, reason):
+    monkeypatch.setenv("CXX", program(tmp_path / "c++", compiler))
+    choice = resolve_impl("auto", Q, is_composed=True)
+    assert choice.impl == "compiled" and reason in choice.reason
+    assert not [path for path in (tmp_path / "cache/dcmha/cpu").iterdir() if path.suffix != ".lock"]
+
+
+def test_a_compiler_that_is_none(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert "CXX=no-such-compiler is no program" in resolve_impl("auto", Q, is_composed=True).reason
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "its library cannot be kept: " in resolve_impl("auto", Q, is_composed=True).reason
+
+
+def test_a_name_is_that_of_source_command_compiler_and_processor(tmp_path, monkeypatch):
+    names = {library._fingerprint(["g++"]), library._fingerprint(["g++", "-DRANK_QUERY=1"])}
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    names.add(library._fingerprint(["g++"]))
+    monkeypatch.setenv("CXX", program(tmp_path / "c++", "echo another version"))
+    names.add(library._fingerprint(["g++"]))
+    monkeypatch.setattr(library, "SOURCE", tmp_path)
+    names.add(library._fingerprint(["g++"]))
+    assert len(names) == 5
+
+
+def test_each_pair_of_ranks_has_a_library_and_a_damaged_one_is_compiled_again(tmp_path):
+    kept = []
+    for ranks in (Ranks(1, None), Ranks(0, 0), Ranks(0, 0)):
+        assert library.why_unavailable(ranks) is None
+        kept = sorted((tmp_path / "cache/dcmha/cpu").glob("*.so"))
+        library._load.cache_clear()
+        for path in kept:
+            path.unlink()  # it may be in use: another file takes its place
+            path.write_bytes(b"junk")
+    assert len(kept) == 2
