@@ -1,6 +1,7 @@
 """The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
 
 import gc
+import logging
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
@@ -297,6 +299,7 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
         args: The arguments; those of the process if None.
     """
     args = sys.argv[1:] if args is None else args
+    _tell_what_runs()
     try:
         if args and args[0] in cli.functions:
             run_function(cli.program, args[0], cli.functions[args[0]], args[1:])
@@ -316,6 +319,14 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
             raise
         print(f"error: {reason(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _tell_what_runs() -> None:
+    """Let the first process say which implementation of attention runs, and what is compiled for it."""
+    logger = logging.getLogger("dcmha")
+    if not logger.handlers and not rank_zero_only.rank:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
 
 
 def _is_mendable(error: Exception) -> bool:
