@@ -1,8 +1,11 @@
 """The C++ against the reference in float64: every branch, mask and odd size; threads, processes and compilers."""
 
-import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from dcmha.impl.cpu.op import OPTIONS, composed
 from ..inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, tolerance
 
 slow = pytest.mark.slow
+ROOT = Path(__file__).parents[3]
 SHAPES = [  # odd lengths, heads and channels; several blocks of queries and tiles of keys
     Case(B=1, T=1, S=1, H=1, D=1),
     Case(B=3, T=7, S=19, H=5, D=3),
@@ -184,25 +188,40 @@ def attend(operands: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
     return torch.autograd.grad(run(case, operands, "cpu").square().sum(), operands["v"])[0]
 
 
-def _in_a_process(queue) -> None:
-    queue.put(attend().sum().item())
+IN_A_PROCESS = """
+import multiprocessing, sys, torch
+from tests.dcmha.inputs import Case, make_operands, run
+
+def attend():
+    case = Case(T=40, S=40)
+    with torch.no_grad():
+        return run(case, make_operands(case, torch.float32), "cpu").double().sum().item()
+
+def put(queue):
+    torch.set_num_threads(1)  # as a loader does in its workers
+    queue.put(attend())
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    expected = attend()
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    context.Process(target=put, args=(queue,)).start()
+    assert abs(queue.get(timeout=100) - expected) < 1e-3
+    assert abs(attend() - expected) < 1e-3
+"""
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes(method):
-    """As workers of a loader are started: also after threads have run here."""
-    expected = attend().sum().item()
-    context = multiprocessing.get_context(method)
-    queue = context.Queue()
-    torch_threads = torch.get_num_threads()
-    if method == "fork":
-        torch.set_num_threads(1)  # as a loader does in its workers: torch's own pool does not survive a fork
-    process = context.Process(target=_in_a_process, args=(queue,))
-    process.start()
-    got = queue.get(timeout=120)
-    process.join()
-    torch.set_num_threads(torch_threads)
-    assert got == pytest.approx(expected, rel=1e-5)
+def test_other_processes(tmp_path, method):
+    """As workers of a loader are started, after threads have run here."""
+    script = tmp_path / "attend.py"
+    script.write_text(IN_A_PROCESS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script, method], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_several_python_threads():
