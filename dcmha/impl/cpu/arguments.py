@@ -59,7 +59,7 @@ def dense(x: Tensor | None) -> Tensor | None:
     """Widen to float32, with no gaps in the last axis."""
     if x is None:
         return None
-    x = x.float()
+    x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -117,7 +117,8 @@ def composed_backward(d_out, log_sum, of_bias, q, k, v, *rest):
     grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
     if of_bias:
         grads.append(d_bias.sum(0).sum_to_size(bias.shape))
-    return [g.to(q.dtype) for g in (dq, *sums, *grads)]
+    grads = [dq, *sums, *grads]
+    return grads if q.dtype == torch.float32 else [g.to(q.dtype) for g in grads]
 
 
 def _empty_gradient(w: Tensor | None, index: int, B: int, parts: int) -> Tensor | None:
