@@ -67,8 +67,8 @@ def resolve_impl(
         reason = why_not_cpu(q, dropout_p, ranks)
     else:
         reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
-        if reason is None and impl == "auto" and q.shape[2] == 1:
-            reason = "it does not repay a single query"
+    if reason is None and impl == "auto" and q.shape[2] == 1:
+        reason = "it does not repay a single query"
     if reason is None:
         return Choice(name)
     if impl == "auto":

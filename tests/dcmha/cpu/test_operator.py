@@ -256,7 +256,7 @@ def test_opcheck(kind):
     assert OPTIONS.count(",") == 3
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 def test_compiles_whole(backend, dynamic):
     torch.use_deterministic_algorithms(False)
