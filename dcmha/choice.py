@@ -63,10 +63,8 @@ def resolve_impl(
     if impl in ("reference", "compiled"):
         return Choice(impl)
     name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
-    if name == "cpu":
-        reason = why_not_cpu(q, dropout_p, ranks)
-    else:
-        reason = why_not_triton(q, attn_mask, dropout_p, num_groups)
+    is_cpu = name == "cpu"
+    reason = why_not_cpu(q, dropout_p, ranks) if is_cpu else why_not_triton(q, attn_mask, dropout_p, num_groups)
     if reason is None and impl == "auto" and q.shape[2] == 1:
         reason = "it does not repay a single query"
     if reason is None:
