@@ -88,7 +88,8 @@ def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
         return "it has no dropout"
     if max(ranks.query, ranks.key or 0) > MAX_RANK:
         return f"it composes ranks up to {MAX_RANK}, got {ranks}"
-    return _why_no_library(ranks.query, ranks.key)
+    query, key = (None if rank is None else _constant(rank) for rank in ranks)
+    return _why_no_library(query, key)
 
 
 def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
@@ -109,6 +110,11 @@ def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_gr
 def _is_mask_of_keys(attn_mask: Tensor) -> bool:
     """Tell whether all heads and queries of a row of the batch see the same keys."""
     return 1 <= attn_mask.dim() <= 4 and all(size == 1 for size in attn_mask.shape[-3:-1])
+
+
+def _constant(rank: int) -> int:
+    """Make a rank that a compiler takes for a variable a constant."""
+    return next(number for number in range(MAX_RANK + 1) if number == rank)
 
 
 @torch.compiler.assume_constant_result

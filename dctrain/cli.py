@@ -7,8 +7,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -299,13 +299,13 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
         args: The arguments; those of the process if None.
     """
     args = sys.argv[1:] if args is None else args
-    _tell_what_runs()
     try:
-        if args and args[0] in cli.functions:
-            run_function(cli.program, args[0], cli.functions[args[0]], args[1:])
-        else:
-            _check_subcommand(cli, args)
-            run_lightning(lambda: cli(args))
+        with _telling_what_runs():
+            if args and args[0] in cli.functions:
+                run_function(cli.program, args[0], cli.functions[args[0]], args[1:])
+            else:
+                _check_subcommand(cli, args)
+                run_lightning(lambda: cli(args))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -321,12 +321,17 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
         sys.exit(2)
 
 
-def _tell_what_runs() -> None:
+@contextmanager
+def _telling_what_runs() -> Iterator[None]:
     """Let the first process say which implementation of attention runs, and what is compiled for it."""
-    logger = logging.getLogger("dcmha")
-    if not logger.handlers and not rank_zero_only.rank:
-        logger.addHandler(logging.StreamHandler())
+    logger, handler = logging.getLogger("dcmha"), logging.StreamHandler()
+    if not rank_zero_only.rank:
+        logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _is_mendable(error: Exception) -> bool:

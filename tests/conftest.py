@@ -17,9 +17,14 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Keep every derived file of the tests out of the user's cache."""
+    """Keep every derived file of the tests out of the user's cache; what is compiled all workers share."""
+    cache, base = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    compiled.mkdir(exist_ok=True)
+    (cache / "dcmha").mkdir()
+    (cache / "dcmha/cpu").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

@@ -58,8 +58,8 @@ def _load(ranks: Ranks) -> ctypes.CDLL | str:
         library = _loaded(ranks)
     except Unavailable as error:
         return str(error)
-    except OSError as error:  # of the cache's folder
-        return f"its library cannot be kept: {error}"
+    except (OSError, RuntimeError, ValueError) as error:  # of the cache's folder, or of what CXX holds
+        return f"its library cannot be made or kept: {error}"
     library.count_blocks.restype = ctypes.c_int64
     library.count_blocks.argtypes = [ctypes.c_int64]
     library.composed_attention.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -107,7 +107,7 @@ def _fingerprint(command: list[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.read_bytes())
-    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, errors="replace").stdout
     digest.update("\0".join([*command, version, _processor()]).encode())
     return digest.hexdigest()[:24]
 
@@ -143,7 +143,7 @@ def _run(command: list[str]) -> None:
     Raises:
         Unavailable: If it fails, with the first error that it tells.
     """
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
         raise Unavailable(f"{command[0]} cannot compile it: {told[0] if told else f'status {done.returncode}'}")

@@ -113,7 +113,7 @@ def composed_backward(d_out, log_sum, of_bias, q, k, v, *rest):
         *(*mask_strides(None if d_bias is None else d_bias[0]), stride),
     )
     tensors.call(split, Options(is_causal, window, scale, num_groups), dq, log_sum, backward)
-    sums = [_add_parts(dk, B), _add_parts(dv, B)]
+    sums = [_add_parts(x.transpose(1, 2), B).transpose(1, 2) for x in (dk, dv)]  # tokens stay before heads in memory
     grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
     if of_bias:
         grads.append(d_bias.sum(0).sum_to_size(bias.shape))
@@ -147,7 +147,7 @@ def _bias_sums(bias: Tensor, q: Tensor, split: Split) -> tuple[Tensor, Split]:
     """
     is_disjoint = len(bias) == len(q) and (bias.shape[2] == q.shape[2] or split.parts == 1)
     slots = split.slots if is_disjoint else min(split.slots, 2 * split.threads)
-    return bias.new_zeros(1 if is_disjoint else slots, *bias.shape), split._replace(slots=slots)
+    return bias.new_zeros(1 if is_disjoint else max(1, slots), *bias.shape), split._replace(slots=slots)
 
 
 @composed_backward.register_fake

@@ -96,14 +96,24 @@ def test_a_compiler_that_fails_is_told(tmp_path, monkeypatch, compiler, reason):
 
 
 def test_a_compiler_that_is_none(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    assert "CXX=no-such-compiler is no program" in resolve_impl("auto", Q, is_composed=True).reason
+    for name, reason in (("no-such-compiler -O2", "CXX=no-such-compiler is no program"), ("g++ 'x", "No closing quot")):
+        library._load.cache_clear()
+        monkeypatch.setenv("CXX", name)
+        assert reason in resolve_impl("auto", Q, is_composed=True).reason
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "its library cannot be kept: " in resolve_impl("auto", Q, is_composed=True).reason
+    assert "its library cannot be made or kept: " in resolve_impl("auto", Q, is_composed=True).reason
+
+
+def test_without_a_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(
+        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
+    assert "Could not determine home directory." in resolve_impl("auto", Q, is_composed=True).reason
 
 
 def test_a_name_is_that_of_source_command_compiler_and_processor(tmp_path, monkeypatch):

@@ -235,20 +235,30 @@ def test_several_python_threads():
     assert len(results) == 4 and all(relative_error(got, expected) < 1e-6 for got in results)
 
 
-def arguments(**kind) -> tuple:
+def arguments(tokens: int = 5, **kind) -> tuple:
     """Arguments of the operator itself."""
-    case = Case(B=1, T=5, S=5, H=3, D=4, **kind)
+    case = Case(B=1, T=tokens, S=tokens, H=3, D=4, **kind)
     x = make_operands(case, torch.float32)
     weights = [x.get(f"{c}.{n}") for c in ("pre", "post") for n in NAMES]
-    bias = torch.randn(1, 3, 5, 5, requires_grad=True)
-    visible = torch.rand(1, 1, 5, 5) > 0.3
+    bias = torch.randn(1, 3, tokens, tokens, requires_grad=True)
+    visible = torch.rand(1, 1, tokens, tokens) > 0.3
     return x["q"], x["k"], x["v"], *weights, bias, visible, True, 0, 0.5, 1
 
 
 NAMES = [f"{side}.{field}" for side in ("query", "key") for field in SideWeights._fields] + ["base"]
 
 
-@pytest.mark.parametrize("kind", [{}, {"branches": "qg"}], ids=str)
+@pytest.fixture
+def two_threads():
+    """Share one row of the batch between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kind", [{}, {"branches": "qg", "tokens": 130}], ids=str)
 def test_opcheck(kind):
     torch.library.opcheck(composed, arguments(**kind), test_utils=("test_schema", "test_autograd_registration"))
     torch.use_deterministic_algorithms(False)
@@ -256,19 +266,34 @@ def test_opcheck(kind):
     assert OPTIONS.count(",") == 3
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 def test_compiles_whole(backend, dynamic):
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
-    layer, x = DCAttention(32, 4), torch.randn(2, 9, 32, requires_grad=True)
+    layer, x = DCAttention(32, 4), torch.randn(1, 90, 32, requires_grad=True)
     compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
-    for tokens in (9, 7):
+    for tokens in (90, 70):
         outs = [f(x[:, :tokens], is_causal=True) for f in (layer, compiled)]
         gradients = [torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]) for out in outs]
         torch.testing.assert_close(outs[1], outs[0])
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_the_operator_compiles_with_sizes_that_change():
+    case = Case(T=9, S=9)
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for rank in (2, 1):
+        operands = make_operands(replace(case, R=rank), torch.float32)
+        assert torch.equal(compiled(case, operands, "auto"), run(case, operands, "cpu"))
+
+
+def test_a_bias_of_no_rows():
+    bias = torch.zeros(1, 1, 33, 33, requires_grad=True)
+    run(Case(B=0), make_operands(Case(B=0), torch.float32), "cpu", bias).sum().backward()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
 def test_gradients_that_nobody_needs():
