@@ -208,8 +208,8 @@ FSDP = [
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(["--trainer.strategy=ddp"], id="ddp"),
-        pytest.param(FSDP, id="fsdp2", marks=pytest.mark.slow),  # dclm's tests try FSDP2 first
+        pytest.param(["--trainer.strategy=ddp"], id="ddp", marks=pytest.mark.slow),
+        pytest.param(FSDP, id="fsdp2", marks=pytest.mark.long),  # dclm's tests try FSDP2 first
     ],
 )
 def test_two_processes_give_one_process_results(shards, tmp_path, strategy):
@@ -230,7 +230,7 @@ def test_two_processes_give_one_process_results(shards, tmp_path, strategy):
         torch.testing.assert_close(states[1][key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fabric_launches_several_processes(shards, tmp_path):
     program = str(Path(sys.executable).with_name("fabric"))
     fabric = (program, "run", "--accelerator=cpu", "--devices=2", "dcvision/__main__.py")

@@ -54,7 +54,7 @@ def test_another_recipe_is_refused(tmp_path, capsys):
     assert "--config=nowhere.yaml does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     compare(CONFIG, MODELS[:1], str(tmp_path), extra=SHORT)
     (tmp_path / "results.json").unlink()
@@ -78,6 +78,7 @@ def test_bad_folders_and_names(tmp_path):
             compare(CONFIG, MODELS, str(tmp_path / "new"), extra=extra)
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_nothing_is_no_result(tmp_path, capsys):
     with pytest.raises(UserError, match=UNFINISHED):
         compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.fast_dev_run=true"])

@@ -40,7 +40,7 @@ def leftovers(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if "partial" in path.name or path.name.startswith("tmp")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("limit", "where"), [(50, ""), (20_000, "last-step=0.ckpt")])
 def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
     arguments = ["fit", *small(shards, tmp_path / "root"), "--trainer.max_epochs=1"]
@@ -49,6 +49,7 @@ def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
     succeed("dcvision", *arguments)
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_a_run(shards, tmp_path):
     """The optimiser's state makes later checkpoints larger than the first, which stays."""
     arguments = ["fit", *small(shards, tmp_path / "root"), "--checkpoint_every_n_steps=3"]

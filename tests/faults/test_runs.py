@@ -281,7 +281,7 @@ def test_what_lightning_says_of_its_arguments_is_one_line(shards, tmp_path, caps
     assert message in mistake(capsys, run, "fit", *small(shards, tmp_path), *wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fsdp2_goes_on(shards, tmp_path):
     two = ["--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy", "--trainer.devices=2"]
     two += ["--trainer.strategy.data_parallel_size=2", "--trainer.strategy.tensor_parallel_size=1"]

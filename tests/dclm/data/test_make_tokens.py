@@ -254,7 +254,10 @@ def test_two_preparations_of_one_folder_do_not_meet(tmp_path):
         prepared(files, tmp_path / "out")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.long)],
+)
 def test_killed_and_run_again_equals_one_run(signum, tmp_path):
     documents = [f"document {i} " + "word " * (i % 97) for i in range(20000)]
     for part in range(3):

@@ -102,7 +102,7 @@ CHUNKED = [  # and the budget of a workspace, in KiB
     pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.slow),
     pytest.param({"B": 1, "T": 52, "S": 52, "window": 14}, 60, marks=pytest.mark.slow),
     pytest.param({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20, marks=pytest.mark.slow),
-    ({"B": 1, "T": 64, "S": 53, "window": 5}, 64),
+    pytest.param({"B": 1, "T": 64, "S": 53, "window": 5}, 64, marks=pytest.mark.slow),
 ]
 
 
