@@ -88,8 +88,7 @@ def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
         return "it has no dropout"
     if max(ranks.query, ranks.key or 0) > MAX_RANK:
         return f"it composes ranks up to {MAX_RANK}, got {ranks}"
-    query, key = (None if rank is None else _constant(rank) for rank in ranks)
-    return _why_no_library(query, key)
+    return _why_no_library(_constant(ranks.query), None if ranks.key is None else _constant(ranks.key))
 
 
 def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
@@ -114,7 +113,10 @@ def _is_mask_of_keys(attn_mask: Tensor) -> bool:
 
 def _constant(rank: int) -> int:
     """Make a rank that a compiler takes for a variable a constant."""
-    return next(number for number in range(MAX_RANK + 1) if number == rank)
+    for number in range(MAX_RANK):
+        if number == rank:
+            return number
+    return MAX_RANK
 
 
 @torch.compiler.assume_constant_result

@@ -200,7 +200,7 @@ def _check_options(
         raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
     if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p!r} must be in [0, 1).")
-    if scale is not None and not isinstance(scale, Real | torch.SymFloat):
+    if scale is not None and not isinstance(scale, (Real, torch.SymFloat)):
         raise ValueError(f"scale={scale!r} must be a number, or None.")
     if not _is_integer(num_groups) or num_groups < 1 or q.shape[1] % num_groups:
         raise ValueError(f"num_groups={num_groups} must be a positive divisor of the {q.shape[1]} heads of q.")
@@ -208,7 +208,7 @@ def _check_options(
 
 def _is_integer(x: object) -> bool:
     """Tell whether this is a number that counts, of a compiler too."""
-    return isinstance(x, Integral | torch.SymInt) and not isinstance(x, bool)
+    return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
 def _check_types(name: str, weights: ComposeWeights | None) -> None:
@@ -219,9 +219,10 @@ def _check_types(name: str, weights: ComposeWeights | None) -> None:
     for side, part in (("query", weights.query), ("key", weights.key)):
         if not isinstance(part, SideWeights):
             raise ValueError(f"{name}.{side} is {type(part).__name__}; accepted: SideWeights (each field may be None).")
-        if not all(isinstance(weight, Tensor | None) for weight in part):
-            raise TypeError(f"{name}.{side} holds {[type(w).__name__ for w in part]}; accepted: tensors and None.")
-    if not isinstance(weights.base, Tensor | None):
+        for weight in part:
+            if weight is not None and not isinstance(weight, Tensor):
+                raise TypeError(f"{name}.{side} holds {[type(w).__name__ for w in part]}; accepted: tensors and None.")
+    if weights.base is not None and not isinstance(weights.base, Tensor):
         raise TypeError(f"{name}.base is {type(weights.base).__name__}; accepted: a tensor, or None.")
 
 

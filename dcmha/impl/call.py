@@ -24,10 +24,14 @@ class Ranks(NamedTuple):
 
 def ranks_of(pre: ComposeWeights | None, post: ComposeWeights | None) -> Ranks:
     """Tell the ranks of a call."""
-    there = [weights for weights in (pre, post) if weights is not None]
-    keys = [weights.key for weights in there if any(part is not None for part in weights.key)]
-    query = max((_rank(weights.query) for weights in there), default=0)
-    return Ranks(query, max(map(_rank, keys)) if keys else None)
+    query, key = 0, None
+    for weights in (pre, post):
+        if weights is None:
+            continue
+        query = max(query, _rank(weights.query))
+        if weights.key.down is not None or weights.key.gate is not None:
+            key = max(key or 0, _rank(weights.key))
+    return Ranks(query, key)
 
 
 def _rank(side: SideWeights) -> int:
