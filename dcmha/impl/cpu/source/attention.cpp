@@ -194,23 +194,20 @@ class Worker {
 
     // Copy tokens to rows of whole vectors, and back; nothing where they are the same.
     void widen(Rows from, Rows to, Range tokens) const {
-        const int64_t whole = round_down(c.D, W), rest = c.D - whole;
-        for (int64_t s = tokens.first; copied && s < tokens.last; s++)
-            for (int64_t h = 0; h < c.H; h++) {
-                const float* source = from.at(h, s);
-                float* target = to.at(h, s);
-                for (int64_t d = 0; d < whole; d += W) store(target + d, load(source + d));
-                if (rest) store(target + whole, load_first(source + whole, rest));
-            }
+        copy(from, to, tokens, [](float* to_, const float* from_, int64_t rest) { store(to_, load_first(from_, rest)); });
     }
     void narrow(Rows from, Rows to, Range tokens) const {
+        copy(from, to, tokens, [](float* to_, const float* from_, int64_t rest) { store_first(to_, load(from_), rest); });
+    }
+    template <class Rest>
+    INLINE void copy(Rows from, Rows to, Range tokens, Rest&& copy_rest) const {
         const int64_t whole = round_down(c.D, W), rest = c.D - whole;
         for (int64_t s = tokens.first; copied && s < tokens.last; s++)
             for (int64_t h = 0; h < c.H; h++) {
                 const float* source = from.at(h, s);
                 float* target = to.at(h, s);
                 for (int64_t d = 0; d < whole; d += W) store(target + d, load(source + d));
-                if (rest) store_first(target + whole, load(source + whole), rest);
+                if (rest) copy_rest(target + whole, source + whole, rest);
             }
     }
     void clear(Rows rows, Range tokens) const {
