@@ -82,7 +82,7 @@ def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
         return _NO_TRANSFORMS
     if q.dtype not in FUSED_DTYPES:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         return "an exported program must run where its library is not"
     if dropout_p > 0:
         return "it has no dropout"
@@ -117,6 +117,12 @@ def _constant(rank: int) -> int:
         if number == rank:
             return number
     return MAX_RANK
+
+
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """Tell whether `torch.export` traces; the compiler of torch 2.9 takes its own traces for exports if it is asked."""
+    return torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result

@@ -159,8 +159,8 @@ def split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor |
     full = (*q.shape[:3], k.shape[2])
     shape = tuple(attn_mask.shape)
     fits = len(shape) <= 4
-    for got, wanted in zip(reversed(shape), reversed(full), strict=False):  # a loop: compilers of torch 2.9 lose all()
-        fits = fits and got in (1, wanted)
+    for got, wanted in zip(reversed(shape), reversed(full), strict=False):
+        fits = fits and (got == 1 or got == wanted)  # compilers of torch 2.9 lose all(), and sizes in tuples
     if not fits:
         raise ValueError(f"attn_mask has shape {list(shape)}; accepted: broadcastable to [B, H, T, S] = {list(full)}.")
     if attn_mask.device != q.device:
