@@ -4,6 +4,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...weights import ComposeWeights, SideWeights
 from ..call import ranks_of, refuse_derivative
@@ -76,8 +77,7 @@ def _by_token(x: Tensor, B: int | None = None) -> Tensor:
     return x.new_empty(B or rows, T, H, D, dtype=torch.float32).transpose(1, 2)
 
 
-@torch.library.custom_op("dcmha::cpu_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)")
-def composed(q, *rest):
+def _forward(q, *rest):
     """Compute the output [B, H, T, D] and the log-sums of the composed scores [B, H, T]."""
     out, log_sum = _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = _Tensors(q, *rest[: -len(Options._fields)])
@@ -85,17 +85,17 @@ def composed(q, *rest):
     return out.to(q.dtype), log_sum
 
 
+composed = torch.library.custom_op(
+    "dcmha::cpu_attention", _forward, mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)"
+)
+
+
 @composed.register_fake
 def _(q, *rest):
     return _by_token(q).to(q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "dcmha::cpu_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_out, Tensor log_sum, bool of_bias, {OPERANDS}, {OPTIONS}) -> Tensor[]",
-)
-def composed_backward(d_out, log_sum, of_bias, q, k, v, *rest):
+def _backward(d_out, log_sum, of_bias, q, k, v, *rest):
     """Compute the gradients of q, k, v, of the weights there are, and of the bias if wanted."""
     *operands, is_causal, window, scale, num_groups = rest
     B, bias = len(q), operands[-2]
@@ -119,6 +119,14 @@ def composed_backward(d_out, log_sum, of_bias, q, k, v, *rest):
         grads.append(d_bias.sum(0).sum_to_size(bias.shape))
     grads = [dq, *sums, *grads]
     return grads if q.dtype == torch.float32 else [g.to(q.dtype) for g in grads]
+
+
+composed_backward = torch.library.custom_op(
+    "dcmha::cpu_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor log_sum, bool of_bias, {OPERANDS}, {OPTIONS}) -> Tensor[]",
+)
 
 
 def _empty_gradient(w: Tensor | None, index: int, B: int, parts: int) -> Tensor | None:
@@ -158,33 +166,42 @@ def _(d_out, log_sum, of_bias, q, k, v, *rest):
     return grads + ([bias.new_empty(bias.shape)] if of_bias else [])
 
 
+def _is_watched(*operands: Tensor | None) -> bool:
+    """Tell whether somebody needs to see the operator: a dispatch mode of torch, or a subclass of tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        x is not None and type(x) not in (Tensor, Parameter) for x in operands
+    )
+
+
 def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:NUM_OPERANDS], output[1])
     ctx.options = inputs[NUM_OPERANDS:]
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, d_out: Tensor, _: Tensor | None):
+def _differentiate(ctx, d_out: Tensor, _: Tensor | None):
     *operands, log_sum = ctx.saved_tensors
     of_bias = operands[-2] is not None and ctx.needs_input_grad[NUM_OPERANDS - 2]
-    grads = iter(composed_backward(d_out, log_sum, of_bias, *operands, *ctx.options))
+    call = composed_backward if torch.is_grad_enabled() or _is_watched(d_out, *operands) else _backward
+    grads = iter(call(d_out, log_sum, of_bias, *operands, *ctx.options))
     of_operands = [None if x is None else next(grads) for x in operands[:-2]]
     return *of_operands, next(grads) if of_bias else None, None, *[None] * len(ctx.options)
 
 
-composed.register_autograd(_backward, setup_context=_setup)
+composed.register_autograd(_differentiate, setup_context=_setup)
 composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("cpu", "second"))
 
 
 class ComposedAttention(torch.autograd.Function):
-    """The same for eager mode, where what `register_autograd` makes costs more than a small call itself."""
+    """The same for eager mode, where an operator of torch costs more than a small call itself."""
 
     @staticmethod
-    def forward(*inputs):
-        return composed(*inputs)
+    def forward(ctx, *inputs):
+        output = (composed if _is_watched(*inputs[:NUM_OPERANDS]) else _forward)(*inputs)
+        _setup(ctx, inputs, output)
+        return output
 
-    setup_context = staticmethod(_setup)
-    backward = staticmethod(_backward)
+    backward = staticmethod(_differentiate)
 
     @staticmethod
     def jvp(ctx, *tangents):
