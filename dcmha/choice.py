@@ -65,7 +65,7 @@ def resolve_impl(
     name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
     is_cpu = name == "cpu"
     reason = why_not_cpu(q, dropout_p, ranks) if is_cpu else why_not_triton(q, attn_mask, dropout_p, num_groups)
-    if reason is None and impl == "auto" and q.shape[2] == 1:
+    if reason is None and impl == "auto" and not is_cpu and q.shape[2] == 1:
         reason = "it does not repay a single query"
     if reason is None:
         return Choice(name)

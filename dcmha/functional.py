@@ -62,7 +62,7 @@ def composed_attention(
         num_groups: G; heads mix within G equal groups (section 3.2).
         impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "cpu" (C++,
             compiled on first use, float32 inside), "triton" (fused kernels; CUDA), or "auto": "triton" on CUDA
-            and "cpu" on a CPU where they can run, for more than one query, else "compiled". `resolve_impl` tells which.
+            (more than one query) and "cpu" on a CPU where they can run, else "compiled". `resolve_impl` tells which.
             "reference" and "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others
             raise. Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there
             "compiled" recomputes nothing, so that it keeps T x S.

@@ -42,7 +42,7 @@ def capability(monkeypatch):
         (queries(2, 6, 9, 64, dtype=torch.float64), {}, "compiled", "float64"),
         (queries(2, 6, 197, 64, device="cpu"), {}, "cpu", None),
         (queries(2, 6, 9, 64, device="cpu"), {"attn_mask": torch.zeros(9)}, "cpu", None),
-        (queries(2, 6, 1, 64, device="cpu"), {}, "compiled", "single query"),
+        (queries(2, 6, 1, 64, device="cpu"), {}, "cpu", None),
         (queries(2, 6, 9, 64, device="cpu", dtype=torch.float64), {}, "compiled", "float64"),
         (queries(2, 6, 9, 64, device="cpu"), {"dropout_p": 0.1}, "compiled", "no dropout"),
         (

@@ -89,6 +89,11 @@ def test_every_combination_equals_the_reference(case):
     check(case)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_few_queries_whose_keys_are_not_packed(tokens):
+    check(Case(B=2, T=tokens, S=70, H=5, D=20, is_causal=True, window=40))
+
+
 def test_compositions_of_different_ranks():
     case = Case(T=20, S=20, R=2)
     operands = make_operands(case)

@@ -47,6 +47,7 @@ namespace {
 constexpr int FORWARD_QUERIES = 4, BACKWARD_QUERIES = 2;  // mixed together: they share the loads of the key's side
 constexpr int64_t TILE_KEYS = 64, MOST_QUERIES = 64;
 constexpr int64_t COPIED_QUERIES = 32;    // from so many queries on, rows that lie far apart are copied once
+constexpr int64_t PACKED_QUERIES = 5;     // from so many queries on, keys are packed
 constexpr int64_t LARGE_ARENA = 1 << 24;  // floats; more are given back after a call
 
 struct Arena {  // one thread's memory, kept between calls
@@ -89,7 +90,8 @@ class Worker {
    public:
     Worker(const Call& call, bool is_backward)
         : c(call), backward(is_backward), heads{c.H, c.H / c.G}, D(round_up(c.D, W)),
-          copied(D != c.D || c.T >= COPIED_QUERIES), queries(block_queries(c.T)) {
+          copied(D != c.D || c.T >= COPIED_QUERIES), is_packed(backward || c.T >= PACKED_QUERIES),
+          queries(block_queries(c.T)) {
         int64_t reach = c.window ? c.window * (c.is_causal ? 1 : 2) + queries + 2 * W : c.S;
         int64_t columns = row_length(std::min(round_up(c.S, W), round_up(reach, W)));
         tile = {queries * columns + W, columns};
@@ -125,6 +127,7 @@ class Worker {
     const Heads heads;
     const int64_t D;    // of rows of whole vectors
     const bool copied;  // whether rows are copied, so that they lie together and hold whole vectors
+    const bool is_packed;  // whether keys are packed for products; else these are dot products
     const int64_t queries;
     Tile tile, composed_tile;
     // The arena: packed keys and values; copies; a block's scores, weights, gradients; weights of compositions
@@ -143,7 +146,7 @@ class Worker {
     int64_t layout() {
         arena.used = 0;
         int64_t S = round_up(c.S, PANEL), rows = copied ? c.H * c.S * D : 0, block = copied ? c.H * queries * D : 0;
-        k_panels = arena.take(c.H * S * c.D);
+        k_panels = arena.take(is_packed ? c.H * S * c.D : 0);
         x = arena.take(c.H * tile.head);
         scratch = (vec*)arena.take(2 * std::max(FORWARD_QUERIES, BACKWARD_QUERIES) * heads.group * W);
         for (int i = 0; i < 2; i++) {
@@ -252,7 +255,7 @@ class Worker {
         Range missing = {std::max(packed, round_down(some.first, PANEL)), some.last};
         if (missing.first >= missing.last) return;
         packed = missing.last;
-        pack_panels(c.k, k_panels, missing, (float)c.scale);
+        if (is_packed) pack_panels(c.k, k_panels, missing, (float)c.scale);
         if (backward) pack_panels(c.v, v_panels, missing, 1.0f);
         for (int i = 0; HAS_KEY && i < 2; i++)
             if (c.compositions[i].exists) pack_key_weights(c.compositions[i], key_weights[i], missing);
@@ -302,6 +305,20 @@ class Worker {
                 product(from.at(h, 0), {from.token, 1}, panel(panels, h, s) + s % PANEL, PANEL, 0,
                         out + h * tile.head + s - keys.first, tile.query, count, end - s, c.D, false);
             }
+    }
+
+    // The same of queries and keys as they are, times the scale.
+    void multiply_unpacked(Range some) const {
+        const Rows q = rows_of(c.q, b, first), k = rows_of(c.k, b);
+        for (int64_t h = 0; h < c.H; h++)
+            for (int64_t s = some.first; s < some.last; s += W)
+                for (int64_t n = 0; n < count; n++) {
+                    vec dots[W] = {};
+                    for (int64_t i = 0; i < std::min(W, c.S - s); i++)
+                        for (int64_t d = 0; d < c.D; d += W)
+                            dots[i] += load_first(q.at(h, n) + d, c.D - d) * load_first(k.at(h, s + i) + d, c.D - d);
+                    store(x + h * tile.head + n * tile.query + s - keys.first, totals((float*)dots) * (float)c.scale);
+                }
     }
 
     void compose_tile(int i, Range some) const {
@@ -368,7 +385,10 @@ class Worker {
         pack_query_weights();
         for_tiles([&](Range some, bool) {
             pack(some);
-            multiply(rows_of(c.q, b, first), k_panels, x, some);
+            if (is_packed)
+                multiply(rows_of(c.q, b, first), k_panels, x, some);
+            else
+                multiply_unpacked(some);
             compose_tile(0, some);
         });
         for (int64_t h = 0; h < c.H; h++)
