@@ -90,8 +90,7 @@ class Worker {
    public:
     Worker(const Call& call, bool is_backward)
         : c(call), backward(is_backward), heads{c.H, c.H / c.G}, D(round_up(c.D, W)),
-          copied(D != c.D || c.T >= COPIED_QUERIES), is_packed(backward || c.T >= PACKED_QUERIES),
-          queries(block_queries(c.T)) {
+          copied(D != c.D || c.T >= COPIED_QUERIES), is_packed(c.T >= PACKED_QUERIES), queries(block_queries(c.T)) {
         int64_t reach = c.window ? c.window * (c.is_causal ? 1 : 2) + queries + 2 * W : c.S;
         int64_t columns = row_length(std::min(round_up(c.S, W), round_up(reach, W)));
         tile = {queries * columns + W, columns};
@@ -126,7 +125,7 @@ class Worker {
     const bool backward;
     const Heads heads;
     const int64_t D;    // of rows of whole vectors
-    const bool copied;  // whether rows are copied, so that they lie together and hold whole vectors
+    const bool copied;     // whether rows are copied, so that they lie together and hold whole vectors
     const bool is_packed;  // whether keys are packed for products; else these are dot products
     const int64_t queries;
     Tile tile, composed_tile;
@@ -158,7 +157,7 @@ class Worker {
             v_copy = arena.take(rows);
             return arena.used;
         }
-        v_panels = arena.take(c.H * S * c.D);
+        v_panels = arena.take(is_packed ? c.H * S * c.D : 0);
         p = arena.take(c.H * tile.head), g = arena.take(c.H * tile.head);
         composed = arena.take(c.H * composed_tile.head);
         log_sum = arena.take(queries * c.H), dot = arena.take(queries * c.H * W);
@@ -256,7 +255,7 @@ class Worker {
         if (missing.first >= missing.last) return;
         packed = missing.last;
         if (is_packed) pack_panels(c.k, k_panels, missing, (float)c.scale);
-        if (backward) pack_panels(c.v, v_panels, missing, 1.0f);
+        if (is_packed && backward) pack_panels(c.v, v_panels, missing, 1.0f);
         for (int i = 0; HAS_KEY && i < 2; i++)
             if (c.compositions[i].exists) pack_key_weights(c.compositions[i], key_weights[i], missing);
         Range real = {missing.first, std::min(missing.last, c.S)};
@@ -297,8 +296,11 @@ class Worker {
         }
     }
 
-    // Products of a block's rows with packed keys: [H][queries][keys of the tile].
-    void multiply(Rows from, float* panels, float* out, Range some) const {
+    // Products of a block's rows with keys (or values) times a factor: [H][queries][keys of the tile].
+    void multiply(Rows from, const Matrix& m, float* panels, float factor, float* out, Range some) const {
+        is_packed ? multiply_packed(from, panels, out, some) : multiply_unpacked(from, rows_of(m, b), factor, out, some);
+    }
+    void multiply_packed(Rows from, float* panels, float* out, Range some) const {
         for (int64_t h = 0; h < c.H; h++)
             for (int64_t s = some.first, end; s < some.last; s = end) {
                 end = std::min(round_down(s, PANEL) + PANEL, some.last);
@@ -307,17 +309,15 @@ class Worker {
             }
     }
 
-    // The same of queries and keys as they are, times the scale.
-    void multiply_unpacked(Range some) const {
-        const Rows q = rows_of(c.q, b, first), k = rows_of(c.k, b);
+    void multiply_unpacked(Rows from, Rows to, float factor, float* out, Range some) const {
         for (int64_t h = 0; h < c.H; h++)
             for (int64_t s = some.first; s < some.last; s += W)
                 for (int64_t n = 0; n < count; n++) {
                     vec dots[W] = {};
                     for (int64_t i = 0; i < std::min(W, c.S - s); i++)
                         for (int64_t d = 0; d < c.D; d += W)
-                            dots[i] += load_first(q.at(h, n) + d, c.D - d) * load_first(k.at(h, s + i) + d, c.D - d);
-                    store(x + h * tile.head + n * tile.query + s - keys.first, totals((float*)dots) * (float)c.scale);
+                            dots[i] += load_first(from.at(h, n) + d, c.D - d) * load_first(to.at(h, s + i) + d, c.D - d);
+                    store(out + h * tile.head + n * tile.query + s - keys.first, totals((float*)dots) * factor);
                 }
     }
 
@@ -385,10 +385,7 @@ class Worker {
         pack_query_weights();
         for_tiles([&](Range some, bool) {
             pack(some);
-            if (is_packed)
-                multiply(rows_of(c.q, b, first), k_panels, x, some);
-            else
-                multiply_unpacked(some);
+            multiply(rows_of(c.q, b, first), c.k, k_panels, (float)c.scale, x, some);
             compose_tile(0, some);
         });
         for (int64_t h = 0; h < c.H; h++)
@@ -428,8 +425,8 @@ class Worker {
     void first_sweep(Range some) {
         Rows q = block_rows(c.q, q_copy), d_out = block_rows(c.d_out, d_out_copy), dv = accumulated(c.dv, dv_copy);
         pack(some);
-        multiply(q, k_panels, x, some);
-        multiply(d_out, v_panels, g, some);
+        multiply(q, c.k, k_panels, (float)c.scale, x, some);
+        multiply(d_out, c.v, v_panels, 1.0f, g, some);
         clear_missing_queries(some);
         for (int64_t s = some.first; s < some.last; s += W)
             for (int64_t n = 0; n < count; n += BACKWARD_QUERIES) {
