@@ -12,7 +12,8 @@ from torch import Tensor
 WEIGHTS = 7  # of a composition: down, up and gate of the query, of the key, and the base
 KEY_WEIGHTS = range(3, 6)
 BASE = 6
-FORWARD = struct.Struct("=11qd16qq64q8q")
+SHARED_KEYS = 128  # at least, of a share
+FORWARD = struct.Struct("=12qd16q2q64q8q")
 BACKWARD = struct.Struct("=16q64q5q")
 Weights = Sequence[Tensor | None]  # of both compositions
 
@@ -33,11 +34,13 @@ class Split(NamedTuple):
         threads: How many.
         parts: Shares of the queries of one row of the batch.
         slots: What is worked through by one thread after the other, so that it may have one sum.
+        shares: Shares of the keys of one row of the batch, where its queries are not cut.
     """
 
     threads: int
     parts: int
     slots: int
+    shares: int = 1
 
 
 def share(B: int, num_blocks: int, has_sums: bool) -> Split:
@@ -53,6 +56,13 @@ def share(B: int, num_blocks: int, has_sums: bool) -> Split:
     is_even = threads == 1 or B % threads == 0 or 2 * wanted <= B
     parts = 1 if is_even else max(1, min(-(-wanted // B), num_blocks))
     return Split(threads, parts, parts * B)
+
+
+def share_keys(B: int, num_blocks: int, S: int) -> Split:
+    """Share a forward call of B rows: their queries, or keys where those are one block and threads would be idle."""
+    split = share(B, num_blocks, has_sums=False)
+    shares = min(split.threads // max(B, 1), S // SHARED_KEYS) if num_blocks == 1 else 1
+    return split._replace(shares=shares) if shares > 1 else split
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from .arguments import (
     mask_strides,
     matrix,
     share,
+    share_keys,
 )
 from .library import load
 
@@ -47,13 +48,16 @@ class _Tensors:
         self.bias, self.visible = full_rows(bias, S), full_rows(visible, S)
         self.library = load(ranks_of(*map(_composition, (weights[:WEIGHTS], weights[WEIGHTS:]))))
 
-    def call(self, split: Split, options: Options, out: Tensor, log_sum: Tensor, backward: bytes = b"") -> None:
+    def call(
+        self, split: Split, options: Options, out: Tensor, log_sum: Tensor, sums: Tensor | None, backward: bytes = b""
+    ) -> None:
         """Call the C++."""
         (B, H, T, D), S = self.q.shape, self.k.shape[2]
         is_causal, window, scale, num_groups = options
         values = FORWARD.pack(
             *(B, H, num_groups, T, S, D, *split, is_causal, min(window, T + S), scale),
-            *(*matrix(self.q), *matrix(self.k), *matrix(self.v), *matrix(out), log_sum.data_ptr()),
+            *(*matrix(self.q), *matrix(self.k), *matrix(self.v), *matrix(out)),
+            *(log_sum.data_ptr(), 0 if sums is None else sums.data_ptr()),
             *(*compositions(self.weights), *mask_strides(self.visible), *mask_strides(self.bias)),
         )
         if self.library.composed_attention(values + (backward or bytes(BACKWARD.size)), bool(backward)):
@@ -61,10 +65,9 @@ class _Tensors:
                 f"composed attention of q {list(self.q.shape)} and k {list(self.k.shape)}: out of memory."
             )
 
-    def share(self, has_sums: bool) -> Split:
-        """Share the work between threads."""
-        B, _, T, _ = self.q.shape
-        return share(B, self.library.count_blocks(T), has_sums)
+    def count_blocks(self) -> int:
+        """Count the blocks of queries that a row of the batch is cut into."""
+        return self.library.count_blocks(self.q.shape[2])
 
 
 def _composition(weights: Weights) -> ComposeWeights:
@@ -79,10 +82,12 @@ def _by_token(x: Tensor, B: int | None = None) -> Tensor:
 
 def _forward(q, *rest):
     """Compute the output [B, H, T, D] and the log-sums of the composed scores [B, H, T]."""
-    out, log_sum = _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    tensors = _Tensors(q, *rest[: -len(Options._fields)])
-    tensors.call(tensors.share(has_sums=False), Options(*rest[-len(Options._fields) :]), out, log_sum)
-    return out.to(q.dtype), log_sum
+    tensors, options = _Tensors(q, *rest[: -len(Options._fields)]), Options(*rest[-len(Options._fields) :])
+    B, split = len(q), share_keys(len(q), tensors.count_blocks(), rest[0].shape[2])
+    out, log_sum = _by_token(q, split.shares * B), q.new_empty(q.shape[:3], dtype=torch.float32)
+    sums = q.new_empty(split.shares, *q.shape[:3], 2, dtype=torch.float32) if split.shares > 1 else None
+    tensors.call(split, options, out, log_sum, sums)
+    return _add_rows(out, B).to(q.dtype), log_sum
 
 
 composed = torch.library.custom_op(
@@ -100,7 +105,7 @@ def _backward(d_out, log_sum, of_bias, q, k, v, *rest):
     *operands, is_causal, window, scale, num_groups = rest
     B, bias = len(q), operands[-2]
     tensors = _Tensors(q, k, v, *operands)
-    split = tensors.share(has_sums=True)
+    split = share(B, tensors.count_blocks(), has_sums=True)
     d_out, dq = dense(d_out), _by_token(q)
     dk, dv = (_by_token(x, split.parts * B) for x in (k, v))
     grads = [_empty_gradient(w, i % WEIGHTS, B, split.parts) for i, w in enumerate(tensors.weights)]
@@ -112,8 +117,8 @@ def _backward(d_out, log_sum, of_bias, q, k, v, *rest):
         *(*matrix(d_out), *matrix(dq), *matrix(dk), *matrix(dv), *compositions(grads)),
         *(*mask_strides(None if d_bias is None else d_bias[0]), stride),
     )
-    tensors.call(split, Options(is_causal, window, scale, num_groups), dq, log_sum, backward)
-    sums = [_add_parts(x.transpose(1, 2), B).transpose(1, 2) for x in (dk, dv)]  # tokens stay before heads in memory
+    tensors.call(split, Options(is_causal, window, scale, num_groups), dq, log_sum, None, backward)
+    sums = [_add_rows(x, B) for x in (dk, dv)]
     grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
     if of_bias:
         grads.append(d_bias.sum(0).sum_to_size(bias.shape))
@@ -147,6 +152,11 @@ def _finish_gradient(grad: Tensor, index: int, B: int) -> Tensor:
 def _add_parts(grad: Tensor, B: int) -> Tensor:
     """Add up the parts of a row: [parts * B, ...] -> [B, ...]."""
     return grad if len(grad) == B else grad.unflatten(0, (-1, B)).sum(0)
+
+
+def _add_rows(x: Tensor, B: int) -> Tensor:
+    """Add up the parts of [parts * B, H, T, D]; tokens stay before heads in memory."""
+    return x if len(x) == B else _add_parts(x.transpose(1, 2), B).transpose(1, 2)
 
 
 def _bias_sums(bias: Tensor, q: Tensor, split: Split) -> tuple[Tensor, Split]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dcmha import ComposeWeights, DCAttention, SideWeights, composed_attention
-from dcmha.impl.cpu.arguments import share
+from dcmha.impl.cpu.arguments import share, share_keys
 from dcmha.impl.cpu.op import OPTIONS, composed
 
 from ..inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, tolerance
@@ -94,6 +94,26 @@ def test_few_queries_whose_keys_are_not_packed(tokens):
     check(Case(B=2, T=tokens, S=70, H=5, D=20, is_causal=True, window=40))
 
 
+@pytest.mark.parametrize("threads", [3, 8])
+@pytest.mark.parametrize(
+    "kind", [{}, {"is_causal": True, "window": 300}, {"mask": "bool"}, {"mask": "float-inf"}], ids=str
+)
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_keys_are_shared_between_idle_threads(threads, tokens, kind):
+    """Of one block of queries: the sums of every share enter the weights of every other."""
+    torch.set_num_threads(threads)
+    check(Case(B=1, T=tokens, S=530, H=5, D=20, **kind))
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "keys", "shares"),
+    [(1, 1, 530, 4), (2, 1, 530, 2), (3, 1, 530, 1), (1, 1, 300, 2), (1, 2, 530, 1)],
+)
+def test_where_keys_are_shared(rows, blocks, keys, shares):
+    torch.set_num_threads(4)
+    assert share_keys(rows, blocks, keys).shares == shares
+
+
 def test_compositions_of_different_ranks():
     case = Case(T=20, S=20, R=2)
     operands = make_operands(case)
@@ -114,7 +134,6 @@ BIASES = [(2, 6, 33, 33), (1, 6, 33, 33), (6, 33, 33), (33, 33), (2, 1, 1, 33), 
 def test_gradients_of_a_bias(shape, threads):
     """Of one that is the same along any axis, the batch's and the queries' too, to which threads would add together."""
     case = Case()
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(1)
     bias, results = torch.randn(shape, dtype=torch.float64).requires_grad_(), []
@@ -124,7 +143,6 @@ def test_gradients_of_a_bias(shape, threads):
         results.append(
             torch.autograd.grad((out * torch.arange(33.0)[:, None]).sum(), bias if impl == "cpu" else pairs)[0]
         )
-    torch.set_num_threads(before)
     pairs, got, again = results
     summed = pairs.abs().sum_to_size(shape)  # of many that may cancel
     assert torch.equal(got, again)
@@ -161,11 +179,10 @@ def test_what_is_not_a_number_is_not_lost():
 
 @pytest.mark.parametrize("case", [Case(B=1, T=200, S=200, is_causal=True), Case(B=3, T=70, S=90)], ids=str)
 def test_threads_change_rounding_alone_and_repeats_nothing(case):
-    before, results = torch.get_num_threads(), {}
+    results = {}
     for threads in (1, 2, 3, 2):
         torch.set_num_threads(threads)
         results.setdefault(threads, []).append(output_and_gradients(case, "cpu"))
-    torch.set_num_threads(before)
     one, (two, again) = results[1][0], results[2]
     for name, value in one.items():
         assert torch.equal(two[name], again[name]), name
@@ -178,10 +195,8 @@ def test_threads_change_rounding_alone_and_repeats_nothing(case):
 )
 @pytest.mark.parametrize("has_sums", [False, True])
 def test_the_work_is_shared(B, blocks, threads, has_sums):
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     split = share(B, blocks, has_sums)
-    torch.set_num_threads(before)
     assert split.threads == threads and 1 <= split.parts <= max(1, blocks) and split.slots == B * split.parts
     assert split.slots >= min(threads, B * blocks)
 
@@ -253,28 +268,19 @@ def arguments(tokens: int = 5, **kind) -> tuple:
 NAMES = [f"{side}.{field}" for side in ("query", "key") for field in SideWeights._fields] + ["base"]
 
 
-@pytest.fixture
-def two_threads():
-    """Share one row of the batch between threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kind", [{}, {"branches": "qg", "tokens": 130}], ids=str)
 def test_opcheck(kind):
+    torch.set_num_threads(2)
     torch.library.opcheck(composed, arguments(**kind), test_utils=("test_schema", "test_autograd_registration"))
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(composed, arguments(**kind), test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
     assert OPTIONS.count(",") == 3
 
 
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 def test_compiles_whole(backend, dynamic):
+    torch.set_num_threads(2)
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     layer, x = DCAttention(32, 4), torch.randn(1, 90, 32, requires_grad=True)

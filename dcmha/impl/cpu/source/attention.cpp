@@ -1,10 +1,12 @@
 // Composed attention on a CPU, forward and backward, without torch. Derivations: dcmha/README.md.
 //
-// An item of work is one row of the batch, or every so manyth block of its queries. A block is a few queries with all
-// heads. It goes through its keys tile by tile: products into X [H][queries][keys], heads composed, the softmax of whole
-// rows, heads composed again, times V. The backward pass computes X again from the saved log of the softmax's sum, and
-// needs a second sweep over the tiles once sum_j P dP is known. Nothing of size T x S is kept.
+// An item of work is one row of the batch, or every so manyth block of its queries, or a share of the keys of its only
+// block. A block is a few queries with all heads. It goes through its keys tile by tile: products into
+// X [H][queries][keys], heads composed, the softmax of whole rows, heads composed again, times V. The backward pass
+// computes X again from the saved log of the softmax's sum, and needs a second sweep over the tiles once sum_j P dP is
+// known. Nothing of size T x S is kept.
 #include <cstdlib>
+#include <limits>
 
 #include "compose.h"
 #include "products.h"
@@ -29,10 +31,11 @@ struct Mask {  // [B, H, T, S], of bytes or floats; 0 is the stride of an axis t
     int64_t row, head, query;
 };
 struct Call {
-    int64_t B, H, G, T, S, D, threads, parts, slots, is_causal, window;
+    int64_t B, H, G, T, S, D, threads, parts, slots, shares, is_causal, window;
     double scale;
     Matrix q, k, v, out;
     float* log_sum;  // [B, H, T]
+    float* sums;     // [shares, B, H, T, 2], if keys are shared; then the output is of shares, too: [shares * B, ...]
     Composition compositions[2];
     Mask visible, bias;
     // Of the backward pass alone. Gradients of the key's side: [parts * B, ...]; of the base and the bias: of slots
@@ -48,6 +51,7 @@ constexpr int FORWARD_QUERIES = 4, BACKWARD_QUERIES = 2;  // mixed together: the
 constexpr int64_t TILE_KEYS = 64, MOST_QUERIES = 64;
 constexpr int64_t COPIED_QUERIES = 32;    // from so many queries on, rows that lie far apart are copied once
 constexpr int64_t PACKED_QUERIES = 5;     // from so many queries on, keys are packed
+constexpr float LOWEST = -std::numeric_limits<float>::max();
 constexpr int64_t LARGE_ARENA = 1 << 24;  // floats; more are given back after a call
 
 struct Arena {  // one thread's memory, kept between calls
@@ -77,6 +81,10 @@ thread_local Arena arena;
 
 struct Range {
     int64_t first, last;
+};
+
+struct Sum {  // of e^(score - top)
+    float top, all;
 };
 
 struct Rows {  // matrices of one row of the batch, or of one block of its queries
@@ -112,12 +120,23 @@ class Worker {
         if (backward) start_gradients();
         int64_t blocks = (c.T + queries - 1) / queries;
         for (int64_t block = part; block < blocks; block += c.parts) {
-            first = block * queries, count = std::min(queries, c.T - first);
-            for (int64_t n = 0; n < queries; n++) seen[n] = visible_keys(first + std::min(n, count - 1));
-            keys = {round_down(seen[0].first, W), round_up(seen[count - 1].last, W)};
+            start_block(block);
             backward ? backward_block() : forward_block();
         }
         if (backward) finish_gradients();
+    }
+
+    // One share of the keys of the only block of queries, forward, up to its sums; then, with those of all, its output.
+    void start_share(int64_t item) {
+        b = item % c.B, share = item / c.B, packed = 0;
+        start_block(0);
+        int64_t size = round_up((keys.last - keys.first + c.shares - 1) / c.shares, TILE_KEYS);
+        keys.first = std::min(keys.first + share * size, keys.last), keys.last = std::min(keys.first + size, keys.last);
+        exponentiate_block();
+    }
+    void finish_share(int64_t item) {
+        if (item != share * c.B + b) start_share(item);  // there were fewer threads than shares
+        finish_forward();
     }
 
    private:
@@ -134,8 +153,9 @@ class Worker {
     float *x, *p, *g, *composed, *log_sum, *dot, *query_weights[2], *key_weights[2];
     float *d_query, *d_key[2], *d_base[2], *row;
     vec* scratch;
+    Sum* row_sums;
     // The item and the block at hand
-    int64_t b, part, slot, first, count;
+    int64_t b, part, slot, share = 0, first, count;
     Range keys, seen[MOST_QUERIES];
     int64_t packed, touched_k, touched_v;  // keys so far
 
@@ -154,6 +174,7 @@ class Worker {
         }
         out_copy = arena.take(block);
         if (!backward) {
+            row_sums = (Sum*)arena.take(2 * c.H * queries);
             v_copy = arena.take(rows);
             return arena.used;
         }
@@ -169,6 +190,12 @@ class Worker {
         q_copy = arena.take(block), d_out_copy = arena.take(block);
         k_copy = arena.take(rows), dk_copy = arena.take(rows), dv_copy = arena.take(rows);
         return arena.used;
+    }
+
+    void start_block(int64_t block) {
+        first = block * queries, count = std::min(queries, c.T - first);
+        for (int64_t n = 0; n < queries; n++) seen[n] = visible_keys(first + std::min(n, count - 1));
+        keys = {round_down(seen[0].first, W), round_up(seen[count - 1].last, W)};
     }
 
     Range visible_keys(int64_t query) const {
@@ -357,31 +384,48 @@ class Worker {
         return (key >= (int32_t)seen[n].first) & (key < (int32_t)seen[n].last) ? y : hidden;
     }
 
-    void softmax(int64_t h, int64_t n) const {
+    // Of a share's part of a row; or of the row.
+    Sum& sum_of(int64_t share_, int64_t h, int64_t n) const {
+        return c.shares > 1 ? ((Sum*)c.sums)[((share_ * c.B + b) * c.H + h) * c.T + n] : row_sums[h * queries + n];
+    }
+
+    // Mask a row and take its exponentials; a sum of 0 if it sees nothing, NaN if there is one.
+    Sum exponentiate(int64_t h, int64_t n) const {
         float* scores = x + h * tile.head + n * tile.query - keys.first;
-        vec most = splat(-INFINITY), sum = {};
+        vec most = splat(LOWEST), sum = {};
         for (int64_t s = keys.first; s < keys.last; s += W) {
             vec y = load(scores + s);
             if (is_masked(n, s)) store(scores + s, y = masked(y, h, n, s));
             most = y > most ? y : most;
         }
         float top = largest(most);
-        if (top == -INFINITY) top = 0.0f;
         for (int64_t s = keys.first; s < keys.last; s += W) {
             vec y = exponential(load(scores + s) - top);
             sum += y;
             store(scores + s, y);
         }
-        float all = total(sum), inverse = all == 0.0f ? 0.0f : 1.0f / all;
-        for (int64_t s = keys.first; s < keys.last; s += W) store(scores + s, load(scores + s) * inverse);
-        c.log_sum[(b * c.H + h) * c.T + first + n] = all == 0.0f ? INFINITY : top + std::log(all);
+        return {top, total(sum)};
+    }
+
+    // Divide a row, or a share of it, by the sum of all shares.
+    void normalise(int64_t h, int64_t n) const {
+        Sum sum = {LOWEST, 0.0f};
+        for (int64_t i = 0; i < c.shares; i++) sum.top = std::max(sum.top, sum_of(i, h, n).top);
+        for (int64_t i = 0; i < c.shares; i++) sum.all += sum_of(i, h, n).all * std::exp(sum_of(i, h, n).top - sum.top);
+        float* weights = x + h * tile.head + n * tile.query - keys.first;
+        float factor = sum.all == 0.0f ? 0.0f : std::exp(sum_of(share, h, n).top - sum.top) / sum.all;
+        for (int64_t s = keys.first; s < keys.last; s += W) store(weights + s, load(weights + s) * factor);
+        if (share == 0) c.log_sum[(b * c.H + h) * c.T + first + n] = sum.all == 0.0f ? INFINITY : sum.top + std::log(sum.all);
     }
 
     // ---- A block, forward
 
     void forward_block() {
-        Rows out = block_rows(c.out, out_copy), v = key_rows(c.v, v_copy);
-        if (keys.first >= keys.last) clear(out, {0, count});
+        exponentiate_block();
+        finish_forward();
+    }
+
+    void exponentiate_block() {
         pack_query_weights();
         for_tiles([&](Range some, bool) {
             pack(some);
@@ -389,14 +433,22 @@ class Worker {
             compose_tile(0, some);
         });
         for (int64_t h = 0; h < c.H; h++)
-            for (int64_t n = 0; n < count; n++) softmax(h, n);
+            for (int64_t n = 0; n < count; n++) sum_of(share, h, n) = exponentiate(h, n);
+    }
+
+    void finish_forward() {
+        const Rows target = rows_of(c.out, share * c.B + b, first), v = key_rows(c.v, v_copy);
+        const Rows out = copied ? Rows{out_copy, queries * D, D} : target;
+        if (keys.first >= keys.last) clear(out, {0, count});
+        for (int64_t h = 0; h < c.H; h++)
+            for (int64_t n = 0; n < count; n++) normalise(h, n);
         for_tiles([&](Range some, bool is_first) {
             compose_tile(1, some);
             for (int64_t h = 0; h < c.H; h++)
                 product(x + h * tile.head + some.first - keys.first, {tile.query, 1}, v.at(h, some.first), v.token, PANEL,
                         out.at(h, 0), out.token, count, D, std::min(some.last, c.S) - some.first, !is_first);
         });
-        narrow(out, rows_of(c.out, b, first), {0, count});
+        narrow(out, target, {0, count});
     }
 
     // ---- A block, backward
@@ -605,17 +657,23 @@ extern "C" int64_t count_blocks(int64_t T) {
 extern "C" int composed_attention(const Call* call, int backward) {
     const Call& c = *call;
     int failed = 0;
-#pragma omp parallel num_threads((int)c.threads) if (c.threads > 1 && c.slots > 1)
+#pragma omp parallel num_threads((int)c.threads) if (c.threads > 1 && c.slots * c.shares > 1) reduction(| : failed)
     {
         Worker worker(c, backward);
+        failed = !worker.ready;
+        if (c.shares > 1) {  // one a thread: the same in both loops
+#pragma omp for schedule(static, 1)
+            for (int64_t item = 0; item < c.B * c.shares; item++)
+                if (worker.ready) worker.start_share(item);
+#pragma omp for schedule(static, 1)
+            for (int64_t item = 0; item < c.B * c.shares; item++)
+                if (worker.ready) worker.finish_share(item);
+        } else {
 #pragma omp for schedule(dynamic)
-        for (int64_t slot = 0; slot < c.slots; slot++)
-            for (int64_t item = slot; item < c.B * c.parts; item += c.slots)
-                if (worker.ready)
-                    worker.run(item, slot);
-                else
-#pragma omp atomic write
-                    failed = 1;
+            for (int64_t slot = 0; slot < c.slots; slot++)
+                for (int64_t item = slot; item < c.B * c.parts; item += c.slots)
+                    if (worker.ready) worker.run(item, slot);
+        }
     }
     return failed;
 }
