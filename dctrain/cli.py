@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.speed import SpeedMonitor
 from .callbacks.stop import GracefulStop, RunStopped
+from .callbacks.validation import DueValidation
 from .checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint, run_folder
 from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
@@ -172,7 +173,8 @@ class TrainerCLI(LightningCLI):
         if self.subcommand != "fit" or config.get("fast_dev_run"):
             return []
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
-        callbacks = [GracefulStop(last), last, SpeedMonitor()]
+        due = DueValidation()
+        callbacks = [due, GracefulStop(last, due), last, SpeedMonitor()]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
                 BestCheckpoint(

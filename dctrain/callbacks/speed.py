@@ -7,10 +7,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ..flops import peak_flops
+from .checkpoints import is_accumulating
 
 
 class SpeedMonitor(Callback):
-    """Logs units/s (images, tokens) over all ranks and model FLOPs utilisation between logs.
+    """Logs units/s (images, tokens) over all ranks and model FLOPs utilisation, of the whole steps between logs.
 
     A step counts as three forward passes; recomputing for memory is not counted.
     """
@@ -46,7 +47,8 @@ class SpeedMonitor(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Count; log where the trainer logs."""
         self._units += pl_module.count_units(batch)
-        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
+        is_logged = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
+        if not is_logged or is_accumulating(trainer, batch_idx):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A graceful stop on signals; the validation that a run was in when it ended, which the resumed run takes again."""
+"""A graceful stop on signals."""
 
 import math
 import signal
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from .checkpoints import LastCheckpoint, is_accumulating
+from .validation import DueValidation
 
 STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
 
@@ -33,8 +34,7 @@ class RunStopped(BaseException):
 class GracefulStop(Callback):
     """On SIGTERM (or the first Ctrl-C) finish the step, save a checkpoint and end the run.
 
-    In a validation it ends behind the batch at hand. Every checkpoint notes whether its step's validation is still to
-    come, and a resumed run takes that first: neither a stop nor a kill in a validation loses it. What follows the last
+    In a validation it ends behind the batch at hand; the resumed run takes that validation again. What follows the last
     of `max_steps` is finished. Before the first step there is nothing to save: the run ends at once.
 
     Ranks agree on the step to stop at, so a signal may reach one of them or all. It takes the place of Lightning's own
@@ -42,14 +42,14 @@ class GracefulStop(Callback):
 
     Args:
         last: Saves the checkpoint; among the callbacks it comes behind this one.
+        due: Knows which validation is to come; among the callbacks it comes before this one.
     """
 
-    def __init__(self, last: LastCheckpoint) -> None:
-        self.last = last
+    def __init__(self, last: LastCheckpoint, due: DueValidation) -> None:
+        self.last, self.due = last, due
         self._signum: int | None = None
         self._previous: dict[int, object] = {}
         self._has_nothing_to_save = True
-        self._due_in_epoch: int | None = None  # the epoch of the validation that follows the last step
 
     def _note(self, signum: int, frame: object) -> None:
         if self._has_nothing_to_save:
@@ -69,17 +69,13 @@ class GracefulStop(Callback):
         self._take_signals(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over the signals; take the validation that the run before did not end."""
+        """Take over the signals, and only then the validation that the run before did not end."""
         self._take_signals(trainer)
-        if self._due_in_epoch is not None:
-            _validate(trainer, self._due_in_epoch)
+        if self.due.take(trainer):
             self.last.save(trainer, again=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Note whether a validation follows; stop the run if any rank was told to, once no gradient is waiting."""
-        loop = trainer.fit_loop
-        is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-        self._due_in_epoch = trainer.current_epoch if is_due else None
+        """Stop the run if any rank was told to, once no gradient is waiting."""
         self._has_nothing_to_save = False
         if is_accumulating(trainer, batch_idx):
             return
@@ -109,18 +105,6 @@ class GracefulStop(Callback):
     def _stop(self, trainer: L.Trainer) -> NoReturn:
         raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer))
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing is due any more."""
-        self._due_in_epoch = None
-
-    def state_dict(self) -> dict:
-        """Save which validation is due."""
-        return {"due_in_epoch": self._due_in_epoch}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Take it up."""
-        self._due_in_epoch = state_dict["due_in_epoch"]
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the signals back."""
         for signum, handler in self._previous.items():
@@ -144,17 +128,3 @@ def _as_before_validation(trainer: L.Trainer) -> Iterator[None]:
         trainer.validating = True
         for part, state in zip(progress, before, strict=True):
             part.load_state_dict(state)
-
-
-def _validate(trainer: L.Trainer, epoch: int) -> None:
-    """Run the validation that belongs behind the last step, in its epoch, and log it there."""
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    now, epochs.completed = epochs.completed, epoch
-    loop._batches_that_stepped = trainer.global_step - 1
-    loop.val_loop.restarting = False
-    is_first = trainer._logger_connector._first_loop_iter
-    trainer.validating = True
-    loop.val_loop.run()
-    trainer.training = True
-    trainer._logger_connector._first_loop_iter = is_first
-    epochs.completed = now

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dclm.bigram import ByteBigram
@@ -137,6 +139,45 @@ def test_speed_leaves_validation_out(corpus, tmp_path):
     run("fit", *small(corpus, tmp_path), *often, "--trainer.callbacks+=tests.dctrain.recorder.SlowValidation")
     rates = [event.value for event in scalars(tmp_path / "t/version_0")["train/tokens_per_second"]]
     assert len(rates) == 4 and min(rates) > 5 * 4 * 24 / 2
+
+
+class Clock(Callback):
+    """A second a batch, and ten more for the optimiser."""
+
+    now = 0.0
+
+    def on_train_batch_start(self, *_) -> None:
+        Clock.now += 1
+
+    def on_before_optimizer_step(self, *_) -> None:
+        Clock.now += 10
+
+
+def test_speed_is_of_whole_steps(corpus, tmp_path, monkeypatch):
+    """Of accumulated ones too: four batches of 4 x 24 tokens in 14 seconds."""
+    monkeypatch.setattr("dctrain.callbacks.speed.time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    often = ["--trainer.max_steps=4", "--trainer.accumulate_grad_batches=4", f"--trainer.callbacks+={__name__}.Clock"]
+    run("fit", *small(corpus, tmp_path), *often)
+    rates = [event.value for event in scalars(tmp_path / "t/version_0")["train/tokens_per_second"]]
+    assert rates == pytest.approx([4 * 4 * 24 / 14] * 2 + [2 * 4 * 24 / 12, 4 * 4 * 24 / 14])
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--trainer.max_steps=7", "--trainer.val_check_interval=5", "--trainer.check_val_every_n_epoch=null"], [4, 6]),
+        (["--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2"], [19, 29]),
+        (["--trainer.max_epochs=2", "--trainer.val_check_interval=4"], [3, 7, 13, 17, 19]),
+        (["--trainer.max_epochs=2"], [9, 19]),
+    ],
+    ids=lambda options: options[0],
+)
+def test_the_last_step_is_validated(corpus, tmp_path, options, steps):
+    """Once, wherever the interval ends; and a run that is done has nothing to validate."""
+    run("fit", *small(corpus, tmp_path), *options)
+    assert [event.step for event in scalars(tmp_path / "t/version_0")["val/loss"]] == steps
+    run("fit", *small(corpus, tmp_path), *options, f"--resume={tmp_path}")
+    assert [event.step for event in scalars(tmp_path / "t/version_0")["val/loss"]] == steps
 
 
 DDP = ["--trainer.strategy=ddp"]

@@ -1,0 +1,61 @@
+"""The validations that Lightning leaves out: the one that a run was in when it ended, and that of the last step."""
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+
+class DueValidation(Callback):
+    """Knows whether the last step's validation is still to come, and keeps that in every checkpoint.
+
+    A resumed run takes it first, so that neither a stop nor a kill in a validation loses it. A run whose last step is
+    no multiple of the interval is validated at its end, so that its final score is logged and may be the best.
+    """
+
+    def __init__(self) -> None:
+        self._due_in_epoch: int | None = None  # the epoch of the validation that follows the last step
+        self._validated_step = 0
+
+    def take(self, trainer: L.Trainer) -> bool:
+        """Run the validation that a resumed run has not had; tell whether there was one."""
+        if self._due_in_epoch is None:
+            return False
+        _validate(trainer, self._due_in_epoch)
+        return True
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
+        """Note whether a validation follows."""
+        loop = trainer.fit_loop
+        is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        self._due_in_epoch = trainer.current_epoch if is_due else None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing is due any more."""
+        if not trainer.sanity_checking:
+            self._due_in_epoch, self._validated_step = None, trainer.global_step
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validate the last step, unless that is done."""
+        if self._validated_step != trainer.global_step:
+            _validate(trainer, trainer.fit_loop.epoch_progress.current.processed - 1)
+
+    def state_dict(self) -> dict:
+        """Save what is due and what is done."""
+        return {"due_in_epoch": self._due_in_epoch, "validated_step": self._validated_step}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take it up."""
+        self._due_in_epoch, self._validated_step = state_dict["due_in_epoch"], state_dict["validated_step"]
+
+
+def _validate(trainer: L.Trainer, epoch: int) -> None:
+    """Run the validation that belongs behind the last step, in its epoch, and log it there."""
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    completed, epochs.completed = epochs.completed, epoch
+    stepped, loop._batches_that_stepped = loop._batches_that_stepped, trainer.global_step - 1
+    loop.val_loop.restarting = False
+    is_first = trainer._logger_connector._first_loop_iter
+    trainer.validating = True
+    loop.val_loop.run()
+    trainer.training = True
+    trainer._logger_connector._first_loop_iter = is_first
+    epochs.completed, loop._batches_that_stepped = completed, stepped
