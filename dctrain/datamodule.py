@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from .errors import UserError
-from .order import EvalBatches, Position, Progress, TrainBatches
+from .order import ORDER, EvalBatches, Position, Progress, TrainBatches
 
 
 class ResumableDataModule(L.LightningDataModule):
@@ -112,6 +112,11 @@ class ResumableDataModule(L.LightningDataModule):
                     f"cannot resume in the middle of the data: the checkpoint was trained with {name}="
                     f"{self._resume[name]}, this run has {now}."
                 )
+        if self._resume.get("order", 1) != ORDER and self._resume["consumed"]:
+            rank_zero_warn(
+                f"The checkpoint is of a version that ordered {self.sample_noun} otherwise: of this epoch's, some are "
+                "seen twice and some not."
+            )
         start = Position(self._resume["epoch"], self._resume["consumed"])
         progress = Progress(self.num_samples, global_batch, start, self._resume["num_trained"], self.steps_per_epoch)
         if self._resume["global_batch"] != global_batch:
@@ -143,6 +148,7 @@ class ResumableDataModule(L.LightningDataModule):
             "global_batch": self.progress.global_batch,
             "num_samples": self.progress.num_samples,
             "seed": self.seed,
+            "order": ORDER,
         }
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -1,7 +1,8 @@
 """Which sample comes when: the order of an epoch is a function of (seed, epoch) alone, a rank takes its slice of it.
 
 Training: every rank takes as many batches as every other; the last samples of an epoch, fewer than one global batch,
-are left out (others each epoch). Evaluation: every sample once, over all ranks.
+are left out (others each epoch). Evaluation: every sample once, over all ranks. No order is ever held in memory: any
+part of it is computed when it is wanted, whatever the number of samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ import numpy as np
 from torch.utils.data import Sampler
 
 SHARD_WINDOW = 64  # samples are shuffled within this many shards, so that reading stays near-sequential
+ROUNDS = 8
+ORDER = 2  # which function of (seed, epoch) this is; checkpoints tell theirs
 
 
 class SampleRef(NamedTuple):
@@ -31,26 +34,83 @@ class Position(NamedTuple):
 START = Position(0, 0)
 
 
-def shuffled_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int = SHARD_WINDOW) -> np.ndarray:
-    """Shuffle the shards, then the samples within windows of shards.
+class Permutation:
+    """A permutation of 0, ..., n - 1 of which any part is computed by itself.
+
+    A Feistel network permutes the numbers of as many bits as n needs, or one more; what falls beyond n goes through it
+    again until it does not.
+
+    Args:
+        n: How many numbers.
+        key: Chooses the permutation.
+    """
+
+    def __init__(self, n: int, key: Sequence[int]) -> None:
+        self.n = n
+        self.half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+        self.mask = np.uint64((1 << int(self.half)) - 1)
+        self.keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """Tell what stands at some places, int64."""
+        numbers = self._network(places.astype(np.uint64))
+        while (beyond := numbers >= self.n).any():
+            numbers[beyond] = self._network(numbers[beyond])
+        return numbers.astype(np.int64)
+
+    def _network(self, numbers: np.ndarray) -> np.ndarray:
+        left, right = numbers >> self.half, numbers & self.mask
+        for key in self.keys:
+            left, right = right, left ^ (_hashed(right ^ key) & self.mask)
+        return (left << self.half) | right
+
+
+def _hashed(x: np.ndarray) -> np.ndarray:
+    """Mix 64 bits: the finaliser of SplitMix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class EpochOrder:
+    """The order of an epoch: shards shuffled, then samples within windows of shards.
 
     Args:
         shard_sizes: Samples of each shard; one entry shuffles everything with everything.
         seed: Seed of the run.
         epoch: Number of the pass.
         window: Shards shuffled together.
-
-    Returns:
-        A permutation of all sample indices, int64.
     """
-    rng = np.random.default_rng([seed, epoch])
-    starts = np.concatenate([[0], np.cumsum(shard_sizes)])
-    shards = rng.permutation(len(shard_sizes))
-    parts = []
-    for i in range(0, len(shards), window):
-        indices = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in shards[i : i + window]])
-        parts.append(rng.permutation(indices))
-    return np.concatenate(parts)
+
+    def __init__(self, shard_sizes: Sequence[int], seed: int, epoch: int, window: int = SHARD_WINDOW) -> None:
+        sizes = np.asarray(shard_sizes, dtype=np.int64)
+        shards = Permutation(len(sizes), [seed, epoch])(np.arange(len(sizes)))
+        self.firsts = (np.cumsum(sizes) - sizes)[shards]  # by place in the order: the first sample of the shard there
+        self.ends = np.cumsum(sizes[shards])  # and the place behind its window's share of the order
+        self.key, self.window = (seed, epoch), window
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Compute a part of the order: indices of samples, int64."""
+        start, stop, _ = part.indices(len(self))
+        found = [np.empty(0, np.int64)]
+        while start < stop:
+            number = int(np.searchsorted(self.ends, start, side="right")) // self.window
+            first, ends = self._bounds(number)
+            end = min(stop, int(ends[-1]))
+            within = Permutation(int(ends[-1]) - first, [*self.key, number + 1])(np.arange(start, end) - first) + first
+            shards = np.searchsorted(ends, within, side="right")
+            begins = np.concatenate([[first], ends[:-1]])
+            found.append(self.firsts[number * self.window :][shards] + within - begins[shards])
+            start = end
+        return np.concatenate(found)
+
+    def _bounds(self, number: int) -> tuple[int, np.ndarray]:
+        """Tell where a window begins in the order, and where each of its shards would end if they were not mixed."""
+        begin = number * self.window
+        return int(self.ends[begin - 1]) if begin else 0, self.ends[begin : begin + self.window]
 
 
 class Progress:
@@ -113,11 +173,11 @@ class TrainBatches(Sampler[list[SampleRef]]):
 
     def __iter__(self) -> Iterator[list[SampleRef]]:
         epoch, consumed = self.progress.position(self.num_trained())
-        order = shuffled_order(self.shard_sizes, self.seed, epoch)[: self.progress.usable]
+        order = EpochOrder(self.shard_sizes, self.seed, epoch)
         global_batch = self.batch_size * self.world_size
-        for start in range(consumed, len(order) - global_batch + 1, global_batch):
-            mine = order[start + self.rank * self.batch_size :][: self.batch_size]
-            yield [SampleRef(int(i), epoch) for i in mine]
+        for start in range(consumed, self.progress.usable - global_batch + 1, global_batch):
+            mine = start + self.rank * self.batch_size
+            yield [SampleRef(int(i), epoch) for i in order[mine : mine + self.batch_size]]
 
 
 class EvalBatches(Sampler[list[SampleRef]]):
@@ -132,14 +192,13 @@ class EvalBatches(Sampler[list[SampleRef]]):
 
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
         share = -(-num_samples // world_size)
-        self.batch_size = batch_size
-        self.refs = [
-            SampleRef(min(i, num_samples - 1), 0, i >= num_samples) for i in range(rank, share * world_size, world_size)
-        ]
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.mine = range(rank, share * world_size, world_size)
 
     def __len__(self) -> int:
-        return -(-len(self.refs) // self.batch_size)
+        return -(-len(self.mine) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[SampleRef]]:
-        for i in range(0, len(self.refs), self.batch_size):
-            yield self.refs[i : i + self.batch_size]
+        last = self.num_samples - 1
+        for start in range(0, len(self.mine), self.batch_size):
+            yield [SampleRef(min(i, last), 0, i > last) for i in self.mine[start : start + self.batch_size]]

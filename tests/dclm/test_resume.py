@@ -3,9 +3,10 @@
 import signal
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 
@@ -32,6 +33,16 @@ def test_stopped_and_resumed_equals_uninterrupted(corpus, tmp_path, at, extra):
     for epoch in range(3):
         samples = [i for batch in range(10 * epoch, 10 * epoch + 10) for i in expected[batch]["samples"]]
         assert len(samples) == len(set(samples)) == 40
+
+
+def test_a_checkpoint_of_another_order_says_so(corpus, tmp_path):
+    run("fit", *small(corpus, tmp_path), *record(tmp_path / "a", at=4))
+    path = find_checkpoint(str(tmp_path))
+    checkpoint = load_checkpoint(path)
+    del checkpoint["TokenDataModule"]["order"]
+    torch.save(checkpoint, path)
+    with pytest.warns(UserWarning, match="ordered sequences otherwise: of this epoch's, some are seen twice"):
+        run("fit", *small(corpus, tmp_path), "--trainer.max_epochs=1", f"--resume={path}")
 
 
 def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_path):
