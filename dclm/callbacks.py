@@ -4,9 +4,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from dctrain.errors import UserError
+from dctrain.strategy import FSDP2Strategy
 
 from .bigram import ByteBigram
 from .data import TokenDataModule
@@ -60,7 +60,7 @@ class TextSample(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sample, the same for every run of the same weights."""
-        if not trainer.is_global_zero or isinstance(trainer.strategy, ModelParallelStrategy):
+        if not trainer.is_global_zero or isinstance(trainer.strategy, FSDP2Strategy):
             return
         tokenizer = trainer.datamodule.corpus.tokenizer()
         prompt = torch.from_numpy(tokenizer.encode([self.prompt])[0].astype("int64"))

@@ -28,6 +28,7 @@ from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
 from .runs import go_on_in, held_run, new_run
+from .strategy import check_strategy
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -139,6 +140,7 @@ class TrainerCLI(LightningCLI):
         """Build the trainer with our logger, checkpoint writer and callbacks."""
         config = self._get(self.config_init, "trainer")
         _check_trainer(config)
+        check_strategy(config.get("strategy") or "auto")
         root = config.get("default_root_dir") or "runs"
         resume = self._get(self.config, "resume", default=None)
         self.resume_from = None if resume is None else find_checkpoint(resume)

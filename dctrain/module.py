@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from dcmha import ComposedLayer
 
 from .errors import Diverged, UserError, told_as
 from .flops import forward_flops
+from .strategy import FSDP2Strategy
 
 MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
 
@@ -107,11 +106,8 @@ class TrainingModule(L.LightningModule):
 
     def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
         """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            mesh = self.device_mesh["data_parallel"]
-            for block in blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+        if isinstance(self.trainer.strategy, FSDP2Strategy):
+            self.trainer.strategy.shard(self.model, blocks, self.trainer.precision)
         if self.hparams.compile:
             self.model.compile()
 

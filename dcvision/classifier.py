@@ -10,7 +10,6 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
@@ -23,6 +22,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 from dctrain.module import TrainingModule
+from dctrain.strategy import FSDP2Strategy
 
 from .data import Batch
 from .data.samples import as_batch
@@ -152,7 +152,7 @@ class ImageClassifier(TrainingModule):
             return
         size = self.hparams.image_size
         self.forward_flops = self.count_flops(self.model, torch.empty(1, 3, size, size, device="meta"))
-        if self.ema is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+        if self.ema is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
             raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))
 

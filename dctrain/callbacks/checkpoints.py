@@ -7,9 +7,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from ..errors import Diverged, UserError
+from ..strategy import FSDP2Strategy
 
 
 class LastCheckpoint(Callback):
@@ -43,7 +43,7 @@ class LastCheckpoint(Callback):
 
         Not under FSDP, where saving an unused optimiser counts as one of its steps.
         """
-        if trainer.ckpt_path is None and not isinstance(trainer.strategy, ModelParallelStrategy):
+        if trainer.ckpt_path is None and not isinstance(trainer.strategy, FSDP2Strategy):
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:

@@ -3,12 +3,12 @@
 import math
 from itertools import zip_longest
 
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
+from dctrain.strategy import FSDP2Strategy
 
 from .bad_images import BadImages
 from .decode import MAX_PIXELS, MOST_PIXELS, eval_transform, train_transform
@@ -176,7 +176,7 @@ class ImageDataModule(ResumableDataModule):
     def val_dataloader(self) -> DataLoader:
         """Make the evaluation loader."""
         if self.val_source is None:
-            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            if isinstance(self.trainer.strategy, FSDP2Strategy):
                 raise UserError("data.val cannot be a stream under FSDP, whose ranks must take equally many batches.")
             return self._stream(self.val_spec, self.eval_transform, None)
         samples = ImageSamples(self.val_source, self.eval_transform, self.seed, self.max_pixels)

@@ -22,11 +22,7 @@ from .commands import run, small, spawn
 from .data.corpora import prepared
 
 TEXT = "def main(args):\n    return [arg for arg in args]\n"
-FSDP = [
-    "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
-    *("--trainer.strategy.data_parallel_size=2", "--trainer.strategy.tensor_parallel_size=1"),
-    "--trainer.strategy.save_distributed_checkpoint=false",
-]
+FSDP = ["--trainer.strategy=fsdp2"]
 
 
 def scalars(folder: Path) -> dict[str, list]:

@@ -58,3 +58,23 @@ class SlowValidation(Callback):
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
         if batch_idx == 0 and not trainer.sanity_checking:
             time.sleep(2)
+
+
+class ShardRecorder(Callback):
+    """Append to `FILE-rankN`, per training batch: the dtypes in which a block sees its parameters, and whether
+    gradients have been reduced to shards.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.dtypes: set[str] = set()
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        attention = pl_module.model.blocks[0].attn  # inside of what is gathered as a whole
+        attention.register_forward_hook(lambda m, *_: self.dtypes.update(str(p.dtype) for p in m.parameters()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        has_gradients = any(p.grad is not None for p in pl_module.model.parameters())
+        line = {"gathered": sorted(self.dtypes), "has_gradients": has_gradients}
+        with open(f"{self.file}-rank{trainer.global_rank}", "a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -197,12 +197,7 @@ def test_variants_run(shards, tmp_path, extra):
         assert all(value.isfinite().all() for value in last["state_dict"].values())
 
 
-FSDP = [
-    "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
-    "--trainer.strategy.data_parallel_size=2",
-    "--trainer.strategy.tensor_parallel_size=1",
-    "--trainer.strategy.save_distributed_checkpoint=false",
-]
+FSDP = ["--trainer.strategy=fsdp2"]
 
 
 @pytest.mark.parametrize(

@@ -283,9 +283,7 @@ def test_what_lightning_says_of_its_arguments_is_one_line(shards, tmp_path, caps
 
 @pytest.mark.long
 def test_fsdp2_goes_on(shards, tmp_path):
-    two = ["--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy", "--trainer.devices=2"]
-    two += ["--trainer.strategy.data_parallel_size=2", "--trainer.strategy.tensor_parallel_size=1"]
-    two += ["--trainer.strategy.save_distributed_checkpoint=false", "--data.batch_size=2"]
+    two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
     arguments = ["fit", *small(shards, tmp_path), *two, "--checkpoint_every_n_steps=5"]
     stopped = spawn(*arguments, "--trainer.max_steps=10")
     assert stopped.returncode == 0, stopped.stderr

@@ -1,0 +1,95 @@
+"""FSDP2Strategy: weights, gradients and optimiser state sharded over all ranks, or over groups of them."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .errors import UserError
+
+HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shards over all ranks (`fully_shard`): `--trainer.strategy fsdp2`.
+
+    Every rank takes its own part of the data. Under a mixed precision parameters are gathered in 16 bits and gradients
+    reduced in 32, once a step: an accumulated step keeps whole gradients until then. Checkpoints are as those of one
+    process.
+
+    Args:
+        replicas: Groups of ranks that each hold the whole model, sharded within (HSDP); 1 shards over all ranks. What
+            is left of the world size is the ranks of a group.
+    """
+
+    def __init__(self, replicas: int = 1) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+        self.replicas = replicas
+
+    def setup_environment(self) -> None:
+        """Connect the processes, as a mesh of [shards] or [replicas, shards].
+
+        Raises:
+            UserError: If `replicas` does not divide the world.
+        """
+        world = self.num_nodes * self.num_processes
+        if self.replicas < 1 or world % self.replicas:
+            raise UserError(
+                f"trainer.strategy.replicas={self.replicas} must be a divisor of the {world} ranks."
+            )
+        self._data_parallel_size = world
+        super().setup_environment()
+        sizes = {"replicas": self.replicas, "shards": world // self.replicas}
+        names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
+        self.mesh = init_device_mesh(self.root_device.type, tuple(map(sizes.get, names)), mesh_dim_names=names)
+
+    def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str) -> None:
+        """Shard a model in place, each block by itself, so that one block at a time is gathered."""
+        half = HALVES.get(precision)
+        policy = (
+            MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False) if half else MixedPrecisionPolicy()
+        )
+        for module in (*blocks, model):
+            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Reduce no gradients for the body, which is a batch whose step is still to come."""
+        sharded = [module for module in self.lightning_module.children() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True)
+
+
+StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks.")
+
+
+def check_strategy(strategy: str | Strategy) -> None:
+    """Refuse a strategy that is none of one device, DDP and FSDP2: what others train would be something else.
+
+    Args:
+        strategy: One, or the name of one; names that nobody knows are left to Lightning.
+
+    Raises:
+        UserError: If it is so.
+    """
+    kind = StrategyRegistry[strategy]["strategy"] if strategy in StrategyRegistry else type(strategy)
+    if issubclass(kind, Strategy) and not issubclass(kind, SingleDeviceStrategy | DDPStrategy | FSDP2Strategy):
+        raise UserError(
+            f"trainer.strategy {kind.__name__} is not supported; accepted: auto, ddp, fsdp2, or, with options, "
+            "FSDP2Strategy."
+        )

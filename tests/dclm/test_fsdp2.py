@@ -1,0 +1,98 @@
+"""FSDP2: meshes, precision and accumulation; other strategies are refused."""
+
+import json
+
+import pytest
+import torch
+
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.dctrain.commands import record
+from tests.dctrain.recorder import read
+
+from .commands import run, small, spawn
+
+TWO = ["--trainer.devices=2", "--data.batch_size=2"]
+FSDP2 = ["--trainer.strategy=fsdp2", *TWO]
+EXACT = "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"
+SHARDS = ["--trainer.callbacks+=tests.dctrain.recorder.ShardRecorder"]
+FEW = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
+
+
+def losses(file, ranks: int) -> list[float]:
+    """The mean loss over ranks of every batch."""
+    read_ranks = [read(file, rank) for rank in range(ranks)]
+    return [sum(float.fromhex(r[b]["loss"]) for r in read_ranks) / ranks for b in sorted(read_ranks[0])]
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_once_a_step(corpus, tmp_path):
+    """Two batches a step: the same as one process, and nothing is reduced behind the first."""
+    accumulated = [*FEW, "--trainer.accumulate_grad_batches=2", EXACT]
+    run("fit", *small(corpus, tmp_path / "one"), *accumulated, *record(tmp_path / "one"))
+    shards = [
+        "--trainer.callbacks+=tests.dctrain.recorder.ShardRecorder",
+        f"--trainer.callbacks.file={tmp_path}/shards",
+    ]
+    both = spawn("fit", *small(corpus, tmp_path / "two"), *accumulated, *FSDP2, *shards, *record(tmp_path / "two"))
+    assert both.returncode == 0, both.stderr
+    assert losses(tmp_path / "two", 2) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
+    with open(f"{tmp_path}/shards-rank0") as lines:
+        assert [json.loads(line)["has_gradients"] for line in lines] == [False, True] * 2
+
+
+@pytest.mark.slow
+def test_parameters_are_gathered_in_half(corpus, tmp_path):
+    """Under bf16-mixed: in 16 bits, while shards and checkpoints stay in 32; the losses are those of DDP but for
+    rounding.
+    """
+    half = [*small(corpus, tmp_path), *FEW, "--trainer.precision=bf16-mixed"]
+    shards = [
+        "--trainer.callbacks+=tests.dctrain.recorder.ShardRecorder",
+        f"--trainer.callbacks.file={tmp_path}/shards",
+    ]
+    for name, strategy, extra in (("ddp", ["--trainer.strategy=ddp", *TWO], []), ("fsdp2", FSDP2, shards)):
+        done = spawn("fit", *half, f"--name={name}", *strategy, *extra, *record(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+    with open(f"{tmp_path}/shards-rank1") as lines:
+        assert [json.loads(line)["gathered"] for line in lines] == [["torch.bfloat16"]] * 4
+    assert losses(tmp_path / "fsdp2", 2) == pytest.approx(losses(tmp_path / "ddp", 2), rel=5e-3)
+    assert {tensor.dtype for tensor in weights(tmp_path / "fsdp2").values()} == {torch.float32}
+
+
+@pytest.mark.long
+def test_replicas_of_shards(corpus, tmp_path):
+    """Four processes, two replicas of two shards each, take the steps of one."""
+    exact = [*FEW, "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"]
+    run("fit", *small(corpus, tmp_path / "one"), *exact, *record(tmp_path / "one"))
+    mesh = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.replicas=2", "--trainer.devices=4"]
+    four = spawn(
+        "fit", *small(corpus, tmp_path / "four"), *exact, *mesh, "--data.batch_size=1", *record(tmp_path / "four")
+    )
+    assert four.returncode == 0, four.stderr
+    assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
+    for key, value in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "four")[key], value, rtol=1e-8, atol=1e-10, msg=key)
+
+
+NOT_SUPPORTED = "is not supported; accepted: auto, ddp, fsdp2, or, with options, FSDP2Strategy."
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (["fsdp"], f"trainer.strategy FSDPStrategy {NOT_SUPPORTED}"),
+        (["ModelParallelStrategy", "--trainer.strategy.tensor_parallel_size=1"], NOT_SUPPORTED),
+        (["FSDP2Strategy", "--trainer.strategy.replicas=2"], "replicas=2 must be a divisor of the 1 ranks"),
+        (["FSDP2Strategy", "--trainer.strategy.replicas=0"], "replicas=0 must be a divisor of the 1 ranks"),
+    ],
+    ids=str,
+)
+def test_other_strategies_are_refused(corpus, tmp_path, capsys, strategy, message):
+    with pytest.raises(SystemExit) as exit_info:
+        run("fit", *small(corpus, tmp_path), f"--trainer.strategy={strategy[0]}", *strategy[1:])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
