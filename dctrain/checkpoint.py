@@ -40,10 +40,15 @@ def find_checkpoint(path: str) -> Path:
         return start
     if not start.is_dir():
         raise UserError(f"no checkpoint: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
-    found = sorted(start.rglob("*.ckpt"), key=lambda p: (p.stat().st_mtime_ns, _step(p)))
-    if not found:
+    found = newest_checkpoint(start)
+    if found is None:
         raise UserError(f"no checkpoint: no .ckpt file below {path}.")
-    return found[-1]
+    return found
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Find the newest checkpoint below a folder, that there need not be."""
+    return max(folder.rglob("*.ckpt"), key=lambda p: (p.stat().st_mtime_ns, _step(p)), default=None)
 
 
 def _step(path: Path) -> int:

@@ -23,11 +23,19 @@ from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.speed import SpeedMonitor
 from .callbacks.stop import GracefulStop, RunStopped
 from .callbacks.validation import DueValidation
-from .checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint, run_folder
+from .checkpoint import (
+    AtomicCheckpointIO,
+    check_resumable,
+    find_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    run_folder,
+)
 from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
 from .runs import go_on_in, held_run, new_run
+from .slurm import cluster_plugins
 from .strategy import check_strategy
 
 
@@ -61,6 +69,7 @@ MENDABLE = (
     *(UserError, MisconfigurationException, OSError, UnicodeDecodeError, MemoryError),
     torch.OutOfMemoryError,
 )
+LATEST = "latest"
 A_CHECKPOINT = "a .ckpt file, or the folder of a run, of which the newest counts"
 
 
@@ -106,8 +115,10 @@ class TrainerCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        option, verb = ("--resume", "go on exactly from") if subcommand == "fit" else ("--checkpoint", "evaluate")
-        parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=f"{verb} {A_CHECKPOINT}")
+        option, said = ("--checkpoint", f"evaluate {A_CHECKPOINT}")
+        if subcommand == "fit":
+            option, said = "--resume", f"go on exactly from {A_CHECKPOINT}; {LATEST!r}: of --name's runs, or a new run"
+        parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=said)
         return parser
 
     def add_arguments_to_parser(self, parser) -> None:
@@ -142,8 +153,7 @@ class TrainerCLI(LightningCLI):
         _check_trainer(config)
         check_strategy(config.get("strategy") or "auto")
         root = config.get("default_root_dir") or "runs"
-        resume = self._get(self.config, "resume", default=None)
-        self.resume_from = None if resume is None else find_checkpoint(resume)
+        self.resume_from = self._find_resumed(Path(root))
         if self.resume_from is not None:
             check_resumable(self.resume_from)  # fail now, with one message, rather than on every rank
         resumed = None if self.resume_from is None else run_folder(self.resume_from)
@@ -155,10 +165,19 @@ class TrainerCLI(LightningCLI):
             for logger in _as_list(config.get("logger") or None):
                 go_on_in(resumed, logger)
         kwargs["default_root_dir"] = root
-        kwargs["plugins"] = [*_as_list(config.get("plugins")), AtomicCheckpointIO()]
+        plugins = _as_list(config.get("plugins"))
+        plugins += cluster_plugins(plugins, Path(root), self.resume_from is not None)
+        kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
         kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
         with told_as("trainer"):
             return super().instantiate_trainer(**kwargs)
+
+    def _find_resumed(self, root: Path) -> Path | None:
+        """Find the checkpoint that `--resume` names."""
+        named = self._get(self.config, "resume", default=None)
+        if named == LATEST:
+            return newest_checkpoint(root / self._get(self.config, "name"))
+        return None if named is None else find_checkpoint(named)
 
     def _logger(self, root: Path, folder: Path | None) -> TensorBoardLogger:
         """Log to the folder of the run being resumed, or to a new one."""

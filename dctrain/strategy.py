@@ -44,9 +44,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """
         world = self.num_nodes * self.num_processes
         if self.replicas < 1 or world % self.replicas:
-            raise UserError(
-                f"trainer.strategy.replicas={self.replicas} must be a divisor of the {world} ranks."
-            )
+            raise UserError(f"trainer.strategy.replicas={self.replicas} must be a divisor of the {world} ranks.")
         self._data_parallel_size = world
         super().setup_environment()
         sizes = {"replicas": self.replicas, "shards": world // self.replicas}

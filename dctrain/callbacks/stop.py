@@ -32,7 +32,7 @@ class RunStopped(BaseException):
 
 
 class GracefulStop(Callback):
-    """On SIGTERM (or the first Ctrl-C) finish the step, save a checkpoint and end the run.
+    """On SIGTERM (SLURM's SIGUSR1, or the first Ctrl-C) finish the step, save a checkpoint and end the run.
 
     In a validation it ends behind the batch at hand; the resumed run takes that validation again. What follows the last
     of `max_steps` is finished. Before the first step there is nothing to save: the run ends at once.
@@ -61,7 +61,7 @@ class GracefulStop(Callback):
     def _take_signals(self, trainer: L.Trainer) -> None:
         """Take over the signals, after Lightning did."""
         self._has_nothing_to_save = trainer.world_size == 1  # of several ranks the others would wait
-        for signum in () if self._previous else (signal.SIGTERM, signal.SIGINT):
+        for signum in () if self._previous else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._previous[signum] = signal.signal(signum, self._note)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -39,7 +39,7 @@ def test_config_has_its_facts(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for fact in ("command:", "hardware:", "time:", "result:"):
         assert any(line.startswith(f"# {fact}") for line in header), fact
-    assert f"-m {PROGRAMS[path.parent.name]} fit --config configs/{name(path)}" in path.read_text()
+    assert f" {PROGRAMS[path.parent.name]} fit --config configs/{name(path)}" in path.read_text()
     assert len(path.read_text().splitlines()) <= 60
 
 

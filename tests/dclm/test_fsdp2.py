@@ -1,12 +1,16 @@
 """FSDP2: meshes, precision and accumulation; other strategies are refused."""
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import record
+from tests.dctrain.commands import spawn as spawn_python
 from tests.dctrain.recorder import read
 
 from .commands import run, small, spawn
@@ -76,6 +80,32 @@ def test_replicas_of_shards(corpus, tmp_path):
     assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
     for key, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "four")[key], value, rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.long
+def test_two_nodes_of_two_processes(corpus, tmp_path):
+    """Started by torchrun, they take the steps of one process."""
+    run("fit", *small(corpus, tmp_path / "one"), *FEW, EXACT, *record(tmp_path / "one"))
+    nodes = [
+        "--trainer.num_nodes=2",
+        "--trainer.devices=2",
+        "--trainer.strategy=fsdp2",
+        "--data.batch_size=1",
+        *FEW,
+        EXACT,
+    ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = ["--master_addr=127.0.0.1", f"--master_port={free.getsockname()[1]}"]
+    torchrun = ["torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", *address]
+    commands = [
+        partial(spawn_python, prefix=("-m", *torchrun, f"--node_rank={rank}", "-m", "dclm", "fit")) for rank in range(2)
+    ]
+    with ThreadPoolExecutor() as threads:
+        arguments = [*small(corpus, tmp_path / "four"), *nodes, *record(tmp_path / "four")]
+        done = list(threads.map(lambda command: command(*arguments), commands))
+    assert [node.returncode for node in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
 
 
 NOT_SUPPORTED = "is not supported; accepted: auto, ddp, fsdp2, or, with options, FSDP2Strategy."
