@@ -34,7 +34,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd = {"device": "meta", "dtype": dtype}  # whose modules draw no weights that are drawn anew
         self.config, self.recompute = config, recompute
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
         learned = config.position == "learned"
@@ -42,7 +42,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, window, **dd) for window in config.layer_windows)
         self.norm = make_norm(config, **dd)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False, **dd)
-        self.init_weights()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
 
     def init_weights(self) -> None:
         """Draw all weights anew: N(0, init_std), biases zero, compose weights as the paper says.
@@ -50,19 +53,23 @@ class Decoder(nn.Module):
         With `init_std=None`, as GPT-NeoX does for Pythia: variance 2 / 5C, and (2 / L)^2 / C for projections that end
         a residual branch.
         """
+        for name, module in self.named_modules():
+            self.init_module(name, module)
+
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Draw the weights that one module, called `name` here, holds itself."""
         config = self.config
         std = math.sqrt(0.4 / config.dim) if config.init_std is None else config.init_std
-        branch_std = 2 / (config.num_layers * math.sqrt(config.dim)) if config.init_std is None else std
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                ends_branch = name.endswith((".attn.proj", ".mlp.down"))
-                nn.init.normal_(module.weight, std=branch_std if ends_branch else std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-            elif isinstance(module, ComposeProjection | nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
+        if isinstance(module, nn.Linear):
+            if config.init_std is None and name.endswith((".attn.proj", ".mlp.down")):
+                std = 2 / (config.num_layers * math.sqrt(config.dim))
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, ComposeProjection | nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
 
     def forward(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from dctrain.deferred import weights_device
 from dctrain.errors import UserError, told_as
 from dctrain.module import TrainingModule
 
@@ -83,7 +84,7 @@ class LanguageModel(TrainingModule):
             raise UserError(f"{warmup_fraction=} must be in [0, 1).")
         self.config = build_config(model, vocab_size, context_length, overrides or {})
         with told_as(f"model {model!r} cannot be built with {overrides}"):
-            self.model = Decoder(self.config, recompute=recompute)
+            self.model = Decoder(self.config, recompute=recompute, device=weights_device())
         self.val_loss = MeanMetric()
         self.forward_flops: int | None = None
 

@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -32,11 +32,12 @@ from .checkpoint import (
     run_folder,
 )
 from .commands import Functions, TrainerParser, describe, run_function
+from .deferred import deferred_weights
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
 from .runs import go_on_in, held_run, new_run
 from .slurm import cluster_plugins
-from .strategy import check_strategy
+from .strategy import check_strategy, is_sharding
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -132,8 +133,10 @@ class TrainerCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build trainer, model and data; of what the parser says of a callback's error keep the error."""
+        strategy = self._get(self.config, "trainer").get("strategy")
         try:
-            super().instantiate_classes()
+            with deferred_weights() if is_sharding(strategy) else nullcontext():
+                super().instantiate_classes()
         except ValueError as error:
             found = re.search(r"Errors:\n\s*- (.*)", str(error))
             if found is None:

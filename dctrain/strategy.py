@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from .deferred import draw_shards
 from .errors import UserError
 
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -59,6 +60,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         for module in (*blocks, model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            draw_shards(model, self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -74,6 +77,12 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks.")
+
+
+def is_sharding(strategy: object) -> bool:
+    """Tell whether a configured strategy, a name or a class with options, is FSDP2Strategy."""
+    named = strategy if isinstance(strategy, str) or strategy is None else strategy.get("class_path")
+    return named is not None and named.split(".")[-1] in ("fsdp2", FSDP2Strategy.__name__)
 
 
 def check_strategy(strategy: str | Strategy) -> None:

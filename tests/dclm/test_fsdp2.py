@@ -67,6 +67,27 @@ def test_parameters_are_gathered_in_half(corpus, tmp_path):
     assert {tensor.dtype for tensor in weights(tmp_path / "fsdp2").values()} == {torch.float32}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dcformer_pp_debug", "dcpythia_debug"])
+def test_shards_are_drawn_as_one_process_draws(corpus, tmp_path, model):
+    """Bit for bit, though no process ever holds the model; a learning rate of 0 leaves the weights as they are."""
+    still = [f"--model.model={model}", "--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
+    run("fit", *small(corpus, tmp_path / "one"), *still)
+    both = spawn("fit", *small(corpus, tmp_path / "two"), *still, *FSDP2)
+    assert both.returncode == 0, both.stderr
+    drawn, expected = weights(tmp_path / "two"), weights(tmp_path / "one")
+    assert drawn.keys() == expected.keys()
+    assert all(torch.equal(drawn[key], value) for key, value in expected.items())
+
+
+@pytest.mark.long
+def test_a_rank_needs_the_memory_of_its_shards():
+    """Of two and of eight layers: what is needed more is what the shards are larger by, and little beside."""
+    script = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/dctrain/host_memory.py")
+    few, many = (json.loads(spawn_python(layers, prefix=script).stdout) for layers in ("2", "8"))
+    assert many["most"] - few["most"] < 1.3 * (many["shard"] - few["shard"])
+
+
 @pytest.mark.long
 def test_replicas_of_shards(corpus, tmp_path):
     """Four processes, two replicas of two shards each, take the steps of one."""
