@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 
 from dctrain.deferred import weights_device
 from dctrain.errors import UserError, told_as
-from dctrain.module import TrainingModule
+from dctrain.module import Example, TrainingModule
 
 from .config import DecoderConfig, decoder_config
 from .data import Batch
@@ -92,6 +92,11 @@ class LanguageModel(TrainingModule):
         """Count the tokens of a batch."""
         return batch.input_ids.numel()
 
+    def example(self, batch_size: int) -> Example:
+        """Make token ids [B, T] and targets."""
+        ids = torch.zeros(batch_size, self.config.context_length, dtype=torch.long, device="meta")
+        return Example((ids,), {"targets": ids}, ids.numel())
+
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
         return min(math.ceil(self.hparams.warmup_fraction * total_steps), total_steps - 1)
@@ -100,9 +105,8 @@ class LanguageModel(TrainingModule):
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
         if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
             return
-        T = self.config.context_length
-        example = torch.zeros(1, T, dtype=torch.long, device="meta")
-        self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // T
+        (example,), _, units = self.example(1)
+        self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // units
         self.shard_and_compile(self.model.blocks)
 
     def forward(self, input_ids: Tensor) -> Tensor:

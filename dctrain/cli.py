@@ -35,6 +35,7 @@ from .commands import Functions, TrainerParser, describe, run_function
 from .deferred import deferred_weights
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
+from .planning import Planning
 from .runs import go_on_in, held_run, new_run
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding
@@ -71,6 +72,7 @@ MENDABLE = (
     torch.OutOfMemoryError,
 )
 LATEST = "latest"
+PLAN = "plan"
 A_CHECKPOINT = "a .ckpt file, or the folder of a run, of which the newest counts"
 
 
@@ -105,7 +107,7 @@ class TrainerCLI(LightningCLI):
                 parser_kwargs={
                     "prog": self.program,
                     "allow_abbrev": False,
-                    "description": f"{self.description} {describe(self.functions)}",
+                    "description": f"{self.description} {describe(self.functions)} {PLAN}: what `fit` would need.",
                 },
             )
 
@@ -308,7 +310,7 @@ def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
 
 
 def _check_subcommand(cli: type[TrainerCLI], args: list[str]) -> None:
-    names = [*cli.subcommands(), *cli.functions]
+    names = [*cli.subcommands(), PLAN, *cli.functions]
     if not args:
         raise UserError(f"{cli.program} needs a subcommand; accepted: {', '.join(names)}. --help says more.")
     if not args[0].startswith("-") and args[0] not in names:
@@ -327,7 +329,9 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
     args = sys.argv[1:] if args is None else args
     try:
         with _telling_what_runs():
-            if args and args[0] in cli.functions:
+            if args and args[0] == PLAN:
+                run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
+            elif args and args[0] in cli.functions:
                 run_function(cli.program, args[0], cli.functions[args[0]], args[1:])
             else:
                 _check_subcommand(cli, args)

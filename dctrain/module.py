@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import lightning as L
 import numpy as np
@@ -35,6 +36,14 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
     return [f"{name} {before[name]!r} -> {now[name]!r}" for name in before if plain(before[name]) != plain(now[name])]
 
 
+class Example(NamedTuple):
+    """Inputs of a network on the meta device, and how many units (images, tokens) they are."""
+
+    args: tuple[torch.Tensor, ...]
+    kwargs: dict[str, torch.Tensor]
+    units: int
+
+
 class TrainingModule(L.LightningModule):
     """AdamW with warm-up and cosine by steps, for the network in `self.model`.
 
@@ -61,6 +70,10 @@ class TrainingModule(L.LightningModule):
 
     def count_units(self, batch) -> int:
         """Count the units (images, tokens) that one rank trains on in a batch."""
+        raise NotImplementedError
+
+    def example(self, batch_size: int) -> Example:
+        """Make inputs of `self.model` of a batch, on the meta device."""
         raise NotImplementedError
 
     def warmup_steps(self, total_steps: int) -> int:

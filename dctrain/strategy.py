@@ -12,13 +12,34 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .deferred import draw_shards
 from .errors import UserError
 
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def make_mesh(device_type: str, world: int, replicas: int) -> DeviceMesh:
+    """Arrange ranks as [shards], or as [replicas, shards].
+
+    Raises:
+        UserError: If `replicas` does not divide the world.
+    """
+    if replicas < 1 or world % replicas:
+        raise UserError(f"trainer.strategy.replicas={replicas} must be a divisor of the {world} ranks.")
+    sizes = {"replicas": replicas, "shards": world // replicas}
+    names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
+    return init_device_mesh(device_type, tuple(map(sizes.get, names)), mesh_dim_names=names)
+
+
+def shard_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None
+) -> None:
+    """Shard a model in place, each block by itself, so that one block at a time is gathered."""
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -38,19 +59,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.replicas = replicas
 
     def setup_environment(self) -> None:
-        """Connect the processes, as a mesh of [shards] or [replicas, shards].
-
-        Raises:
-            UserError: If `replicas` does not divide the world.
-        """
-        world = self.num_nodes * self.num_processes
-        if self.replicas < 1 or world % self.replicas:
-            raise UserError(f"trainer.strategy.replicas={self.replicas} must be a divisor of the {world} ranks.")
-        self._data_parallel_size = world
+        """Connect the processes."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-        sizes = {"replicas": self.replicas, "shards": world // self.replicas}
-        names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
-        self.mesh = init_device_mesh(self.root_device.type, tuple(map(sizes.get, names)), mesh_dim_names=names)
+        self.mesh = make_mesh(self.root_device.type, self.world_size, self.replicas)
 
     def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str) -> None:
         """Shard a model in place, each block by itself, so that one block at a time is gathered."""
@@ -58,8 +70,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         policy = (
             MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False) if half else MixedPrecisionPolicy()
         )
-        for module in (*blocks, model):
-            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        shard_blocks(model, blocks, self.mesh, policy)
         if any(parameter.is_meta for parameter in model.parameters()):
             draw_shards(model, self.root_device)
 

@@ -21,7 +21,7 @@ from torchvision.transforms.v2 import MixUp
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
-from dctrain.module import TrainingModule
+from dctrain.module import Example, TrainingModule
 from dctrain.strategy import FSDP2Strategy
 
 from .data import Batch
@@ -146,12 +146,16 @@ class ImageClassifier(TrainingModule):
             make_folder(folder)
             write_json(Path(folder) / "classes.json", classes)
 
+    def example(self, batch_size: int) -> Example:
+        """Make normalised images [B, 3, size, size]."""
+        size = self.hparams.image_size
+        return Example((torch.empty(batch_size, 3, size, size, device="meta"),), {}, batch_size)
+
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
         if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
             return
-        size = self.hparams.image_size
-        self.forward_flops = self.count_flops(self.model, torch.empty(1, 3, size, size, device="meta"))
+        self.forward_flops = self.count_flops(self.model, *self.example(1).args)
         if self.ema is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
             raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))

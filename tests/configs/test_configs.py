@@ -35,6 +35,18 @@ def test_config_is_accepted_by_the_command_line(path, capsys):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_config_is_planned_at_its_world_size(path, capsys):
+    """Its mesh exists and a rank has room: on the meta device, in a process group that does not exist."""
+    MAINS[PROGRAMS[path.parent.name]](["plan", "--config", str(path), "--trainer.devices=8"])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " ")
+    config = yaml.safe_load(path.read_text())
+    world = 8 * config["trainer"].get("num_nodes", 1)
+    sharding = f"{world} shards" if config["trainer"].get("strategy") == "fsdp2" else "each with the whole model"
+    assert lines["mesh"] == f"{world} ranks ({world // 8} x 8), {sharding}"
+    assert lines["model"].startswith(config["model"]["model"])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_config_has_its_facts(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for fact in ("command:", "hardware:", "time:", "result:"):

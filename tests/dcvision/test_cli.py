@@ -276,7 +276,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
     assert error.endswith("error: unrecognized arguments: --trainer.max_epoch=3\n")
     error = mistake(capsys, "fitt")
-    assert "'fitt' is no subcommand of dcvision; accepted: fit, validate, test, predict, export, " in error
+    assert "'fitt' is no subcommand of dcvision; accepted: fit, validate, test, predict, plan, export, " in error
     error = mistake(capsys, "export", "--checkpoint=a", "--out=b", "--folder=x")
     assert error == "error: unrecognized arguments: --folder=x\n"
     typo = tmp_path / "typo.yaml"

@@ -1,0 +1,97 @@
+"""`plan`: the arguments of `fit`, and what that run would need, on no device at all."""
+
+import torch
+
+from .deferred import deferred_weights
+from .errors import UserError
+from .flops import forward_flops
+from .module import TrainingModule
+from .plan import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory
+from .strategy import is_sharding
+
+ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
+
+
+class Planning:
+    """Makes a command line of `TrainerCLI`, given before it among the bases, plan what it would run."""
+
+    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.add_argument("--gpu_memory", type=float, default=80.0, help="Of a device, in GiB.")
+        return parser
+
+    def _set_seed(self) -> None:
+        """Nothing is drawn."""
+
+    def instantiate_classes(self) -> None:
+        """Build the model alone, without weights where that is possible."""
+        model = self._get(self.config, "model")
+        with deferred_weights():
+            self.module = self._model_class(**model)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        trainer, batch_size = self._get(self.config, "trainer"), self._get(self.config, "data").batch_size
+        print("\n".join(plan(self.module, trainer, batch_size, self._get(self.config, "gpu_memory"))))
+
+
+def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: float) -> list[str]:
+    """Tell what a run will need, a line each.
+
+    Args:
+        module: The model may be on the meta device.
+        trainer: The trainer's arguments.
+        batch_size: Samples of a rank and batch.
+        gpu_memory: Of a device, in GiB.
+
+    Raises:
+        UserError: If the mesh does not fit the world, or the run the device.
+    """
+    devices, nodes, accumulate = str(trainer["devices"]), trainer["num_nodes"], trainer["accumulate_grad_batches"]
+    if not devices.isdigit() or devices == "0":
+        raise UserError(f"trainer.devices={devices!r} must be a number to plan with.")
+    world, model = int(devices) * nodes, module.model
+    _, _, units = module.example(batch_size)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    flops = forward_flops(model, module.example(1).args[0]) // module.example(1).units
+    memory = plan_memory(module, trainer, batch_size, world)
+    step = units * accumulate * world
+    lines = [
+        f"model       {module.hparams['model']}, {numel:,} parameters",
+        f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], world)}",
+        f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {world} ranks)",
+        _length(module, trainer, step, flops),
+        "rank        " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory._asdict().items()) + " GiB",
+        f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
+        f"checkpoint  {ADAM_CHECKPOINT_BYTES * numel / GIB:.1f} GiB",
+    ]
+    check_fits(memory, gpu_memory)
+    return lines
+
+
+def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, world: int) -> Memory:
+    """Count what a rank holds."""
+    model, strategy = module.model, trainer["strategy"]
+    is_mixed = "16" in str(trainer["precision"] or "32")
+    args, kwargs, _ = module.example(batch_size)
+    activations = activation_bytes(model, args, kwargs, torch.bfloat16 if is_mixed else torch.float32)
+    if not is_sharding(strategy):
+        return ddp_memory(model, activations, is_mixed=is_mixed, world=world)
+    replicas = 1 if isinstance(strategy, str) else strategy["init_args"]["replicas"]
+    accumulate = trainer["accumulate_grad_batches"]
+    return fsdp2_memory(model, activations, is_mixed=is_mixed, world=world, replicas=replicas, accumulate=accumulate)
+
+
+def _mesh_name(strategy: object, world: int) -> str:
+    if not is_sharding(strategy):
+        return "each with the whole model"
+    replicas = 1 if isinstance(strategy, str) else strategy["init_args"]["replicas"]
+    return f"{world // replicas} shards" + (f" in each of {replicas} replicas" if replicas > 1 else "")
+
+
+def _length(module: TrainingModule, trainer: dict, step: int, flops: int) -> str:
+    """Tell how long the run is: in steps if they are set, else in epochs."""
+    steps = trainer["max_steps"]
+    if steps is None or steps < 1:
+        return f"run         {trainer['max_epochs']} epochs, {3 * flops * step:.2e} FLOPs a step"
+    total = steps * step
+    return f"run         {steps:,} steps, {total / 1e9:,.2f} billion {module.speed_unit}, {3 * flops * total:.2e} FLOPs"

@@ -1,0 +1,75 @@
+"""Plans: meshes, memory against models small enough to count, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import dclm
+from dclm.cli import main
+from dctrain.errors import UserError
+from dctrain.plan import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel
+
+CONFIG = ["plan", "--config", "configs/lm/dcpythia_6b9.yaml"]
+
+
+def test_activations_are_what_autograd_keeps():
+    """Of two linear layers and a GELU: the input, and what stands on both sides of the GELU."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+    example = torch.empty(5, 8, device="meta")
+    assert activation_bytes(model, (example,), {}, torch.float32) == 4 * 5 * (8 + 32 + 32)
+    assert activation_bytes(model, (example,), {}, torch.bfloat16) == 2 * 5 * (8 + 32 + 32)
+
+
+def test_composed_attention_keeps_no_matrix_and_recomputing_one_block():
+    def kept(tokens: int, layers: int, recompute: bool) -> int:
+        config = dclm.decoder_config("dcformer_pp_debug", num_layers=layers, windows=(None,), context_length=tokens)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        model = dclm.Decoder(config, device="meta", recompute=recompute)
+        return activation_bytes(model, (ids,), {"targets": ids}, torch.bfloat16)
+
+    assert kept(512, 2, False) < 2.1 * kept(256, 2, False)
+    a_block = kept(256, 3, False) - kept(256, 2, False)
+    a_block_input = kept(256, 3, True) - kept(256, 2, True)
+    assert a_block_input < a_block / 10
+    assert kept(256, 8, True) < kept(256, 2, False) + 6 * a_block / 10
+
+
+def test_shards_of_a_world():
+    model = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug"), device="meta")
+    whole = sum(p.numel() for p in model.parameters())
+    assert sharded_numel(model, 1, 1) == whole
+    assert whole / 16 <= sharded_numel(model, 16, 1) < 1.1 * whole / 16
+    assert sharded_numel(model, 16, 4) == sharded_numel(model, 4, 1)
+    assert not torch.distributed.is_initialized()
+    once, often = (fsdp2_memory(model, 7, is_mixed=True, world=16, replicas=1, accumulate=n).gradients for n in (1, 2))
+    assert often == 4 * (whole + sharded_numel(model, 16, 1)) > once
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(UserError, match=r"needs about 3.0 GiB of 2, most of it for optimizer \(2.0\).*fsdp2 on more"):
+        check_fits(Memory(2**29, 2**28, 2**31, 2**28), 2)
+    with pytest.raises(UserError, match=r"most of it for activations.*smaller data.batch_size, or model.recompute"):
+        check_fits(Memory(1, 1, 1, 2**40), 80)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--gpu_memory=1", "most of it for"),
+        ("--trainer.devices=auto", "trainer.devices='auto' must be a number to plan with"),
+        ("--trainer.strategy=ddp", "of 80, most of it for gradients (51.7)"),
+    ],
+)
+def test_plans_that_cannot_be(capsys, option, message):
+    with pytest.raises(SystemExit) as exit_info:
+        main([*CONFIG, option])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_fit_the_world(capsys):
+    with pytest.raises(SystemExit):
+        main([*CONFIG, "--trainer.strategy=FSDP2Strategy", "--trainer.strategy.replicas=3"])
+    assert "trainer.strategy.replicas=3 must be a divisor of the 128 ranks" in capsys.readouterr().err
+    main([*CONFIG, "--trainer.strategy=FSDP2Strategy", "--trainer.strategy.replicas=16"])
+    assert "128 ranks (16 x 8), 8 shards in each of 16 replicas" in capsys.readouterr().out
