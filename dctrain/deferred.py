@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 _IS_DEFERRED = ContextVar("is_deferred", default=False)
 
 
-@runtime_checkable
 class DrawsByModule(Protocol):
     """A model that can draw the weights of one of its modules at a time."""
 

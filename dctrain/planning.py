@@ -1,5 +1,7 @@
 """`plan`: the arguments of `fit`, and what that run would need, on no device at all."""
 
+from pydoc import locate
+
 import torch
 
 from .deferred import deferred_weights
@@ -7,7 +9,7 @@ from .errors import UserError
 from .flops import forward_flops
 from .module import TrainingModule
 from .plan import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory
-from .strategy import is_sharding
+from .strategy import check_strategy, is_sharding
 
 ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
 
@@ -71,6 +73,7 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
 def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, world: int) -> Memory:
     """Count what a rank holds."""
     model, strategy = module.model, trainer["strategy"]
+    check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
     is_mixed = "16" in str(trainer["precision"] or "32")
     args, kwargs, _ = module.example(batch_size)
     activations = activation_bytes(model, args, kwargs, torch.bfloat16 if is_mixed else torch.float32)

@@ -65,11 +65,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.mesh = make_mesh(self.root_device.type, self.world_size, self.replicas)
 
     def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str) -> None:
-        """Shard a model in place, each block by itself, so that one block at a time is gathered."""
-        half = HALVES.get(precision)
-        policy = (
-            MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False) if half else MixedPrecisionPolicy()
-        )
+        """Shard a model in place, and draw its weights if it has none yet.
+
+        Args:
+            model: The network.
+            blocks: Its blocks, each of which is gathered by itself.
+            precision: The trainer's. Autocast says what a forward pass does in 32 bits; inputs stay as they come.
+        """
+        reduced = torch.float32 if "16" in precision else None
+        policy = MixedPrecisionPolicy(HALVES.get(precision), reduced, cast_forward_inputs=False)
         shard_blocks(model, blocks, self.mesh, policy)
         if any(parameter.is_meta for parameter in model.parameters()):
             draw_shards(model, self.root_device)
@@ -96,16 +100,18 @@ def is_sharding(strategy: object) -> bool:
     return named is not None and named.split(".")[-1] in ("fsdp2", FSDP2Strategy.__name__)
 
 
-def check_strategy(strategy: str | Strategy) -> None:
+def check_strategy(strategy: str | type | Strategy) -> None:
     """Refuse a strategy that is none of one device, DDP and FSDP2: what others train would be something else.
 
     Args:
-        strategy: One, or the name of one; names that nobody knows are left to Lightning.
+        strategy: One, its class, or its name; names that nobody knows are left to Lightning.
 
     Raises:
         UserError: If it is so.
     """
-    kind = StrategyRegistry[strategy]["strategy"] if strategy in StrategyRegistry else type(strategy)
+    kind = strategy if isinstance(strategy, type) else type(strategy)
+    if isinstance(strategy, str) and strategy in StrategyRegistry:
+        kind = StrategyRegistry[strategy]["strategy"]
     if issubclass(kind, Strategy) and not issubclass(kind, SingleDeviceStrategy | DDPStrategy | FSDP2Strategy):
         raise UserError(
             f"trainer.strategy {kind.__name__} is not supported; accepted: auto, ddp, fsdp2, or, with options, "

@@ -57,6 +57,7 @@ def test_what_does_not_fit_is_refused():
     [
         ("--gpu_memory=1", "most of it for"),
         ("--trainer.devices=auto", "trainer.devices='auto' must be a number to plan with"),
+        ("--trainer.strategy=fsdp", "trainer.strategy FSDPStrategy is not supported"),
         ("--trainer.strategy=ddp", "of 80, most of it for gradients (51.7)"),
     ],
 )
