@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
         *("--trainer.accelerator=cpu", f"--trainer.default_root_dir={root}", "--trainer.enable_progress_bar=false"),
         *("--trainer.max_steps=60", "--trainer.val_check_interval=20", "--trainer.log_every_n_steps=5"),
         *("--data.context_length=32", "--data.batch_size=4", "--trainer.callbacks.prompt=def "),
-        "--model.overrides={num_layers: 2, dim: 64, mlp_dim: 96}",
+        *("--model.overrides={num_layers: 2, dim: 64, mlp_dim: 96}", "--model.lr=0.003"),
     )
     return root
 
