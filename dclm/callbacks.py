@@ -60,7 +60,10 @@ class TextSample(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sample, the same for every run of the same weights."""
-        if not trainer.is_global_zero or isinstance(trainer.strategy, FSDP2Strategy):
+        if not trainer.is_global_zero:
+            return
+        if isinstance(trainer.strategy, FSDP2Strategy):
+            print("no sample: the weights are sharded over ranks; see `dclm generate`.")
             return
         tokenizer = trainer.datamodule.corpus.tokenizer()
         prompt = torch.from_numpy(tokenizer.encode([self.prompt])[0].astype("int64"))
