@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import re
 import sys
 import traceback
@@ -19,6 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .arguments import check_trainer
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.speed import SpeedMonitor
 from .callbacks.stop import GracefulStop, RunStopped
@@ -62,11 +62,6 @@ class SaveRunConfig(SaveConfigCallback):
             add_environment(path, environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
 
 
-# What Lightning takes and then fails with, or ignores: arguments of the trainer, and the least that is accepted.
-AT_LEAST = {
-    **dict.fromkeys(("log_every_n_steps", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
-    "gradient_clip_val": 0.0,
-}
 MENDABLE = (
     *(UserError, MisconfigurationException, OSError, UnicodeDecodeError, MemoryError),
     torch.OutOfMemoryError,
@@ -155,7 +150,7 @@ class TrainerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs) -> L.Trainer:
         """Build the trainer with our logger, checkpoint writer and callbacks."""
         config = self._get(self.config_init, "trainer")
-        _check_trainer(config)
+        check_trainer(config)
         check_strategy(config.get("strategy") or "auto")
         root = config.get("default_root_dir") or "runs"
         self.resume_from = self._find_resumed(Path(root))
@@ -180,9 +175,13 @@ class TrainerCLI(LightningCLI):
     def _find_resumed(self, root: Path) -> Path | None:
         """Find the checkpoint that `--resume` names."""
         named = self._get(self.config, "resume", default=None)
-        if named == LATEST:
-            return newest_checkpoint(root / self._get(self.config, "name"))
-        return None if named is None else find_checkpoint(named)
+        if named != LATEST:
+            return None if named is None else find_checkpoint(named)
+        _check_name(name := self._get(self.config, "name"))
+        found = newest_checkpoint(root / name)
+        if found is None:
+            self.config[self.subcommand]["resume"] = None  # a new run, with a configuration of its own
+        return found
 
     def _logger(self, root: Path, folder: Path | None) -> TensorBoardLogger:
         """Log to the folder of the run being resumed, or to a new one."""
@@ -256,21 +255,6 @@ class TrainerCLI(LightningCLI):
         path = find_checkpoint(named)
         load_checkpoint(path)
         return path
-
-
-def _check_trainer(config: dict) -> None:
-    """Check the trainer's arguments.
-
-    Raises:
-        UserError: If one is out of range.
-    """
-    for name, least in AT_LEAST.items():
-        if config.get(name) is not None and not least <= config[name] < math.inf:
-            raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")
-    if config.get("val_check_interval") == 0:
-        raise UserError("trainer.val_check_interval=0 must be a positive number of steps, or part of an epoch.")
-    if config.get("max_steps") == 0:
-        raise UserError("trainer.max_steps=0 must be at least 1, or -1 for as many as trainer.max_epochs has.")
 
 
 def _check_name(name: str) -> None:

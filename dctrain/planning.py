@@ -3,7 +3,9 @@
 from pydoc import locate
 
 import torch
+from lightning.pytorch.strategies import StrategyRegistry
 
+from .arguments import check_trainer
 from .deferred import deferred_weights
 from .errors import UserError
 from .flops import forward_flops
@@ -11,6 +13,7 @@ from .module import TrainingModule
 from .plan import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory
 from .strategy import check_strategy, is_sharding
 
+PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")
 ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
 
 
@@ -48,9 +51,9 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
     Raises:
         UserError: If the mesh does not fit the world, or the run the device.
     """
+    check_trainer(trainer)
+    _check_planned(trainer, batch_size, gpu_memory)
     devices, nodes, accumulate = str(trainer["devices"]), trainer["num_nodes"], trainer["accumulate_grad_batches"]
-    if not devices.isdigit() or devices == "0":
-        raise UserError(f"trainer.devices={devices!r} must be a number to plan with.")
     world, model = int(devices) * nodes, module.model
     _, _, units = module.example(batch_size)
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -70,10 +73,29 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
     return lines
 
 
+def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
+    """Check what a plan alone depends on.
+
+    Raises:
+        UserError: If it cannot be planned with.
+    """
+    devices, strategy = str(trainer["devices"]), trainer["strategy"]
+    if not devices.isdigit() or devices == "0":
+        raise UserError(f"trainer.devices={devices!r} must be a number to plan with.")
+    numbers = {"trainer.num_nodes": trainer["num_nodes"], "data.batch_size": batch_size, "gpu_memory": gpu_memory}
+    for name, number in numbers.items():
+        if not number > 0:
+            raise UserError(f"{name}={number} must be positive.")
+    if trainer["precision"] not in PRECISIONS:
+        raise UserError(f"trainer.precision={trainer['precision']!r}; plan knows: 32-true, bf16-mixed, 16-mixed.")
+    if isinstance(strategy, str) and strategy != "auto" and strategy not in StrategyRegistry:
+        raise UserError(f"trainer.strategy={strategy!r} is unknown; accepted: auto, ddp, fsdp2.")
+    check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
+
+
 def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, world: int) -> Memory:
     """Count what a rank holds."""
     model, strategy = module.model, trainer["strategy"]
-    check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
     is_mixed = "16" in str(trainer["precision"] or "32")
     args, kwargs, _ = module.example(batch_size)
     activations = activation_bytes(model, args, kwargs, torch.bfloat16 if is_mixed else torch.float32)

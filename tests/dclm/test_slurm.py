@@ -31,6 +31,7 @@ def test_a_requeued_job_goes_on_where_it_was_stopped(corpus, tmp_path):
     parts = ["fit", *small(corpus, tmp_path / "parts"), "--resume=latest"]
     run(*parts, *record(tmp_path / "parts", signum=int(signal.SIGUSR1), at=12))
     assert set(read(tmp_path / "parts")) == set(range(13))
+    assert (tmp_path / "parts/t/version_0/config.yaml").is_file()
     run(*parts, *record(tmp_path / "parts"))
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["t"]

@@ -49,7 +49,7 @@ class _Tensors:
         self.library = load(ranks_of(*map(_composition, (weights[:WEIGHTS], weights[WEIGHTS:]))))
 
     def call(
-        self, split: Split, options: Options, out: Tensor, log_sum: Tensor, sums: Tensor | None, backward: bytes = b""
+        self, split: Split, options: Options, out: Tensor, softmax: Tensor, sums: Tensor | None, backward: bytes = b""
     ) -> None:
         """Call the C++."""
         (B, H, T, D), S = self.q.shape, self.k.shape[2]
@@ -57,7 +57,7 @@ class _Tensors:
         values = FORWARD.pack(
             *(B, H, num_groups, T, S, D, *split, is_causal, min(window, T + S), scale),
             *(*matrix(self.q), *matrix(self.k), *matrix(self.v), *matrix(out)),
-            *(log_sum.data_ptr(), 0 if sums is None else sums.data_ptr()),
+            *(softmax.data_ptr(), 0 if sums is None else sums.data_ptr()),
             *(*compositions(self.weights), *mask_strides(self.visible), *mask_strides(self.bias)),
         )
         if self.library.composed_attention(values + (backward or bytes(BACKWARD.size)), bool(backward)):
@@ -81,13 +81,13 @@ def _by_token(x: Tensor, B: int | None = None) -> Tensor:
 
 
 def _forward(q, *rest):
-    """Compute the output [B, H, T, D] and the log-sums of the composed scores [B, H, T]."""
+    """Compute the output [B, H, T, D], and of each row the largest score and one over its sum [B, H, T, 2]."""
     tensors, options = _Tensors(q, *rest[: -len(Options._fields)]), Options(*rest[-len(Options._fields) :])
     B, split = len(q), share_keys(len(q), tensors.count_blocks(), rest[0].shape[2])
-    out, log_sum = _by_token(q, split.shares * B), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, softmax = _by_token(q, split.shares * B), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
     sums = q.new_empty(split.shares, *q.shape[:3], 2, dtype=torch.float32) if split.shares > 1 else None
-    tensors.call(split, options, out, log_sum, sums)
-    return _add_rows(out, B).to(q.dtype), log_sum
+    tensors.call(split, options, out, softmax, sums)
+    return _add_rows(out, B).to(q.dtype), softmax
 
 
 composed = torch.library.custom_op(
@@ -97,10 +97,10 @@ composed = torch.library.custom_op(
 
 @composed.register_fake
 def _(q, *rest):
-    return _by_token(q).to(q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _by_token(q).to(q.dtype), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
 
 
-def _backward(d_out, log_sum, of_bias, q, k, v, *rest):
+def _backward(d_out, softmax, of_bias, q, k, v, *rest):
     """Compute the gradients of q, k, v, of the weights there are, and of the bias if wanted."""
     *operands, is_causal, window, scale, num_groups = rest
     B, bias = len(q), operands[-2]
@@ -117,7 +117,7 @@ def _backward(d_out, log_sum, of_bias, q, k, v, *rest):
         *(*matrix(d_out), *matrix(dq), *matrix(dk), *matrix(dv), *compositions(grads)),
         *(*mask_strides(None if d_bias is None else d_bias[0]), stride),
     )
-    tensors.call(split, Options(is_causal, window, scale, num_groups), dq, log_sum, None, backward)
+    tensors.call(split, Options(is_causal, window, scale, num_groups), dq, softmax, None, backward)
     sums = [_add_rows(x, B) for x in (dk, dv)]
     grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
     if of_bias:
@@ -130,7 +130,7 @@ composed_backward = torch.library.custom_op(
     "dcmha::cpu_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor d_out, Tensor log_sum, bool of_bias, {OPERANDS}, {OPTIONS}) -> Tensor[]",
+    schema=f"(Tensor d_out, Tensor softmax, bool of_bias, {OPERANDS}, {OPTIONS}) -> Tensor[]",
 )
 
 
@@ -169,7 +169,7 @@ def _bias_sums(bias: Tensor, q: Tensor, split: Split) -> tuple[Tensor, Split]:
 
 
 @composed_backward.register_fake
-def _(d_out, log_sum, of_bias, q, k, v, *rest):
+def _(d_out, softmax, of_bias, q, k, v, *rest):
     weights, bias = rest[: len(WEIGHT_NAMES)], rest[len(WEIGHT_NAMES)]
     grads = [_by_token(x).to(q.dtype) for x in (q, k, v)]
     grads += [w.new_empty(w.shape) for w in weights if w is not None]
@@ -190,10 +190,10 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, d_out: Tensor, _: Tensor | None):
-    *operands, log_sum = ctx.saved_tensors
+    *operands, softmax = ctx.saved_tensors
     of_bias = operands[-2] is not None and ctx.needs_input_grad[NUM_OPERANDS - 2]
     call = composed_backward if torch.is_grad_enabled() or _is_watched(d_out, *operands) else _backward
-    grads = iter(call(d_out, log_sum, of_bias, *operands, *ctx.options))
+    grads = iter(call(d_out, softmax, of_bias, *operands, *ctx.options))
     of_operands = [None if x is None else next(grads) for x in operands[:-2]]
     return *of_operands, next(grads) if of_bias else None, None, *[None] * len(ctx.options)
 

@@ -3,7 +3,7 @@
 // An item of work is one row of the batch, or every so manyth block of its queries, or a share of the keys of its only
 // block. A block is a few queries with all heads. It goes through its keys tile by tile: products into
 // X [H][queries][keys], heads composed, the softmax of whole rows, heads composed again, times V. The backward pass
-// computes X again from the saved log of the softmax's sum, and needs a second sweep over the tiles once sum_j P dP is
+// computes X again, P from the softmax's saved sums, and needs a second sweep over the tiles once sum_j P dP is
 // known. Nothing of size T x S is kept.
 #include <cstdlib>
 #include <limits>
@@ -34,7 +34,8 @@ struct Call {
     int64_t B, H, G, T, S, D, threads, parts, slots, shares, is_causal, window;
     double scale;
     Matrix q, k, v, out;
-    float* log_sum;  // [B, H, T]
+    float* softmax;  // [B, H, T, 2]: a row's largest score, and one over the sum of e^(score - it); not the sum's log,
+                     // which would be lost beside a score of -1e9
     float* sums;     // [shares, B, H, T, 2], if keys are shared; then the output is of shares, too: [shares * B, ...]
     Composition compositions[2];
     Mask visible, bias;
@@ -150,7 +151,7 @@ class Worker {
     Tile tile, composed_tile;
     // The arena: packed keys and values; copies; a block's scores, weights, gradients; weights of compositions
     float *k_panels, *v_panels, *k_copy, *v_copy, *q_copy, *d_out_copy, *out_copy, *dk_copy, *dv_copy;
-    float *x, *p, *g, *composed, *log_sum, *dot, *query_weights[2], *key_weights[2];
+    float *x, *p, *g, *composed, *row_softmax, *dot, *query_weights[2], *key_weights[2];
     float *d_query, *d_key[2], *d_base[2], *row;
     vec* scratch;
     Sum* row_sums;
@@ -181,7 +182,7 @@ class Worker {
         v_panels = arena.take(is_packed ? c.H * S * c.D : 0);
         p = arena.take(c.H * tile.head), g = arena.take(c.H * tile.head);
         composed = arena.take(c.H * composed_tile.head);
-        log_sum = arena.take(queries * c.H), dot = arena.take(queries * c.H * W);
+        row_softmax = arena.take(2 * queries * c.H), dot = arena.take(queries * c.H * W);
         d_query = arena.take((queries * c.H * QUERY_SLOTS + W) * W), row = arena.take(c.H * QUERY_SLOTS + W);
         for (int i = 0; i < 2; i++) {
             d_key[i] = arena.take(S * c.H * KEY_SLOTS);
@@ -415,7 +416,10 @@ class Worker {
         float* weights = x + h * tile.head + n * tile.query - keys.first;
         float factor = sum.all == 0.0f ? 0.0f : std::exp(sum_of(share, h, n).top - sum.top) / sum.all;
         for (int64_t s = keys.first; s < keys.last; s += W) store(weights + s, load(weights + s) * factor);
-        if (share == 0) c.log_sum[(b * c.H + h) * c.T + first + n] = sum.all == 0.0f ? INFINITY : sum.top + std::log(sum.all);
+        if (share != 0) return;
+        float* saved = c.softmax + 2 * ((b * c.H + h) * c.T + first + n);
+        saved[0] = sum.all == 0.0f ? INFINITY : sum.top;
+        saved[1] = sum.all == 0.0f ? 0.0f : 1.0f / sum.all;
     }
 
     // ---- A block, forward
@@ -462,7 +466,9 @@ class Worker {
         std::fill(dot, dot + queries * c.H * W, 0.0f);
         for (int64_t h = 0; h < c.H; h++)
             for (int64_t n = 0; n < queries; n++)
-                log_sum[n * c.H + h] = n < count ? c.log_sum[(b * c.H + h) * c.T + first + n] : INFINITY;
+                for (int64_t i = 0; i < 2; i++)
+                    row_softmax[2 * (n * c.H + h) + i] = n < count ? c.softmax[2 * ((b * c.H + h) * c.T + first + n) + i]
+                                                            : (i ? 0.0f : INFINITY);
         clear_query_gradients();
         for_tiles([&](Range some, bool) { first_sweep(some); });
         put_query_gradients(1);
@@ -496,12 +502,13 @@ class Worker {
         constexpr int N = BACKWARD_QUERIES;
         const Tile t = tile;
         const int64_t here = n * t.query + s - keys.first, H = c.H;
-        const float* sums = log_sum + n * H;
+        const float* row_ = row_softmax + 2 * n * H;
         float* to = p + here;
         const bool is_plain = !is_masked(n, s) && !is_masked(n + N - 1, s);
         auto finish = [&](int64_t h, int m, vec y) {
             if (!is_plain) y = masked(y, h, n + m, s);
-            store(to + h * t.head + m * t.query, exponential(y - sums[m * H + h]));
+            const float* of = row_ + 2 * (m * H + h);
+            store(to + h * t.head + m * t.query, exponential(y - of[0]) * of[1]);
         };
         if (c.compositions[0].exists) return compose<N>(heads, t, x + here, weights_at(0, n, s), scratch, finish);
         for (int64_t h = 0; h < H; h++)
