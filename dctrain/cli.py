@@ -35,7 +35,7 @@ from .commands import Functions, TrainerParser, describe, run_function
 from .deferred import deferred_weights
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
-from .planning import Planning
+from .plan import Planning
 from .runs import go_on_in, held_run, new_run
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding

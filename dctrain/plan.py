@@ -1,159 +1,127 @@
-"""What a run will need, told without any device: meshes, bytes of a rank, steps, checkpoints."""
+"""`plan`: the arguments of `fit`, and what that run would need, on no device at all."""
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
+from pydoc import locate
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from lightning.pytorch.strategies import StrategyRegistry
 
-from dcmha import ComposedLayer, ComposeWeights
-
+from .arguments import check_trainer
+from .deferred import deferred_weights
 from .errors import UserError
-from .strategy import make_mesh, shard_blocks
+from .flops import forward_flops
+from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory
+from .module import TrainingModule
+from .strategy import check_strategy, is_sharding
 
-GIB = 2**30
-GATHERED_BLOCKS = 2  # the one that computes, and the next
-
-
-class Memory(NamedTuple):
-    """Bytes of a rank, about.
-
-    Attributes:
-        weights: Parameters in 32 bits, and what is gathered or cast of them.
-        gradients: Theirs, in 32 bits.
-        optimizer: Adam's two moments.
-        activations: What is kept for the backward pass of a batch.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(self)
+PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")
+ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
 
 
-@contextmanager
-def fake_world(size: int) -> Iterator[None]:
-    """Be rank 0 of a process group that does not exist."""
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+class Planning:
+    """Makes a command line of `TrainerCLI`, given before it among the bases, plan what it would run."""
+
+    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.add_argument("--gpu_memory", type=float, default=80.0, help="Of a device, in GiB.")
+        return parser
+
+    def _set_seed(self) -> None:
+        """Nothing is drawn."""
+
+    def instantiate_classes(self) -> None:
+        """Build the model alone, without weights where that is possible."""
+        model = self._get(self.config, "model")
+        with deferred_weights():
+            self.module = self._model_class(**model)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        trainer, batch_size = self._get(self.config, "trainer"), self._get(self.config, "data").batch_size
+        print("\n".join(plan(self.module, trainer, batch_size, self._get(self.config, "gpu_memory"))))
 
 
-def sharded_numel(model: nn.Module, world: int, replicas: int) -> int:
-    """Count the parameters that a rank keeps under `FSDP2Strategy`: those of the largest shards.
+def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: float) -> list[str]:
+    """Tell what a run will need, a line each.
 
     Args:
-        model: The network, on the meta device.
-        world: Ranks.
-        replicas: As in `FSDP2Strategy`.
+        module: The model may be on the meta device.
+        trainer: The trainer's arguments.
+        batch_size: Samples of a rank and batch.
+        gpu_memory: Of a device, in GiB.
 
     Raises:
-        UserError: If there is no such mesh.
+        UserError: If the mesh does not fit the world, or the run the device.
     """
-    with fake_world(world):
-        model = copy.deepcopy(model)
-        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", world, replicas))
-        return sum(parameter.to_local().numel() for parameter in model.parameters())
-
-
-def activation_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
-    """Count the bytes that a forward pass keeps for the backward pass, as the fused kernels run it.
-
-    Args:
-        model: The network; if it recomputes blocks, what one of them keeps meanwhile is added.
-        args: Its inputs, on the meta device.
-        kwargs: More of them.
-        dtype: Dtype of what is computed.
-    """
-    model = copy.deepcopy(model).to(device="meta", dtype=dtype).train()
-    kept = _kept_bytes(model, args, kwargs, dtype)
-    if getattr(model, "recompute", False):
-        model.recompute = False
-        kept += (_kept_bytes(model, args, kwargs, dtype) - kept) // len(model.blocks)
-    return kept
-
-
-def _kept_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
-    for module in model.modules():
-        if isinstance(module, ComposedLayer):
-            module.attend = partial(_attend, module)
-    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept.setdefault(x.untyped_storage()._cdata, x)
-        return x
-
-    args = tuple(x.to(dtype) if x.is_floating_point() else x for x in args)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(*args, **kwargs)
-    return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in parameters)
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps what the fused kernels keep: the operands, the output, and one number a row."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, *rest: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        ctx.save_for_backward(q, *rest, out, q.new_empty(q.shape[:3], dtype=torch.float32))
-        return out
-
-
-def _attend(layer: ComposedLayer, q: Tensor, k: Tensor, v: Tensor, pre, post, *_, **__) -> Tensor:
-    def parts(weights: ComposeWeights | None) -> list[Tensor]:
-        return [] if weights is None else [x for x in (*weights.query, *weights.key, weights.base) if x is not None]
-
-    return _Attention.apply(q, k, v, *parts(pre), *parts(post))
-
-
-def ddp_memory(model: nn.Module, activations: int, *, is_mixed: bool, world: int) -> Memory:
-    """Count what a rank holds of a model that is whole on every rank; several add the buckets that they reduce."""
+    check_trainer(trainer)
+    _check_planned(trainer, batch_size, gpu_memory)
+    devices, nodes, accumulate = str(trainer["devices"]), trainer["num_nodes"], trainer["accumulate_grad_batches"]
+    world, model = int(devices) * nodes, module.model
+    (example,), _, units_of_one = module.example(1)
+    units = batch_size * units_of_one
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return Memory((4 + 2 * is_mixed) * numel, (4 + 4 * (world > 1)) * numel, 8 * numel, activations)
+    flops = forward_flops(model, example) // units_of_one
+    memory = plan_memory(module, trainer, batch_size, world)
+    step = units * accumulate * world
+    lines = [
+        f"model       {module.hparams['model']}, {numel:,} parameters",
+        f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], world)}",
+        f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {world} ranks)",
+        _length(module, trainer, step, flops),
+        "rank        " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory._asdict().items()) + " GiB",
+        f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
+        f"checkpoint  {ADAM_CHECKPOINT_BYTES * numel / GIB:.1f} GiB",
+    ]
+    check_fits(memory, gpu_memory)
+    return lines
 
 
-def fsdp2_memory(
-    model: nn.Module, activations: int, *, is_mixed: bool, world: int, replicas: int, accumulate: int
-) -> Memory:
-    """Count what a rank holds of a model that is sharded; accumulated gradients are whole until they are reduced."""
-    blocks = list(getattr(model, "blocks", ()))
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    block = max((sum(parameter.numel() for parameter in b.parameters()) for b in blocks), default=0)
-    rest = whole - sum(parameter.numel() for b in blocks for parameter in b.parameters())
-    shard = sharded_numel(model, world, replicas)
-    gathered = GATHERED_BLOCKS * block + rest
-    reduced = whole if accumulate > 1 else block + rest
-    return Memory(4 * shard + (2 if is_mixed else 4) * gathered, 4 * (shard + reduced), 8 * shard, activations)
-
-
-def check_fits(memory: Memory, gpu_memory: float) -> None:
-    """Refuse a run that a GPU has no room for.
-
-    Args:
-        memory: What it needs.
-        gpu_memory: Of a GPU, in GiB.
+def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
+    """Check what a plan alone depends on.
 
     Raises:
-        UserError: If it does not fit; the message says what would.
+        UserError: If it cannot be planned with.
     """
-    if memory.total <= gpu_memory * GIB:
-        return
-    largest = max(memory._fields, key=lambda name: getattr(memory, name))
-    mend = "a smaller data.batch_size, or model.recompute" if largest == "activations" else "fsdp2 on more ranks"
-    raise UserError(
-        f"a rank needs about {memory.total / GIB:.1f} GiB of {gpu_memory:g}, most of it for {largest} "
-        f"({getattr(memory, largest) / GIB:.1f}); what would help: {mend}."
-    )
+    devices, strategy = str(trainer["devices"]), trainer["strategy"]
+    if not devices.isdigit() or devices == "0":
+        raise UserError(f"trainer.devices={devices!r} must be a number to plan with.")
+    numbers = {"trainer.num_nodes": trainer["num_nodes"], "data.batch_size": batch_size, "gpu_memory": gpu_memory}
+    for name, number in numbers.items():
+        if not number > 0:
+            raise UserError(f"{name}={number} must be positive.")
+    if trainer["precision"] not in PRECISIONS:
+        raise UserError(f"trainer.precision={trainer['precision']!r}; plan knows: 32-true, bf16-mixed, 16-mixed.")
+    if isinstance(strategy, str) and strategy != "auto" and strategy not in StrategyRegistry:
+        raise UserError(f"trainer.strategy={strategy!r} is unknown; accepted: auto, ddp, fsdp2.")
+    check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
+
+
+def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, world: int) -> Memory:
+    """Count what a rank holds."""
+    model, strategy = module.model, trainer["strategy"]
+    is_mixed = "16" in str(trainer["precision"] or "32")
+    args, kwargs, _ = module.example(batch_size)
+    activations = activation_bytes(model, args, kwargs, torch.bfloat16 if is_mixed else torch.float32)
+    if not is_sharding(strategy):
+        return ddp_memory(model, activations, is_mixed=is_mixed, world=world)
+    replicas, accumulate = _replicas(strategy), trainer["accumulate_grad_batches"]
+    return fsdp2_memory(model, activations, is_mixed=is_mixed, world=world, replicas=replicas, accumulate=accumulate)
+
+
+def _replicas(strategy: object) -> int:
+    """Read the replicas of a sharding strategy."""
+    return 1 if isinstance(strategy, str) else strategy["init_args"]["replicas"]
+
+
+def _mesh_name(strategy: object, world: int) -> str:
+    if not is_sharding(strategy):
+        return "each with the whole model"
+    replicas = _replicas(strategy)
+    return f"{world // replicas} shards" + (f" in each of {replicas} replicas" if replicas > 1 else "")
+
+
+def _length(module: TrainingModule, trainer: dict, step: int, flops: int) -> str:
+    """Tell how long the run is: in steps if they are set, else in epochs."""
+    steps = trainer["max_steps"]
+    if steps is None or steps < 1:
+        return f"run         {trainer['max_epochs']} epochs, {3 * flops * step:.2e} FLOPs a step"
+    total = steps * step
+    return f"run         {steps:,} steps, {total / 1e9:,.2f} billion {module.speed_unit}, {3 * flops * total:.2e} FLOPs"

@@ -7,7 +7,7 @@ from torch import nn
 import dclm
 from dclm.cli import main
 from dctrain.errors import UserError
-from dctrain.plan import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel
+from dctrain.memory import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel
 
 CONFIG = ["plan", "--config", "configs/lm/dcpythia_6b9.yaml"]
 

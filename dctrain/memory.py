@@ -1,0 +1,159 @@
+"""The bytes of a rank: weights, gradients, optimiser and activations, counted without any device."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dcmha import ComposedLayer, ComposeWeights
+
+from .errors import UserError
+from .strategy import make_mesh, shard_blocks
+
+GIB = 2**30
+GATHERED_BLOCKS = 2  # the one that computes, and the next
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank, about.
+
+    Attributes:
+        weights: Parameters in 32 bits, and what is gathered or cast of them.
+        gradients: Theirs, in 32 bits.
+        optimizer: Adam's two moments.
+        activations: What is kept for the backward pass of a batch.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Be rank 0 of a process group that does not exist."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_numel(model: nn.Module, world: int, replicas: int) -> int:
+    """Count the parameters that a rank keeps under `FSDP2Strategy`: those of the largest shards.
+
+    Args:
+        model: The network, on the meta device.
+        world: Ranks.
+        replicas: As in `FSDP2Strategy`.
+
+    Raises:
+        UserError: If there is no such mesh.
+    """
+    with fake_world(world):
+        model = copy.deepcopy(model)
+        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", world, replicas))
+        return sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def activation_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
+    """Count the bytes that a forward pass keeps for the backward pass, as the fused kernels run it.
+
+    Args:
+        model: The network; if it recomputes blocks, what one of them keeps meanwhile is added.
+        args: Its inputs, on the meta device.
+        kwargs: More of them.
+        dtype: Dtype of what is computed.
+    """
+    model = copy.deepcopy(model).to(device="meta", dtype=dtype).train()
+    kept = _kept_bytes(model, args, kwargs, dtype)
+    if getattr(model, "recompute", False):
+        model.recompute = False
+        kept += (_kept_bytes(model, args, kwargs, dtype) - kept) // len(model.blocks)
+    return kept
+
+
+def _kept_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
+    for module in model.modules():
+        if isinstance(module, ComposedLayer):
+            module.attend = partial(_attend, module)
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept.setdefault(x.untyped_storage()._cdata, x)
+        return x
+
+    args = tuple(x.to(dtype) if x.is_floating_point() else x for x in args)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(*args, **kwargs)
+    return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in parameters)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what the fused kernels keep: the operands, the output, and one number a row."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, *rest: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, *rest, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+
+def _attend(layer: ComposedLayer, q: Tensor, k: Tensor, v: Tensor, pre, post, *_, **__) -> Tensor:
+    def parts(weights: ComposeWeights | None) -> list[Tensor]:
+        return [] if weights is None else [x for x in (*weights.query, *weights.key, weights.base) if x is not None]
+
+    return _Attention.apply(q, k, v, *parts(pre), *parts(post))
+
+
+def ddp_memory(model: nn.Module, activations: int, *, is_mixed: bool, world: int) -> Memory:
+    """Count what a rank holds of a model that is whole on every rank; several add the buckets that they reduce."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return Memory((4 + 2 * is_mixed) * numel, (4 + 4 * (world > 1)) * numel, 8 * numel, activations)
+
+
+def fsdp2_memory(
+    model: nn.Module, activations: int, *, is_mixed: bool, world: int, replicas: int, accumulate: int
+) -> Memory:
+    """Count what a rank holds of a model that is sharded; accumulated gradients are whole until they are reduced."""
+    blocks = list(getattr(model, "blocks", ()))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    block = max((sum(parameter.numel() for parameter in b.parameters()) for b in blocks), default=0)
+    rest = whole - sum(parameter.numel() for b in blocks for parameter in b.parameters())
+    shard = sharded_numel(model, world, replicas)
+    gathered = GATHERED_BLOCKS * block + rest
+    reduced = whole if accumulate > 1 else block + rest
+    return Memory(4 * shard + (2 if is_mixed else 4) * gathered, 4 * (shard + reduced), 8 * shard, activations)
+
+
+def check_fits(memory: Memory, gpu_memory: float) -> None:
+    """Refuse a run that a GPU has no room for.
+
+    Args:
+        memory: What it needs.
+        gpu_memory: Of a GPU, in GiB.
+
+    Raises:
+        UserError: If it does not fit; the message says what would.
+    """
+    if memory.total <= gpu_memory * GIB:
+        return
+    largest = max(memory._fields, key=lambda name: getattr(memory, name))
+    mend = "a smaller data.batch_size, or model.recompute" if largest == "activations" else "fsdp2 on more ranks"
+    raise UserError(
+        f"a rank needs about {memory.total / GIB:.1f} GiB of {gpu_memory:g}, most of it for {largest} "
+        f"({getattr(memory, largest) / GIB:.1f}); what would help: {mend}."
+    )
