@@ -35,6 +35,10 @@ OPERANDS = (
 NUM_OPERANDS = 3 + len(WEIGHT_NAMES) + 2
 OPTIONS = "bool is_causal, SymInt window, float scale, SymInt num_groups"
 
+# torch's caches of compiled graphs outlive an upgrade of this package and know an operator by its name alone:
+# the number in it changes with the shapes, strides or dtypes that the operator returns.
+NAME = "dcmha::cpu_attention_2"
+
 
 class _Tensors:
     """The operands of a call as the C++ takes them. They live as long as this."""
@@ -91,7 +95,7 @@ def _forward(q, *rest):
 
 
 composed = torch.library.custom_op(
-    "dcmha::cpu_attention", _forward, mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)"
+    NAME, _forward, mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)"
 )
 
 
@@ -127,7 +131,7 @@ def _backward(d_out, softmax, of_bias, q, k, v, *rest):
 
 
 composed_backward = torch.library.custom_op(
-    "dcmha::cpu_attention_backward",
+    f"{NAME}_backward",
     _backward,
     mutates_args=(),
     schema=f"(Tensor d_out, Tensor softmax, bool of_bias, {OPERANDS}, {OPTIONS}) -> Tensor[]",
