@@ -37,6 +37,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_dim, config.dim, config.bias, **dd)
         groups = config.mlp_groups
         self.group_gate = nn.Linear(config.dim, groups, bias=False, **dd) if groups else None
+        self.groups = slice(None)  # whose channels are here
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, C] to [B, T, C]."""
@@ -44,6 +45,7 @@ class MLP(nn.Module):
         if self.group_gate is not None:
             logits = self.group_gate(x)
             weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(hidden.dtype)
+            weights = weights[..., self.groups]
             hidden = (hidden.unflatten(-1, (weights.shape[-1], -1)) * weights[..., None]).flatten(-2)
         return self.down(hidden)
 

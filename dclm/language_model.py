@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from dctrain.deferred import weights_device
 from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
+from dctrain.sharding.deferred import weights_device
+from dctrain.sharding.tensor_parallel import Plan
 
 from .config import DecoderConfig, decoder_config
 from .data import Batch
 from .data.samples import as_batch
 from .decoder import Decoder
 from .loss import IGNORED
+from .parallel import split_decoder
 
 
 def build_config(model: str, vocab_size: int, context_length: int, overrides: dict[str, Any]) -> DecoderConfig:
@@ -108,6 +110,11 @@ class LanguageModel(TrainingModule):
         (example,), _, units = self.example(1)
         self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // units
         self.shard_and_compile(self.model.blocks)
+
+    def split_model(self, rank: int, ranks: int) -> Plan:
+        """Tell the decoder to compute a rank's share; return how it is split then."""
+        with told_as(f"trainer.strategy.tensor_parallel={ranks}"):
+            return split_decoder(self.model, rank, ranks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Predict every next token: ids [B, T] to logits [B, T, V]."""

@@ -5,6 +5,8 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
@@ -26,7 +28,8 @@ def next_token_loss(
 
     Args:
         hidden: Final hidden states [B, T, C].
-        output: Output embedding [V, C].
+        output: Output embedding [V, C]; if it is split over ranks (a DTensor), so are the logits, and what calls this
+            and differentiates it does so within `torch.distributed.tensor.parallel.loss_parallel`.
         targets: Token ids [B, T]; -100 does not count.
         skip_ignored: Leave tokens that do not count out of the products as well. Worth it where they are many; on a
             GPU it costs a synchronisation.
@@ -39,13 +42,21 @@ def next_token_loss(
     counts = targets != IGNORED
     if skip_ignored:
         hidden, targets = hidden[counts], targets[counts]
+    if isinstance(output, DTensor):
+        hidden, targets = (_on_all_ranks(x, output.device_mesh) for x in (hidden, targets))
     size = max(1, chunk_logits // output.shape[0])
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
     if len(chunks) == 1:
         losses = [_summed_loss(hidden, output, targets)]
     else:
         losses = [checkpoint(_summed_loss, h, output, t, use_reentrant=False) for h, t in chunks]
-    return sum(losses) / counts.sum().clamp(min=1)
+    total = sum(losses)
+    total = total.to_local() if isinstance(total, DTensor) else total
+    return total / counts.sum().clamp(min=1)
+
+
+def _on_all_ranks(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
 def _summed_loss(hidden: Tensor, output: Tensor, targets: Tensor) -> Tensor:

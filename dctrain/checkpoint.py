@@ -1,4 +1,8 @@
-"""Checkpoints that survive a kill at any moment, and finding the newest one of a run."""
+"""Checkpoints that survive a kill at any moment, and finding the newest one of a run.
+
+A checkpoint is a file, or, of a training that was sharded, a folder (`dctrain.sharding.checkpoint`); both are called
+`NAME.ckpt`, and read alike.
+"""
 
 import re
 import zipfile
@@ -8,18 +12,29 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from .errors import UserError, told_as
-from .files import written_whole
+from .files import remove_whole, written_whole
+from .sharding.checkpoint import is_sharded, read_index, read_meta, read_whole
+from .sharding.state import MODEL, unflatten
 
 RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint whole or not at all."""
+    """Writes a checkpoint of one process whole or not at all, and reads either kind.
+
+    Args:
+        reads_optimizer: Read the optimiser's state too.
+    """
+
+    def __init__(self, *, reads_optimizer: bool = True) -> None:
+        self.reads_optimizer = reads_optimizer
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         """Save `checkpoint` to the local file `path`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            remove_whole(path)
         try:
             with written_whole(path) as file:
                 torch.save(checkpoint, file)
@@ -27,6 +42,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if isinstance(error.__context__, OSError):  # what torch's writer makes of a full disk
                 raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
             raise
+
+    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = None) -> dict:
+        """Load the checkpoint `path` to the CPU."""
+        return load_checkpoint(Path(path), with_optimizer=self.reads_optimizer)
+
+    def remove_checkpoint(self, path) -> None:
+        """Remove a checkpoint."""
+        remove_whole(Path(path))
 
 
 def find_checkpoint(path: str) -> Path:
@@ -36,10 +59,12 @@ def find_checkpoint(path: str) -> Path:
         UserError: If there is none.
     """
     start = Path(path)
-    if start.is_file():
+    if start.is_file() or is_sharded(start):
         return start
     if not start.is_dir():
         raise UserError(f"no checkpoint: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
+    if start.suffix == ".ckpt":
+        raise UserError(f"{path} is no whole checkpoint: it has no index.")
     found = newest_checkpoint(start)
     if found is None:
         raise UserError(f"no checkpoint: no .ckpt file below {path}.")
@@ -74,31 +99,68 @@ def make_folder(path: str) -> Path:
     return folder
 
 
-def load_checkpoint(path: Path) -> dict:
-    """Read a checkpoint safely (tensors and plain values only), its checksums compared.
+def load_checkpoint(path: Path, *, with_optimizer: bool = False) -> dict:
+    """Read a checkpoint safely (tensors and plain values only), a file's checksums compared.
+
+    Args:
+        path: A file, or the folder of a sharded one.
+        with_optimizer: Read the optimiser's state of a folder, too.
 
     Raises:
         UserError: If it is not a whole checkpoint.
     """
+    if is_sharded(path):
+        return _load_sharded(path, with_optimizer)
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # torch writes a CRC-32 with every tensor, and does not look at it
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's message advises to load it unsafely
-        raise UserError(f"{path} is no readable checkpoint ({type(error).__name__}).") from error
+    except Exception as error:
+        raise _unreadable(path, error) from error
     if damaged:
         raise UserError(f"{path} is damaged: {damaged} in it is not what was written.")
+    return _map_file(path, mmap=False)
+
+
+def _load_sharded(path: Path, with_optimizer: bool) -> dict:
+    """Read what many ranks wrote, as if one process had."""
+    meta, stored = read_meta(path), read_index(path).state_dict_metadata
+    names = [name for name in stored if with_optimizer or name.startswith(MODEL)]
+    (optimizer,) = meta["optimizer_states"]
+    return meta | unflatten(read_whole(path, names), optimizer["param_groups"])
+
+
+def map_checkpoint(path: Path) -> dict:
+    """Read a checkpoint but for its tensors: of a file they are mapped to memory, of a folder left out.
+
+    Raises:
+        UserError: If it is no checkpoint, or not all of its files are there.
+    """
+    if is_sharded(path):
+        read_index(path)
+        return read_meta(path)
+    return _map_file(path, mmap=True)
+
+
+def _map_file(path: Path, *, mmap: bool) -> dict:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # torch's message advises to load it unsafely
+        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
     return content
 
 
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is no readable checkpoint ({type(error).__name__}).")
+
+
 def check_resumable(path: Path) -> None:
-    """Check that a run can be taken up from a checkpoint.
+    """Check that a run can be taken up from a checkpoint, by what can be read without its tensors.
 
     Raises:
-        UserError: If it is not a whole one, or lacks the state of a run.
+        UserError: If it is no checkpoint, or lacks the state of a run.
     """
-    missing = sorted(RESUMED - load_checkpoint(path).keys())
+    missing = sorted(RESUMED - map_checkpoint(path).keys())
     if missing:
         raise UserError(f"{path} cannot be resumed from: it has no {', '.join(missing)}.")

@@ -27,16 +27,16 @@ from .checkpoint import (
     AtomicCheckpointIO,
     check_resumable,
     find_checkpoint,
-    load_checkpoint,
+    map_checkpoint,
     newest_checkpoint,
     run_folder,
 )
 from .commands import Functions, TrainerParser, describe, run_function
-from .deferred import deferred_weights
 from .environment import add_environment, environment
 from .errors import UserError, reason, told_as
 from .plan import Planning
 from .runs import go_on_in, held_run, new_run
+from .sharding.deferred import deferred_weights
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding
 
@@ -68,7 +68,7 @@ MENDABLE = (
 )
 LATEST = "latest"
 PLAN = "plan"
-A_CHECKPOINT = "a .ckpt file, or the folder of a run, of which the newest counts"
+A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
 
 
 class TrainerCLI(LightningCLI):
@@ -167,7 +167,7 @@ class TrainerCLI(LightningCLI):
         kwargs["default_root_dir"] = root
         plugins = _as_list(config.get("plugins"))
         plugins += cluster_plugins(plugins, Path(root), self.resume_from is not None)
-        kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
+        kwargs["plugins"] = [*plugins, AtomicCheckpointIO(reads_optimizer=self.subcommand == "fit")]
         kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
         with told_as("trainer"):
             return super().instantiate_trainer(**kwargs)
@@ -253,7 +253,7 @@ class TrainerCLI(LightningCLI):
         if named is None:
             return None
         path = find_checkpoint(named)
-        load_checkpoint(path)
+        map_checkpoint(path)
         return path
 
 
@@ -325,7 +325,7 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
         sys.exit(130)
     except RunStopped as stop:
         go_on = "nothing was trained yet"
-        if stop.checkpoint is not None and stop.checkpoint.is_file():
+        if stop.checkpoint is not None and stop.checkpoint.exists():
             go_on = f"go on with --resume {relative(stop.checkpoint)}"
         print(f"{stop}; {go_on}")
     except Exception as error:

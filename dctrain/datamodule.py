@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .errors import UserError
 from .order import ORDER, EvalBatches, Position, Progress, TrainBatches
+from .strategy import data_rank
 
 
 class ResumableDataModule(L.LightningDataModule):
@@ -40,12 +41,12 @@ class ResumableDataModule(L.LightningDataModule):
     @property
     def world_size(self) -> int:
         """Number of ranks that split the data."""
-        return 1 if self.trainer is None else self.trainer.world_size
+        return data_rank(self.trainer).ranks
 
     @property
     def rank(self) -> int:
         """This process among them."""
-        return 0 if self.trainer is None else self.trainer.global_rank
+        return data_rank(self.trainer).rank
 
     @property
     def num_samples(self) -> int:

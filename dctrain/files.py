@@ -49,3 +49,23 @@ def filled_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder if is_new else partial)
         raise
     partial.rmdir()
+
+
+def put_in_place(folder: Path, path: Path) -> None:
+    """Rename a whole folder to a name that may be taken. What had it is there, whole, until then, and goes after."""
+    before = path.with_name(f"before-{path.name}")
+    if path.exists():
+        os.replace(path, before)
+    os.replace(folder, path)
+    remove_whole(before)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a file or a folder, if it is there; a half of it is never found under its name."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    removed = path.with_name(f"{path.name}.0.partial")
+    shutil.rmtree(removed, ignore_errors=True)
+    os.replace(path, removed)
+    shutil.rmtree(removed)

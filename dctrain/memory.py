@@ -64,7 +64,7 @@ def sharded_numel(model: nn.Module, world: int, replicas: int) -> int:
     """
     with fake_world(world):
         model = copy.deepcopy(model)
-        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", world, replicas))
+        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", world, replicas=replicas))
         return sum(parameter.to_local().numel() for parameter in model.parameters())
 
 

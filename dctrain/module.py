@@ -14,7 +14,8 @@ from dcmha import ComposedLayer
 
 from .errors import Diverged, UserError, told_as
 from .flops import forward_flops
-from .strategy import FSDP2Strategy
+from .sharding.tensor_parallel import Plan
+from .strategy import FSDP2Strategy, data_rank
 
 MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
 
@@ -50,7 +51,8 @@ class TrainingModule(L.LightningModule):
     A subclass saves the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction`,
     `compile` and `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
 
-    Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same.
+    Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same; ranks of the
+    same data draw the same.
 
     A step whose loss or gradient is not finite, on whichever rank, changes nothing: it is counted, logged and skipped.
     After `MAX_SKIPPED` of them in a row the run ends with `Diverged`.
@@ -79,6 +81,10 @@ class TrainingModule(L.LightningModule):
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
         raise NotImplementedError
+
+    def split_model(self, rank: int, ranks: int) -> Plan:
+        """Tell `self.model` to compute a rank's share of each layer; return how it is split then."""
+        raise UserError(f"trainer.strategy.tensor_parallel={ranks}: model {self.hparams.model!r} cannot be split.")
 
     def check_ranges(self) -> None:
         """Check the hyperparameters that every module has.
@@ -120,7 +126,7 @@ class TrainingModule(L.LightningModule):
     def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
         """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for."""
         if isinstance(self.trainer.strategy, FSDP2Strategy):
-            self.trainer.strategy.shard(self.model, blocks, self.trainer.precision)
+            self.trainer.strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
         if self.hparams.compile:
             self.model.compile()
 
@@ -130,7 +136,7 @@ class TrainingModule(L.LightningModule):
         """
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
         step = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        key = np.random.SeedSequence([self.hparams.seed, step, self.global_rank])
+        key = np.random.SeedSequence([self.hparams.seed, step, data_rank(self.trainer).rank])
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     def on_train_start(self) -> None:
@@ -246,10 +252,21 @@ class TrainingModule(L.LightningModule):
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
             raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
-        if "state_dict" not in checkpoint:  # FSDP2 has taken it, and compares it itself
-            return
-        ours, theirs = self.state_dict(), checkpoint["state_dict"]
-        different = sorted(ours.keys() ^ theirs.keys()) or sorted(k for k in ours if ours[k].shape != theirs[k].shape)
+        if "state_dict" in checkpoint:  # else it is sharded, and has been compared
+            self.check_architecture({key: x.shape for key, x in checkpoint["state_dict"].items()}, trained)
+
+    def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
+        """Compare a checkpoint's tensors with this module's.
+
+        Args:
+            theirs: Shapes of the checkpoint's tensors.
+            trained: Its hyperparameters.
+
+        Raises:
+            UserError: If they are of another architecture.
+        """
+        ours = {key: x.shape for key, x in self.state_dict().items()}
+        different = sorted(ours.keys() ^ theirs.keys()) or sorted(key for key in ours if ours[key] != theirs[key])
         if different:
             others = {name: value for name, value in self.hparams.items() if trained.get(name) != value}
             said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())

@@ -6,11 +6,11 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .arguments import check_trainer
-from .deferred import deferred_weights
 from .errors import UserError
 from .flops import forward_flops
 from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory
 from .module import TrainingModule
+from .sharding.deferred import deferred_weights
 from .strategy import check_strategy, is_sharding
 
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")

@@ -1,8 +1,12 @@
-"""FSDP2Strategy: weights, gradients and optimiser state sharded over all ranks, or over groups of them."""
+"""FSDP2Strategy: weights, gradients and optimiser state sharded over all ranks, or over groups of them, and layers
+split over heads.
+"""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -11,33 +15,48 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
 
-from .deferred import draw_shards
 from .errors import UserError
+from .sharding.deferred import draw_shards
+from .sharding.folders import Folders, open_checkpoint
+from .sharding.layout import HEADS, REPLICAS, SHARDS, Layout, Share
+from .sharding.state import MODEL, make_states, named_groups, own_parts, set_groups
+from .sharding.tensor_parallel import Plan, split_model
 
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def make_mesh(device_type: str, world: int, replicas: int) -> DeviceMesh:
-    """Arrange ranks as [shards], or as [replicas, shards].
+def make_mesh(device_type: str, world: int, *, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
+    """Arrange ranks as [replicas, shards, heads]; an axis of one rank is left out, but for that of shards.
 
     Raises:
-        UserError: If `replicas` does not divide the world.
+        UserError: If the sizes do not divide the world.
     """
-    if replicas < 1 or world % replicas:
-        raise UserError(f"trainer.strategy.replicas={replicas} must be a divisor of the {world} ranks.")
-    sizes = {"replicas": replicas, "shards": world // replicas}
-    names = tuple(name for name in sizes if name == "shards" or sizes[name] > 1)
-    return init_device_mesh(device_type, tuple(map(sizes.get, names)), mesh_dim_names=names)
+    sizes = {"replicas": replicas, "tensor_parallel": tensor_parallel}
+    for name, size in sizes.items():
+        if size < 1 or world % size:
+            raise UserError(f"trainer.strategy.{name}={size} must be a divisor of the {world} ranks.")
+    if world % (replicas * tensor_parallel):
+        raise UserError(
+            f"trainer.strategy.replicas={replicas} times tensor_parallel={tensor_parallel} must be a divisor of the "
+            f"{world} ranks."
+        )
+    axes = {REPLICAS: replicas, SHARDS: world // (replicas * tensor_parallel), HEADS: tensor_parallel}
+    names = tuple(name for name, size in axes.items() if name == SHARDS or size > 1)
+    return init_device_mesh(device_type, tuple(map(axes.get, names)), mesh_dim_names=names)
 
 
 def shard_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None
 ) -> None:
     """Shard a model in place, each block by itself, so that one block at a time is gathered."""
+    mesh = mesh[tuple(axis for axis in mesh.mesh_dim_names if axis != HEADS)]
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
 
@@ -45,38 +64,58 @@ def shard_blocks(
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards over all ranks (`fully_shard`): `--trainer.strategy fsdp2`.
 
-    Every rank takes its own part of the data. Under a mixed precision parameters are gathered in 16 bits and gradients
-    reduced in 32, once a step: an accumulated step keeps whole gradients until then. Checkpoints are as those of one
-    process.
+    Under a mixed precision parameters are gathered in 16 bits and gradients reduced in 32, once a step: an accumulated
+    step keeps whole gradients until then. A checkpoint is a folder to which each rank writes what it holds; any mesh,
+    and one process, go on from it.
 
     Args:
-        replicas: Groups of ranks that each hold the whole model, sharded within (HSDP); 1 shards over all ranks. What
-            is left of the world size is the ranks of a group.
+        replicas: Groups of ranks that each hold the whole model, sharded within (HSDP); 1 shards over all ranks.
+        tensor_parallel: Neighbouring ranks that split each layer among them, by groups of heads (paper, section 3.2),
+            and take the same data. What is left of the world size are shards; each takes its own part of the data.
+        async_save: Go on training while a checkpoint is written, from a copy in the memory of the host.
     """
 
-    def __init__(self, replicas: int = 1) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
-        self.replicas = replicas
+    def __init__(self, replicas: int = 1, tensor_parallel: int = 1, async_save: bool = False) -> None:
+        super().__init__(tensor_parallel_size=1)
+        self.replicas, self.tensor_parallel = replicas, tensor_parallel
+        self.folders = Folders(async_save)
 
     def setup_environment(self) -> None:
         """Connect the processes."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-        self.mesh = make_mesh(self.root_device.type, self.world_size, self.replicas)
+        self.mesh = make_mesh(
+            self.root_device.type, self.world_size, replicas=self.replicas, tensor_parallel=self.tensor_parallel
+        )
 
-    def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str) -> None:
-        """Shard a model in place, and draw its weights if it has none yet.
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Over how many ranks the data are split, and which of them this is."""
+        ranks = self.world_size // self.tensor_parallel
+        return {"num_replicas": ranks, "rank": self.global_rank // self.tensor_parallel}
+
+    def shard(
+        self, model: nn.Module, blocks: Iterable[nn.Module], precision: str, split: Callable[[int, int], Plan]
+    ) -> None:
+        """Split a model over heads and shard it, in place, and draw its weights if it has none yet.
 
         Args:
             model: The network.
             blocks: Its blocks, each of which is gathered by itself.
             precision: The trainer's. Autocast says what a forward pass does in 32 bits; inputs stay as they come.
+            split: Tells the model to compute the share of a rank, of so many, and how it is split then.
         """
+        splits = {}
+        if self.tensor_parallel > 1:
+            plan = split(self.global_rank % self.tensor_parallel, self.tensor_parallel)
+            split_model(model, plan, self.mesh[HEADS])
+            splits = plan.splits
+        self.layout = Layout(self.mesh, splits)
         reduced = torch.float32 if "16" in precision else None
         policy = MixedPrecisionPolicy(HALVES.get(precision), reduced, cast_forward_inputs=False)
         shard_blocks(model, blocks, self.mesh, policy)
         if any(parameter.is_meta for parameter in model.parameters()):
-            draw_shards(model, self.root_device)
+            draw_shards(model, self.layout, self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -90,8 +129,74 @@ class FSDP2Strategy(ModelParallelStrategy):
             for module in sharded:
                 module.set_requires_gradient_sync(True)
 
+    def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:
+        """Leave the weights to `save_checkpoint`; let go of those that validation has gathered."""
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, list[dict]]:
+        """Leave the optimiser's tensors to `save_checkpoint`."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return {"param_groups": named_groups(self.lightning_module, optimizer)}
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
+        """Save the folder `filepath`: each rank what it holds. An error of one is an error of all."""
+        optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
+        self.folders.save(Path(filepath), own_parts(self.lightning_module, optimizer, self.layout), checkpoint)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, once what is being saved is there."""
+        self.folders.finish()
+        super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
+        """Fill the shards of weights and optimiser from a checkpoint of either kind; return what else it holds."""
+        module, optimizer = self.lightning_module, next(iter(self.optimizers), None)
+        groups = [] if optimizer is None else named_groups(module, optimizer)
+        stored = open_checkpoint(Path(checkpoint_path), groups)
+        of_model = {name.removeprefix(MODEL): s for name, s in stored.shapes.items() if name.startswith(MODEL)}
+        module.check_architecture(of_model, stored.meta.get("hyper_parameters", {}))
+        if optimizer is not None:
+            make_states(module, optimizer, stored.shapes)
+            set_groups(optimizer, stored.groups)
+        stored.fill(own_parts(module, optimizer, self.layout))
+        return stored.meta
+
+    def teardown(self) -> None:
+        """Finish saving, and end."""
+        self.folders.finish()
+        super().teardown()
+
+    def training_step(self, *args, **kwargs) -> STEP_OUTPUT:
+        """Take a training step; a loss over a split vocabulary is computed in parts."""
+        with loss_parallel():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args, **kwargs) -> STEP_OUTPUT:
+        """Validate a batch, likewise."""
+        with loss_parallel():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args, **kwargs) -> STEP_OUTPUT:
+        """Test a batch, likewise."""
+        with loss_parallel():
+            return super().test_step(*args, **kwargs)
+
+    def backward(self, *args, **kwargs) -> torch.Tensor:
+        """Differentiate, likewise."""
+        with loss_parallel():
+            return super().backward(*args, **kwargs)
+
 
 StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks.")
+
+
+def data_rank(trainer: L.Trainer | None) -> Share:
+    """Tell which part of the data a process trains on, of how many."""
+    split = None if trainer is None else trainer.distributed_sampler_kwargs
+    return Share(0, 1) if split is None else Share(split["rank"], split["num_replicas"])
 
 
 def is_sharding(strategy: object) -> bool:

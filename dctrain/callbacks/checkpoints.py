@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from ..errors import Diverged, UserError
+from ..files import remove_whole
 from ..strategy import FSDP2Strategy
 
 
@@ -36,14 +37,11 @@ class LastCheckpoint(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
         """Take what a resumed run comes from for the newest; what its folder has goes when the next is saved."""
         self.newest = Path(trainer.ckpt_path)
-        self._outdated = _of_before(trainer, r"last-step=\d+\.ckpt(\.\d+\.partial)?")
+        self._outdated = _of_before(trainer, r"(before-)?last-step=\d+\.ckpt(\.\d+\.partial)?")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save before the first step of a run that is not resumed.
-
-        Not under FSDP, where saving an unused optimiser counts as one of its steps.
-        """
-        if trainer.ckpt_path is None and not isinstance(trainer.strategy, FSDP2Strategy):
+        """Save before the first step of a run that is not resumed."""
+        if trainer.ckpt_path is None:
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
@@ -54,8 +52,11 @@ class LastCheckpoint(Callback):
             self.save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the end."""
-        self.save(trainer)
+        """Save the end, and wait until it is there."""
+        newest = self.save(trainer)
+        if isinstance(trainer.strategy, FSDP2Strategy):
+            trainer.strategy.folders.finish()
+        self._remove_outdated(trainer, {newest})
 
     def _path(self, trainer: L.Trainer) -> Path:
         return Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
@@ -75,10 +76,16 @@ class LastCheckpoint(Callback):
             if not _has_finite_weights(trainer):
                 raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
             trainer.save_checkpoint(path, weights_only=False)
-            for old in self._outdated - {path} if trainer.is_global_zero else ():
-                old.unlink(missing_ok=True)
-            self.newest, self._outdated = path, {path}
+            is_saving = isinstance(trainer.strategy, FSDP2Strategy) and trainer.strategy.folders.is_saving
+            self._outdated.add(path)
+            self._remove_outdated(trainer, {path, self.newest} if is_saving else {path})
+            self.newest = path
         return path
+
+    def _remove_outdated(self, trainer: L.Trainer, kept: set[Path]) -> None:
+        for old in self._outdated - kept if trainer.is_global_zero else ():
+            remove_whole(old)
+        self._outdated &= kept
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Tell who diverged where to go back to."""
@@ -123,7 +130,7 @@ class BestCheckpoint(ModelCheckpoint):
         super()._save_topk_checkpoint(trainer, monitor_candidates)
         if self.best_k_models:
             for old in self._outdated - set(map(Path, self.best_k_models)) if trainer.is_global_zero else ():
-                old.unlink(missing_ok=True)
+                remove_whole(old)
             self._outdated = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -138,7 +145,7 @@ class BestCheckpoint(ModelCheckpoint):
         def here(path: str) -> str:
             return str(Path(self.dirpath) / Path(path).name) if path else path
 
-        if not Path(here(state_dict["best_model_path"])).is_file():
+        if not Path(here(state_dict["best_model_path"])).exists():
             return
         paths = {name: here(state_dict[name]) for name in PATHS_OF_BEST}
         best = {here(path): score for path, score in state_dict["best_k_models"].items()}

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ..flops import peak_flops
+from ..strategy import data_rank
 from .checkpoints import is_accumulating
 
 
@@ -53,7 +54,8 @@ class SpeedMonitor(Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         rate = self._units / (time.perf_counter() - self._start)
-        utilisation = 3 * pl_module.forward_flops * rate / self._peak
-        pl_module.log(f"train/{pl_module.speed_unit}_per_second", rate * trainer.world_size)
+        rate *= data_rank(trainer).ranks
+        utilisation = 3 * pl_module.forward_flops * rate / (self._peak * trainer.world_size)
+        pl_module.log(f"train/{pl_module.speed_unit}_per_second", rate)
         pl_module.log("train/mfu", utilisation)
         self._restart()

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .layout import Layout
 
 _IS_DEFERRED = ContextVar("is_deferred", default=False)
 
@@ -34,29 +35,26 @@ def weights_device() -> str | None:
     return "meta" if _IS_DEFERRED.get() else None
 
 
-def draw_shards(model: DrawsByModule, device: torch.device) -> None:
+def draw_shards(model: DrawsByModule, layout: Layout, device: torch.device) -> None:
     """Give a sharded model of the meta device its weights: the numbers that one process would draw.
 
-    Every rank draws all of them, a module at a time, and keeps its shards.
+    Every rank draws all of them, a module at a time, and keeps its parts.
 
     Args:
         model: Its parameters are DTensors on the meta device.
-        device: Where the shards shall lie.
+        layout: Which parts this rank has.
+        device: Where they shall lie.
     """
     model.to_empty(device=device)
     for name, module in model.named_modules():
-        shards = dict(module.named_parameters(recurse=False))
-        for key, shard in shards.items():
-            dtype = torch.float32 if shard.dtype == torch.float64 else shard.dtype  # widened since it was built
-            module._parameters[key] = nn.Parameter(torch.empty(shard.shape, dtype=dtype))
+        parts = dict(module.named_parameters(recurse=False))
+        for key, part in parts.items():
+            dtype = torch.float32 if part.dtype == torch.float64 else part.dtype  # widened since it was built
+            module._parameters[key] = nn.Parameter(torch.empty(part.shape, dtype=dtype))
         model.init_module(name, module)
-        for key, shard in shards.items():
-            _keep(shard, module._parameters[key].detach())
-            module._parameters[key] = shard
-
-
-def _keep(shard: DTensor, drawn: torch.Tensor) -> None:
-    """Copy this rank's part of a tensor that all ranks have."""
-    part = distribute_tensor(drawn, shard.device_mesh, shard.placements, src_data_rank=None)
-    with torch.no_grad():
-        shard.to_local().copy_(part.to_local())
+        for key, part in parts.items():
+            drawn = module._parameters[key].detach()
+            local = part.detach().to_local()
+            for block in layout.blocks(f"{name}.{key}" if name else key, drawn.shape):
+                block.of_local(local).copy_(block.of_whole(drawn))
+            module._parameters[key] = part

@@ -1,0 +1,57 @@
+"""How a decoder is split over ranks: attention by head groups, the MLP by hidden channels, embeddings by vocabulary."""
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from dcmha.parallel import Split, split_heads
+from dctrain.sharding.tensor_parallel import Plan
+
+from .blocks import MLP
+from .decoder import Decoder
+
+
+def split_decoder(decoder: Decoder, rank: int, ranks: int) -> Plan:
+    """Tell a decoder to compute the share of a rank, in place.
+
+    Args:
+        decoder: The decoder.
+        rank: Which rank.
+        ranks: Of so many.
+
+    Returns:
+        How its parameters are split.
+
+    Raises:
+        ValueError: If head groups, hidden channels or their groups do not split.
+    """
+    splits = {"embed.weight": Split(0), "output.weight": Split(0)}
+    styles = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    entered = []
+    for i, block in enumerate(decoder.blocks):
+        parts = {"attn": split_heads(block.attn, ranks), "mlp": _split_mlp(block.mlp, rank, ranks)}
+        for part, found in parts.items():
+            splits |= {f"blocks.{i}.{part}.{name}": split for name, split in found.items()}
+            entered.append(f"blocks.{i}.{part}")
+        styles |= {f"blocks.{i}.{name}": RowwiseParallel(input_layouts=Shard(-1)) for name in ("attn.proj", "mlp.down")}
+    return Plan(splits, entered, styles)
+
+
+def _split_mlp(mlp: MLP, rank: int, ranks: int) -> dict[str, Split]:
+    width = mlp.up.out_features
+    if width % ranks:
+        raise ValueError(f"mlp_dim={width} cannot be split over {ranks} ranks: it must be a multiple of them.")
+    splits = {f"{name}.{key}": Split(0) for name in ("gate", "up") for key in ("weight", "bias")}
+    splits |= {"down.weight": Split(1), "group_gate.weight": Split(is_summed=True)}
+    if mlp.group_gate is not None:
+        mlp.groups = _own_groups(mlp.group_gate.out_features, rank, ranks)
+    present = dict(mlp.named_parameters())
+    return {name: split for name, split in splits.items() if name in present}
+
+
+def _own_groups(groups: int, rank: int, ranks: int) -> slice:
+    if groups % ranks:
+        raise ValueError(f"mlp_groups={groups} cannot be split over {ranks} ranks: it must be a multiple of them.")
+    return slice(rank * groups // ranks, (rank + 1) * groups // ranks)

@@ -1,0 +1,210 @@
+"""Checkpoints of many ranks: a folder to which each writes what it holds, by `torch.distributed.checkpoint`.
+
+What is stored is cut and ordered as whole parameters are, whatever the mesh: any other mesh, or one process, reads it.
+Beside the tensors lies `meta.pt`, with all that is no tensor of the model or its optimiser.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..errors import UserError
+from .layout import Block
+
+META = "meta.pt"
+INDEX = ".metadata"  # torch's name
+
+
+class Part(NamedTuple):
+    """What a rank holds of a stored tensor.
+
+    Attributes:
+        local: The rank's tensor.
+        shape: Shape of the whole.
+        blocks: Where it lies in the whole.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    blocks: list[Block]
+
+
+def whole_part(x: Tensor) -> Part:
+    """All of a tensor."""
+    start = (0,) * x.dim()
+    return Part(x, x.shape, [Block(start, start, tuple(x.shape))])
+
+
+def is_sharded(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint of many ranks."""
+    return (path / INDEX).is_file()
+
+
+def write_parts(folder: Path, parts: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> None:
+    """Write what this rank holds; all ranks of the group call it.
+
+    Raises:
+        OSError: If a rank cannot write.
+    """
+    planner = _SavePlanner(parts)
+    try:
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, process_group=group)
+    except dcp.api.CheckpointException as error:
+        raise _cause(error, folder) from error
+
+
+def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) -> None:
+    """Fill this rank's tensors; all ranks call it, unless each reads `alone`.
+
+    Raises:
+        OSError: If a rank cannot read.
+        UserError: If the folder is no whole checkpoint.
+    """
+    read_index(folder)
+    try:
+        dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(parts), no_dist=alone)
+    except dcp.api.CheckpointException as error:
+        raise _cause(error, folder) from error
+
+
+def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Read whole tensors, in a process of its own accord.
+
+    Raises:
+        UserError: If the folder is no whole checkpoint.
+    """
+    stored = read_index(folder).state_dict_metadata
+    found = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    read_parts(folder, {name: whole_part(x) for name, x in found.items()}, alone=True)
+    return found
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read what is stored where, and check that all files are there and as long as they must be.
+
+    Raises:
+        UserError: If the folder is no whole checkpoint.
+    """
+    try:
+        with open(folder / INDEX, "rb") as file:
+            index = _IndexUnpickler(file).load()
+        ends = [(entry.relative_path, entry.offset + entry.length) for entry in index.storage_data.values()]
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged pickle raises
+        raise UserError(f"{folder / INDEX} is no readable index of a checkpoint ({type(error).__name__}).") from error
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    for name, end in ends:
+        if name not in sizes:
+            raise UserError(f"{folder} is no whole checkpoint: its file {name} is missing.")
+        if sizes[name] < end:
+            raise UserError(f"{folder} is no whole checkpoint: its file {name} is cut off at {sizes[name]:,} bytes.")
+    return index
+
+
+def read_meta(folder: Path) -> dict:
+    """Read what lies beside the tensors.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    try:
+        return torch.load(folder / META, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's message advises to load it unsafely
+        raise UserError(f"{folder / META} is no readable part of a checkpoint ({type(error).__name__}).") from error
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Builds what torch's index consists of, and nothing else."""
+
+    ALLOWED = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+    def find_class(self, module: str, name: str) -> object:
+        """Find a class by name.
+
+        Raises:
+            UnpicklingError: If it is not one of an index.
+        """
+        is_value = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
+        is_plain = (module, name) in (("torch.serialization", "_get_layout"), ("pathlib", type(Path()).__name__))
+        if module in self.ALLOWED or is_value or is_plain:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+
+
+def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
+    """Find what went wrong first, on whichever rank."""
+    first = next(iter(error.failures.values()))[0]
+    if isinstance(first, OSError):
+        return OSError(first.errno, first.strerror, first.filename or str(folder))
+    return UserError(f"{folder}: {first}")
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Stores the blocks of parts."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts = parts
+        self.views = _views(parts)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to write each block."""
+        items = [self._item(index, view) for index, view in self.views.items()]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _item(self, index: MetadataIndex, view: Tensor) -> WriteItem:
+        chunk = ChunkStorageMetadata(index.offset, view.shape)
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), self.parts[index.fqn].shape)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Find a block to write."""
+        return self.views[index]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Fills the blocks of parts."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.views = _views(parts)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read each block, from whatever blocks are stored."""
+        return LoadPlan([item for index, view in self.views.items() for item in self._items(index, view)])
+
+    def _items(self, index: MetadataIndex, view: Tensor) -> list[ReadItem]:
+        stored = self.metadata.state_dict_metadata[index.fqn]
+        return create_read_items_for_chunk_list(index.fqn, stored, [ChunkStorageMetadata(index.offset, view.shape)])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Find a block to fill."""
+        return self.views[index]
+
+
+def _views(parts: Mapping[str, Part]) -> dict[MetadataIndex, Tensor]:
+    """View each block in the rank's tensors."""
+    return {
+        MetadataIndex(name, torch.Size(block.offset)): block.of_local(part.local)
+        for name, part in parts.items()
+        for block in part.blocks
+    }

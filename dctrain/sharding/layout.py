@@ -1,0 +1,117 @@
+"""Which part of a parameter a rank holds."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dcmha.parallel import Split
+
+HEADS, SHARDS, REPLICAS = "heads", "shards", "replicas"  # axes of a mesh
+WHOLE = Split()
+
+
+class Block(NamedTuple):
+    """A block of a parameter, which a rank holds.
+
+    Attributes:
+        local: Where it starts in the rank's tensor.
+        offset: Where it starts in the whole parameter.
+        sizes: Its shape.
+    """
+
+    local: tuple[int, ...]
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of_local(self, x: Tensor) -> Tensor:
+        """View the block in the rank's tensor."""
+        return _narrow(x, self.local, self.sizes)
+
+    def of_whole(self, x: Tensor) -> Tensor:
+        """View the block in the whole parameter."""
+        return _narrow(x, self.offset, self.sizes)
+
+
+def _narrow(x: Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        x = x.narrow(dim, start, size)
+    return x
+
+
+class Span(NamedTuple):
+    """Consecutive rows or columns: the first in a rank's tensor, the first in the whole one, how many."""
+
+    local: int
+    offset: int
+    size: int
+
+
+class Share(NamedTuple):
+    """Which of so many ranks."""
+
+    rank: int
+    ranks: int
+
+    def of(self, size: int) -> tuple[int, int]:
+        """Return the start and the end of its part of a size, cut as `torch.chunk` cuts."""
+        each = -(-size // self.ranks)
+        return min(size, self.rank * each), min(size, (self.rank + 1) * each)
+
+
+def split_blocks(shape: torch.Size, split: Split, heads: Share) -> list[Block]:
+    """List the blocks of a parameter of a shape that tensor parallelism leaves to a rank."""
+    return list(_blocks(shape, _spans(shape, split, heads), split.dim or 0))
+
+
+def _blocks(shape: torch.Size, spans: list[Span], dim: int) -> Iterator[Block]:
+    for local, offset, size in spans:
+        starts = [(0,) * dim + (start,) + (0,) * (len(shape) - dim - 1) for start in (local, offset)]
+        yield Block(*starts, (*shape[:dim], size, *shape[dim + 1 :]))
+
+
+def _spans(shape: torch.Size, split: Split, heads: Share) -> list[Span]:
+    """List what tensor parallelism leaves to a rank of the split axis; of the first, if none is split."""
+    if split.dim is None:
+        return [Span(0, 0, shape[0])]
+    part = shape[split.dim] // split.parts
+    start, end = heads.of(part)
+    return [Span(i * (end - start), i * part + start, end - start) for i in range(split.parts)]
+
+
+def _cut_rows(block: Block, start: int, end: int) -> Block | None:
+    """Cut a block to the rows of a rank's tensor that a shard of it has; None if it has none of them."""
+    first = max(start, block.local[0])
+    rows = min(end, block.local[0] + block.sizes[0]) - first
+    if rows <= 0:
+        return None
+    offset = block.offset[0] + first - block.local[0]
+    return Block((first - start, *block.local[1:]), (offset, *block.offset[1:]), (rows, *block.sizes[1:]))
+
+
+class Layout:
+    """The parts of all parameters of a model that one rank holds: its share of heads, and of that a shard of the rows.
+
+    Args:
+        mesh: Of the axes `HEADS`, `SHARDS` and `REPLICAS`, those there are.
+        splits: How tensor parallelism splits parameters, by name; those that are not named it leaves whole.
+    """
+
+    def __init__(self, mesh: DeviceMesh, splits: Mapping[str, Split]) -> None:
+        self.splits = splits
+        self.heads, self.shard = (_share(mesh, axis) for axis in (HEADS, SHARDS))
+
+    def blocks(self, name: str, shape: torch.Size) -> list[Block]:
+        """List the blocks that this rank holds of a parameter of a shape."""
+        blocks = split_blocks(shape, self.splits.get(name, WHOLE), self.heads)
+        rows = max(block.local[0] + block.sizes[0] for block in blocks)
+        cut = (_cut_rows(block, *self.shard.of(rows)) for block in blocks)
+        return [block for block in cut if block is not None]
+
+
+def _share(mesh: DeviceMesh, axis: str) -> Share:
+    if axis not in (mesh.mesh_dim_names or ()):
+        return Share(0, 1)
+    return Share(mesh.get_local_rank(axis), mesh[axis].size())

@@ -1,0 +1,76 @@
+"""Tensor parallelism: ranks compute with their own part of each layer, and add up where a layer ends.
+
+What a rank computes with are plain tensors; DTensors say which part of the parameters it has, to FSDP, to the
+optimiser, and to the norm of the gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from dcmha.parallel import Split
+
+from .layout import WHOLE, Share, split_blocks
+
+
+class Plan(NamedTuple):
+    """How a model, already told to compute a rank's share, is split.
+
+    Attributes:
+        splits: Of the parameters that are split, by name.
+        entered: Names of modules whose first argument all ranks have, and each rank uses for its share.
+        styles: torch's styles of parallel modules, by name; they say how the parts are put together.
+    """
+
+    splits: Mapping[str, Split]
+    entered: Sequence[str]
+    styles: Mapping[str, ParallelStyle]
+
+
+def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Split a model in place over a mesh of one axis. Every rank has the same weights, or none yet."""
+    for name, module in list(model.named_modules()):
+        prefix = f"{name}." if name else ""
+        for key, parameter in module.named_parameters(recurse=False):
+            module._parameters[key] = _split_parameter(parameter, plan.splits.get(prefix + key, WHOLE), mesh)
+        if module._parameters and name not in plan.styles:
+            _use_local_parameters(module, {k: plan.splits.get(prefix + k, WHOLE) for k in module._parameters})
+    for name in plan.entered:
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args: (_enter(args[0], mesh), *args[1:]))
+    for name, style in plan.styles.items():
+        parallelize_module(model.get_submodule(name), mesh, style)
+
+
+def _split_parameter(whole: nn.Parameter, split: Split, mesh: DeviceMesh) -> nn.Parameter:
+    blocks = split_blocks(whole.shape, split, Share(mesh.get_local_rank(), mesh.size()))
+    local = torch.cat([block.of_whole(whole.detach()) for block in blocks], split.dim or 0)
+    placement: Placement = Replicate() if split.dim is None else Shard(split.dim)
+    part = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+
+def _use_local_parameters(module: nn.Module, splits: Mapping[str, Split]) -> None:
+    """Let a module see this rank's parts, as tensors, while it computes."""
+    gradients = {name: [Partial()] if split.is_summed else None for name, split in splits.items()}
+
+    def show(module: nn.Module, args: tuple) -> None:
+        for name, placements in gradients.items():
+            if module._parameters[name] is not None:
+                module.__dict__[name] = module._parameters[name].to_local(grad_placements=placements)
+
+    def hide(module: nn.Module, args: tuple, output: Tensor) -> None:
+        for name in gradients:
+            module.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(show)
+    module.register_forward_hook(hide, always_call=True)
+
+
+def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Pass on a tensor that all ranks have; its gradients are added up, for each rank has that of its share."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
