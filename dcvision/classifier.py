@@ -22,10 +22,12 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 from dctrain.module import Example, TrainingModule
+from dctrain.sharding.tensor_parallel import Plan
 from dctrain.strategy import FSDP2Strategy
 
 from .data import Batch
 from .data.samples import as_batch
+from .parallel import split_vit
 from .swap import swap_attention
 
 
@@ -160,6 +162,11 @@ class ImageClassifier(TrainingModule):
             raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))
 
+    def split_model(self, rank: int, ranks: int) -> Plan:
+        """Tell the network to compute a rank's share; return how it is split then."""
+        with told_as(f"trainer.strategy.tensor_parallel={ranks}"):
+            return split_vit(self.model, ranks)
+
     def forward(self, images: Tensor) -> Tensor:
         """Classify uint8 images [B, 3, size, size]; returns logits [B, num_classes]. Uses averaged weights if kept."""
         return (self.model if self.training else self.evaluated)(self.normalise(images))
@@ -183,8 +190,8 @@ class ImageClassifier(TrainingModule):
             return self.model(images).sum() * 0.0
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
-        logits = self.model(images)
-        loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.hparams.label_smoothing)
+        logits = _widened(self.model(images))
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.hparams.label_smoothing)
         return self.log_step(loss, batch_size=len(images))
 
     def optimizer_step(self, *args, **kwargs) -> None:
@@ -204,7 +211,7 @@ class ImageClassifier(TrainingModule):
     def _evaluate(self, batch: Batch, prefix: str) -> None:
         """Update and log the metrics; samples that only pad a rank's share are left out."""
         batch = as_batch(batch)
-        logits = self(batch.images).float()
+        logits = _widened(self(batch.images))
         counts = batch.labels >= 0
         logits, labels = logits[counts], batch.labels[counts]
         if len(labels):
@@ -223,3 +230,8 @@ class ImageClassifier(TrainingModule):
         best, classes = probabilities.max(-1)
         rows = zip(batch.names, classes.tolist(), best.tolist(), batch.labels.tolist(), strict=True)
         return [{"name": n, "class": c, "probability": p} for n, c, p, label in rows if label >= 0]
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """Give logits at least 32 bits."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 from dctrain.cli import TrainerCLI, relative, run_program
+from dctrain.strategy import data_rank
 
 from .classifier import ImageClassifier
 from .compare import compare
@@ -36,12 +37,13 @@ class VisionCLI(TrainerCLI):
         return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
-        """Predict and write one line per image to `predictions.csv` (one file per rank on several), with the names of
-        the classes where they are known.
+        """Predict and write one line per image to `predictions.csv`, with the names of the classes where they are
+        known; one file per rank where several split the data.
         """
         kwargs = {**kwargs, "ckpt_path": self.evaluated_checkpoint(), "return_predictions": True}
         batches = self.trainer.predict(model, **kwargs)
-        suffix = f"-rank{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
+        rank, ranks = data_rank(self.trainer)
+        suffix = f"-rank{rank}" if ranks > 1 else ""
         path = Path(self.trainer.log_dir) / f"predictions{suffix}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", newline="") as file:

@@ -191,6 +191,7 @@ class ImageDataModule(ResumableDataModule):
             collate=Collate(self.image_size),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
+            rank=self.rank,
             world_size=self.world_size,
             num_steps=num_steps,
             seed=self.seed,

@@ -6,7 +6,9 @@ shuffle instead of the exact place. Evaluation still sees every sample once.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
 
 import webdataset as wds
 from torch.utils.data import DataLoader
@@ -61,6 +63,7 @@ def stream_loader(
     collate: Collate,
     batch_size: int,
     num_workers: int,
+    rank: int,
     world_size: int,
     num_steps: int | None,
     seed: int,
@@ -73,7 +76,8 @@ def stream_loader(
         collate: Makes a batch.
         batch_size: Samples of this rank in a step.
         num_workers: Loader processes of this rank.
-        world_size: Number of ranks.
+        rank: This process, of those that split the data.
+        world_size: Number of ranks that do.
         num_steps: Batches of an epoch, repeating the shards as needed (training); None for one pass (evaluation).
         seed: Seed of the shuffle.
 
@@ -89,7 +93,7 @@ def stream_loader(
     training = num_steps is not None
     dataset = wds.WebDataset(
         urls,
-        nodesplitter=wds.split_by_node,
+        nodesplitter=partial(_of_rank, rank=rank, world_size=world_size),
         shardshuffle=len(urls) if training else False,
         detshuffle=training,
         seed=seed,
@@ -104,3 +108,8 @@ def stream_loader(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*with_length")  # it tells that the length cuts nothing; with_epoch does
         return loader.with_epoch(num_steps).with_length(num_steps)
+
+
+def _of_rank(urls: Iterable, rank: int, world_size: int) -> Iterator:
+    """Leave a rank its part of the shards."""
+    return islice(urls, rank, None, world_size)

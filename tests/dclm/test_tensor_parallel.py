@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import yaml
 
+from dclm import LanguageModel
+from dctrain.errors import UserError
 from tests.dctrain.commands import record
 
 from .commands import run, small, spawn
@@ -13,17 +16,23 @@ LAYERS = "num_layers: 2, dim: 32, mlp_dim: 48, num_heads: 4"
 KINDS = {
     "dcformer++": ("dcformer_pp_debug", "windows: [8, null], num_groups: 2"),
     "dcpythia": ("dcpythia_debug", "num_groups: 2, static_base: true"),
+    "dcformer": ("dcformer_debug", "num_groups: 4, mlp_groups: 4"),
     "twin": ("dcformer_pp_debug", "pre_compose: false, post_compose: false"),
+}
+WAYS = {
+    "dcformer++": ["--model.recompute=true", "--data.separate_documents=true"],
+    "dcpythia": ["--trainer.accumulate_grad_batches=2"],
 }
 
 
 def of_kind(kind: str) -> list[str]:
     model, options = KINDS[kind]
-    return [f"--model.model={model}", f"--model.overrides={{{LAYERS}, {options}}}"]
+    return [f"--model.model={model}", f"--model.overrides={{{LAYERS}, {options}}}", *WAYS.get(kind, [])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in WAYS else pytest.mark.long) for kind in KINDS]
+)
 def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
     few = [*FEW, EXACT, *of_kind(kind)]
     run("fit", *small(corpus, tmp_path / "one"), *few, *record(tmp_path / "one"))
@@ -33,6 +42,34 @@ def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
     assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
     for key, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "four")[key], value, rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.long
+def test_fused_kernels_split(corpus, tmp_path):
+    """In float32, two by two are about as near to float64 as one process is."""
+    few = [*FEW, "--trainer.limit_train_batches=2", "--data.context_length=12", "--model.model=dcformer_pp_debug"]
+    fused = f"--model.overrides={{{LAYERS}, windows: [8, null], num_groups: 2, impl: triton}}"
+    mesh = [*HALVES, "--trainer.devices=4", "--data.batch_size=2", fused]
+    for name, options in (("exact", [*of_kind("dcformer++")[:2], EXACT]), ("one", [fused]), ("four", mesh)):
+        done = spawn("fit", *small(corpus, tmp_path / name), *few, *options, *record(tmp_path / name), timeout=500)
+        assert done.returncode == 0, done.stderr
+    exact, one, four = (weights(tmp_path / name) for name in ("exact", "one", "four"))
+    errors = [sum(float((state[key] - exact[key]).norm() ** 2) for key in exact) ** 0.5 for state in (one, four)]
+    assert errors[1] < 2 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("num_groups: 1", "trainer.strategy.tensor_parallel=2: num_groups=1 cannot be split over 2 ranks"),
+        ("num_groups: 2, mlp_dim: 45", "mlp_dim=45 cannot be split over 2 ranks"),
+        ("num_groups: 2, mlp_dim: 48, mlp_groups: 3", "mlp_groups=3 cannot be split over 2 ranks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(options, message):
+    module = LanguageModel("dcformer_debug", overrides=yaml.safe_load(f"{{{options}}}"))
+    with pytest.raises(UserError, match=message):
+        module.split_model(0, 2)
 
 
 MESHES = {

@@ -1,0 +1,54 @@
+"""How a vision transformer is split over ranks: attention by head groups, the MLP by hidden channels."""
+
+from timm.layers import Mlp
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+from dcmha import DCAttention
+from dcmha.parallel import Split, split_heads
+from dctrain.sharding.tensor_parallel import Plan
+
+
+def split_vit(model: nn.Module, ranks: int) -> Plan:
+    """Tell a vision transformer of composed layers, or its twin, to compute the share of a rank, in place.
+
+    Args:
+        model: A model of timm's whose blocks have `attn`, a `DCAttention`, and `mlp`, timm's `Mlp`.
+        ranks: Ranks that share each layer.
+
+    Returns:
+        How its parameters are split.
+
+    Raises:
+        ValueError: If it has other blocks, or head groups or hidden channels do not split.
+    """
+    splits, styles, entered = {}, {}, []
+    blocks = list(getattr(model, "blocks", ()))
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no blocks to split.")
+    for i, block in enumerate(blocks):
+        _check_block(i, block)
+        for part, found in (("attn", split_heads(block.attn, ranks)), ("mlp", _split_mlp(block.mlp, ranks))):
+            splits |= {f"blocks.{i}.{part}.{name}": split for name, split in found.items()}
+            entered.append(f"blocks.{i}.{part}")
+        styles |= {f"blocks.{i}.{name}": RowwiseParallel(input_layouts=Shard(-1)) for name in ("attn.proj", "mlp.fc2")}
+    return Plan(splits, entered, styles)
+
+
+def _check_block(number: int, block: nn.Module) -> None:
+    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    if not isinstance(attn, DCAttention) or type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
+        got = f"{type(attn).__name__} and {type(mlp).__name__}"
+        raise ValueError(f"block {number} of {got} cannot be split; accepted: DCAttention and timm's Mlp.")
+    if any(True for _ in mlp.norm.parameters()):
+        raise ValueError(f"block {number}: a norm within the MLP cannot be split.")
+
+
+def _split_mlp(mlp: Mlp, ranks: int) -> dict[str, Split]:
+    width = mlp.fc1.out_features
+    if width % ranks:
+        raise ValueError(f"{width} hidden channels cannot be split over {ranks} ranks.")
+    splits = {"fc1.weight": Split(0), "fc1.bias": Split(0), "fc2.weight": Split(1)}
+    present = dict(mlp.named_parameters())
+    return {name: split for name, split in splits.items() if name in present}
