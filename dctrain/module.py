@@ -14,6 +14,7 @@ from dcmha import ComposedLayer
 
 from .errors import Diverged, UserError, told_as
 from .flops import forward_flops
+from .sharding.norm import total_norm
 from .sharding.tensor_parallel import Plan
 from .strategy import FSDP2Strategy, data_rank
 
@@ -124,11 +125,15 @@ class TrainingModule(L.LightningModule):
         return flops
 
     def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
-        """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for."""
+        """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for; where
+        parameters are gathered between the blocks, those alone.
+        """
+        compiled = [self.model]
         if isinstance(self.trainer.strategy, FSDP2Strategy):
             self.trainer.strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
-        if self.hparams.compile:
-            self.model.compile()
+            compiled = blocks
+        for module in compiled if self.hparams.compile else ():
+            module.compile()
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         """Seed this step's random numbers, and tell the loggers its number, which Lightning counts one too high after
@@ -169,8 +174,8 @@ class TrainingModule(L.LightningModule):
             got = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
             raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, gradient_clip_val or math.inf)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = total_norm([p.grad for p in parameters])
+        nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val or math.inf, norm)
         self.log("train/grad_norm", norm)
         if norm.isfinite():
             self.skipped_in_a_row = 0

@@ -282,7 +282,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--model.overrides={init_std: x}", "init_std='x' must be of type float or None"),
     ):
         assert message in mistake(capsys, "fit", *arguments, option), option
-    assert "--checkpoint must name a .ckpt file" in mistake(capsys, "validate", *arguments)
+    assert "--checkpoint must name a checkpoint (NAME.ckpt)" in mistake(capsys, "validate", *arguments)
 
 
 def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):

@@ -198,26 +198,33 @@ def test_an_export_without_a_tensor_is_refused(stopped, tmp_path, capsys):
     assert "does not hold the weights of the model it names: " in error and "head.weight" in error
 
 
+TWO_SHARDS = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
+
+
+@pytest.mark.parametrize("strategy", [[], TWO_SHARDS], ids=["", "sharded"])
 @pytest.mark.parametrize(
     "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 8))]
 )
-def test_killed_at_a_random_moment(shards, tmp_path, seed):
+def test_killed_at_a_random_moment(shards, tmp_path, seed, strategy):
     """Wherever a kill falls, every checkpoint that is left loads, and the run goes on to the same end."""
-    command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--checkpoint_every_n_steps=1"]
+    arguments = [*small(shards, tmp_path), *strategy]
+    command = [sys.executable, "-m", "dcvision", "fit", *arguments, "--checkpoint_every_n_steps=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **silent)
     folder = tmp_path / "t/version_0"
     deadline = time.monotonic() + 120
     while not list(folder.glob("checkpoints/last-*.ckpt")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.4 * seed)
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for path in folder.rglob("*.ckpt"):
-        load_checkpoint(path)
-    resumed = spawn("fit", *small(shards, tmp_path), f"--resume={folder}")
+        load_checkpoint(path, with_optimizer=True)
+    resumed = spawn("fit", *arguments, f"--resume={folder}")
     assert resumed.returncode == 0, resumed.stderr
-    whole = spawn("fit", *small(shards, tmp_path / "whole"))
+    assert {path.name.split("-")[0] for path in folder.glob("checkpoints/*")} == {"best", "last"}
+    whole = spawn("fit", *small(shards, tmp_path / "whole"), *strategy)
     assert whole.returncode == 0, whole.stderr
     ends = [
         load_checkpoint(root / "t/version_0/checkpoints/last-step=30.ckpt") for root in (tmp_path, tmp_path / "whole")
@@ -283,10 +290,9 @@ def test_what_lightning_says_of_its_arguments_is_one_line(shards, tmp_path, caps
 
 @pytest.mark.long
 def test_fsdp2_goes_on(shards, tmp_path):
-    two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
-    arguments = ["fit", *small(shards, tmp_path), *two, "--checkpoint_every_n_steps=5"]
+    arguments = ["fit", *small(shards, tmp_path), *TWO_SHARDS, "--checkpoint_every_n_steps=5"]
     stopped = spawn(*arguments, "--trainer.max_steps=10")
     assert stopped.returncode == 0, stopped.stderr
     resumed = spawn(*arguments, f"--resume={tmp_path}/t/version_0")
     assert resumed.returncode == 0, resumed.stderr
-    assert (tmp_path / "t/version_0/checkpoints/last-step=30.ckpt").is_file()
+    assert (tmp_path / "t/version_0/checkpoints/last-step=30.ckpt").is_dir()

@@ -1,0 +1,173 @@
+"""Checkpoints of many ranks are read wherever others are; damaged ones are refused, and what fails leaves nothing."""
+
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from dctrain.checkpoint import check_resumable, find_checkpoint, load_checkpoint
+from dctrain.errors import UserError
+from dctrain.sharding import folders
+from tests.dctrain.commands import record
+from tests.dctrain.recorder import read
+
+from .commands import run, small
+from .data.corpora import numbered_corpus
+
+SHARDED = "--trainer.strategy=fsdp2"
+FEW = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1"]
+STEADY = ["--model.warmup_fraction=0", "--model.final_lr_fraction=1"]  # whatever the number of steps
+
+
+@pytest.fixture(scope="module")
+def run_of_one_rank(tmp_path_factory) -> Path:
+    """An epoch."""
+    root = tmp_path_factory.mktemp("sharded")
+    corpus = numbered_corpus(root / "corpus", 41 * 24 + 1, 7 * 24 + 1)
+    run("fit", *small(corpus, root), *FEW, *STEADY, "--trainer.max_epochs=1", SHARDED)
+    return root / "t"
+
+
+@pytest.fixture
+def trained(run_of_one_rank, tmp_path) -> Path:
+    """Its last checkpoint, to do with as one likes."""
+    shutil.copytree(run_of_one_rank, tmp_path / "t")
+    (last,) = tmp_path.glob("t/version_0/checkpoints/last-*.ckpt")
+    return last
+
+
+def test_is_whole_and_alone(trained):
+    assert find_checkpoint(str(trained)) == trained == find_checkpoint(str(trained.parents[1]))
+    assert sorted(path.name for path in trained.iterdir()) == [".metadata", "__0_0.distcp", "meta.pt"]
+    assert sorted(path.name.split("-")[0] for path in trained.parent.iterdir()) == ["best", "last"]
+    check_resumable(trained)
+
+
+def test_one_process_goes_on_from_it_as_many_do(trained, corpus, tmp_path):
+    """And many from a file."""
+    again = [*FEW, *STEADY, "--trainer.max_epochs=2"]
+    run("fit", *small(corpus, tmp_path), *again, f"--resume={trained}", *record(tmp_path / "one"))
+    run("fit", *small(corpus, tmp_path / "file"), *FEW, *STEADY, "--trainer.max_epochs=1")
+    file = find_checkpoint(str(tmp_path / "file"))
+    assert file.is_file()
+    run("fit", *small(corpus, tmp_path / "file"), *again, SHARDED, f"--resume={file}", *record(tmp_path / "sharded"))
+    one, sharded = (read(tmp_path / name) for name in ("one", "sharded"))
+    assert list(one) == [3, 4, 5]
+    for batch, record_of_one in one.items():
+        assert sharded[batch]["samples"] == record_of_one["samples"]
+        losses = [float.fromhex(r["loss"]) for r in (record_of_one, sharded[batch])]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_commands_read_it(trained, corpus, tmp_path, capsys):
+    run("validate", *small(corpus, tmp_path), f"--checkpoint={trained}")
+    validated = capsys.readouterr().out
+    run("validate", *small(corpus, tmp_path), f"--checkpoint={trained}", SHARDED)
+    assert "val/loss" in validated and "val/loss" in capsys.readouterr().out
+    run("generate", f"--checkpoint={trained}", "--prompt=abc", "--max_new_tokens=3", "--seed=0")
+    run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'exported'}")
+    run(
+        "generate",
+        f"--checkpoint={tmp_path / 'exported'}",
+        "--prompt=abc",
+        "--max_new_tokens=3",
+        "--seed=0",
+        "--tokenizer=bytes",
+    )
+    first, *_, second = capsys.readouterr().out.strip().splitlines()
+    assert first == second
+
+
+def _damage(trained: Path, kind: str) -> None:
+    data = trained / "__0_0.distcp"
+    match kind:
+        case "missing":
+            data.unlink()
+        case "cut off":
+            os.truncate(data, data.stat().st_size - 100)
+        case "no index":
+            (trained / ".metadata").unlink()
+        case "index":
+            (trained / ".metadata").write_bytes(b"x")
+        case "meta":
+            (trained / "meta.pt").write_bytes(b"x")
+        case "code":
+            (trained / ".metadata").write_bytes(pickle.dumps(os.system))
+
+
+@pytest.mark.parametrize("command", [["fit", "--resume"], ["validate", "--checkpoint"], ["generate", "--checkpoint"]])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "is no whole checkpoint: its file __0_0.distcp is missing."),
+        ("cut off", "is no whole checkpoint: its file __0_0.distcp is cut off at"),
+        ("no index", "is no whole checkpoint: it has no index."),
+        ("index", ".metadata is no readable index of a checkpoint (UnpicklingError)."),
+        ("meta", "meta.pt is no readable part of a checkpoint"),
+        ("code", ".metadata is no readable index of a checkpoint (UnpicklingError)."),
+    ],
+)
+def test_damaged_ones_are_refused(trained, corpus, tmp_path, capsys, kind, message, command):
+    _damage(trained, kind)
+    more = ["--prompt=a"] if command[0] == "generate" else small(corpus, tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        run(command[0], f"{command[1]}={trained}", *more)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") < 3
+
+
+def test_other_models_are_refused(trained, corpus, tmp_path, capsys):
+    other = "--model.overrides={num_layers: 3, dim: 32, mlp_dim: 48, windows: [8, null]}"
+    for strategy in (SHARDED, "--trainer.strategy=auto"):
+        with pytest.raises(SystemExit):
+            run("fit", *small(corpus, tmp_path), other, strategy, f"--resume={trained}")
+        assert "the checkpoint is of another architecture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["tensors", "meta"])
+@pytest.mark.parametrize(
+    "strategy",
+    [["fsdp2"], ["FSDP2Strategy", "--trainer.strategy.async_save=true"]],
+    ids=["", "async"],
+)
+def test_a_full_disk_leaves_the_last_whole(corpus, tmp_path, capsys, monkeypatch, where, strategy):
+    """Of the second checkpoint nothing stays, and the first does."""
+    saved = []
+
+    def full(*args, **kwargs):
+        saved.append(1)
+        if len(saved) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args, **kwargs)
+
+    owner, name = (dcp.FileSystemWriter, "write_data") if where == "tensors" else (folders, "written_whole")
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(SystemExit) as exit_info:
+        run(
+            "fit",
+            *small(corpus, tmp_path),
+            *FEW,
+            f"--trainer.strategy={strategy[0]}",
+            *strategy[1:],
+            "--checkpoint_every_n_steps=2",
+        )
+    assert exit_info.value.code == 2
+    assert "No space left on device" in capsys.readouterr().err
+    folder = tmp_path / "t/version_0/checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["last-step=0.ckpt"]
+    assert load_checkpoint(folder / "last-step=0.ckpt")["global_step"] == 0
+
+
+def test_an_unfinished_one_is_not_found(trained):
+    os.replace(trained, trained.with_name(f"{trained.name}.0.partial"))
+    assert find_checkpoint(str(trained.parent)).name.startswith("best-")
+    for best in trained.parent.glob("best-*"):
+        os.replace(best, best.with_name(f"{best.name}.0.partial"))
+    with pytest.raises(UserError, match="no checkpoint"):
+        find_checkpoint(str(trained.parent))
