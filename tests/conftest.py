@@ -28,6 +28,14 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Forget what a process group of this process says of its ranks: processes that a test starts would believe it."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 def encode(pixels, kind: str = "PNG") -> bytes:
     """Encode an array of uint8 pixels."""
     from PIL import Image
