@@ -6,17 +6,20 @@ python benchmarks/train_step_lm.py --batch-size 8 --device cuda --dtype bfloat16
 
 import argparse
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from models import compare, language_parser
 
 import dclm
+from dctrain.recompute import Recompute, set_recompute
 
 
 def make_step(config: dclm.DecoderConfig, options: argparse.Namespace) -> Callable[[], None]:
     """Make a training step: forward, chunked cross-entropy, backward, AdamW."""
     torch.manual_seed(0)
-    decoder = dclm.Decoder(config, recompute=options.recompute, device=options.device)
+    decoder = dclm.Decoder(config, device=options.device)
+    set_recompute(decoder, options.recompute)
     if options.compile:
         decoder.compile()
     shape = (options.batch_size, options.tokens + 1)
@@ -39,7 +42,7 @@ def main() -> None:
     parser = language_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-    parser.add_argument("--recompute", action="store_true", help="recompute the blocks in the backward pass")
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="in the backward pass")
     options = parser.parse_args()
     compare(make_step, options, options.tokens * options.batch_size)
 

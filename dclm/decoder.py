@@ -20,7 +20,6 @@ class Decoder(nn.Module):
 
     Args:
         config: Architecture of the model.
-        recompute: Keep only the blocks' inputs for the backward pass and compute the rest again.
         device: Where the parameters live.
         dtype: Dtype of the parameters.
     """
@@ -29,13 +28,12 @@ class Decoder(nn.Module):
         self,
         config: DecoderConfig,
         *,
-        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {"device": "meta", "dtype": dtype}  # whose modules draw no weights that are drawn anew
-        self.config, self.recompute = config, recompute
+        self.config, self.grad_checkpointing = config, False
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
         learned = config.position == "learned"
         self.position_embed = nn.Embedding(config.context_length, config.dim, **dd) if learned else None
@@ -46,6 +44,10 @@ class Decoder(nn.Module):
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward pass, and compute the rest again."""
+        self.grad_checkpointing = enable
 
     def init_weights(self) -> None:
         """Draw all weights anew: N(0, init_std), biases zero, compose weights as the paper says.
@@ -178,7 +180,7 @@ class Decoder(nn.Module):
             rope = rotary_embedding(positions, self.config.rotary_dim, self.config.rotary_base, dtype)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, layers, strict=True):
-            if self.recompute and cache is None and torch.is_grad_enabled():
+            if self.grad_checkpointing and cache is None and torch.is_grad_enabled():
                 x = checkpoint(block, x, attn_mask, rope, None, use_reentrant=False)
             else:
                 x = block(x, attn_mask, rope, layer_cache)

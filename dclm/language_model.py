@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
+from dctrain.recompute import Recompute, set_recompute
 from dctrain.sharding.deferred import weights_device
 from dctrain.sharding.tensor_parallel import Plan
 
@@ -46,7 +47,8 @@ class LanguageModel(TrainingModule):
         vocab_size: Rows of the embeddings.
         context_length: Tokens of a sequence.
         overrides: Other fields of `DecoderConfig` to replace.
-        recompute: Keep only the blocks' inputs for the backward pass.
+        recompute: What is computed again in the backward pass, to keep less until then: "none"; "attention", each
+            attention layer; "block", each block.
         lr: Peak learning rate.
         weight_decay: AdamW's weight decay, multiplied by the learning rate.
         betas: AdamW's decay rates of the moments.
@@ -69,7 +71,7 @@ class LanguageModel(TrainingModule):
         vocab_size: int = 257,
         context_length: int = 256,
         overrides: dict[str, Any] | None = None,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -86,7 +88,8 @@ class LanguageModel(TrainingModule):
             raise UserError(f"{warmup_fraction=} must be in [0, 1).")
         self.config = build_config(model, vocab_size, context_length, overrides or {})
         with told_as(f"model {model!r} cannot be built with {overrides}"):
-            self.model = Decoder(self.config, recompute=recompute, device=weights_device())
+            self.model = Decoder(self.config, device=weights_device())
+        set_recompute(self.model, recompute)
         self.val_loss = MeanMetric()
         self.forward_flops: int | None = None
 

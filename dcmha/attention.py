@@ -159,7 +159,19 @@ class DCAttention(ComposedLayer):
         Raises:
             ValueError: If `x` or `attn_mask` has a shape that does not fit.
         """
-        B, T, _ = self._check_input(x)
+        self._check_input(x)
+        if cache is not None:
+            return self._attend_within(x, attn_mask, is_causal, rope, cache)
+        return self._run(self._attend_within, x, attn_mask, is_causal, rope)
+
+    def _attend_within(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        rope: Rope | None,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
         q, k, v = self._project(x)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -169,15 +181,14 @@ class DCAttention(ComposedLayer):
             k, v, pre, post, cache_mask = cache.update(k, v, pre, post)
             attn_mask = combine_masks(attn_mask, cache_mask)
         out = self.attend(q, k, v, pre, post, attn_mask, is_causal=is_causal)
-        out = self.norm(out.transpose(1, 2).reshape(B, T, self.attn_dim))
+        out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
 
-    def _check_input(self, x: Tensor) -> torch.Size:
+    def _check_input(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}; accepted: [B, T, C] with C = {self.dim}.")
-        return x.shape
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Make q, k and v, each [B, H, T, D]."""

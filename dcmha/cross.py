@@ -105,6 +105,9 @@ class DCCrossAttention(ComposedLayer):
             ValueError: If a shape does not fit, or `context_mask` is not boolean.
         """
         self._check(x, context, context_mask)
+        return self._run(self._attend_to, x, context, context_mask, attn_mask)
+
+    def _attend_to(self, x: Tensor, context: Tensor, context_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
         q = self.q_norm(self._heads(self.q(x)))
         k, v = (self._heads(part) for part in self.kv(context).chunk(2, -1))
         if context_mask is not None:

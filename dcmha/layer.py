@@ -3,11 +3,13 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import NO_TORCHSCRIPT, composed_attention
@@ -41,6 +43,7 @@ class ComposedLayer(nn.Module):
         options: What is composed.
         window: A query sees this many keys, its own included; None for all.
         impl: As in `composed_attention`; may be set anew at any time.
+        recompute: Keep only the layer's input for the backward pass, and compute the rest again; may be set anew.
         resolved_impl: The implementation that the layer's first call used; None before.
     """
 
@@ -51,7 +54,7 @@ class ComposedLayer(nn.Module):
     def _set_options(self, *, window: int | None = None, impl: Impl = "auto", **options) -> None:
         """Check and keep the options of a layer."""
         self.options = check_options(window=window, impl=impl, **options)
-        self.window, self.impl = window, impl
+        self.window, self.impl, self.recompute = window, impl, False
         self.resolved_impl: ResolvedImpl | None = None
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -68,6 +71,12 @@ class ComposedLayer(nn.Module):
         """The ranks of the layer's compositions."""
         options, sides = self.options, self.options.sides
         return Ranks(options.rank if "query" in sides else 0, options.rank if "key" in sides else None)
+
+    def _run(self, function: Callable[..., Tensor], *args) -> Tensor:
+        """Call the layer's own computation, and if it recomputes keep no more than its arguments."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *args, use_reentrant=False)
+        return function(*args)
 
     def check_device(self, device: torch.device) -> None:
         """Check that this layer's implementation runs on a device, for tensors of the weights' dtype.

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dcmha import ComposedLayer, ComposeWeights
 
 from .errors import UserError
+from .recompute import Recompute, set_recompute
 from .strategy import make_mesh, shard_blocks
 
 GIB = 2**30
@@ -68,19 +69,23 @@ def sharded_numel(model: nn.Module, world: int, replicas: int) -> int:
         return sum(parameter.to_local().numel() for parameter in model.parameters())
 
 
-def activation_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
+def activation_bytes(
+    model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype, recompute: Recompute = "none"
+) -> int:
     """Count the bytes that a forward pass keeps for the backward pass, as the fused kernels run it.
 
     Args:
-        model: The network; if it recomputes blocks, what one of them keeps meanwhile is added.
+        model: The network.
         args: Its inputs, on the meta device.
         kwargs: More of them.
         dtype: Dtype of what is computed.
+        recompute: What is recomputed; what one block keeps meanwhile is added.
     """
     model = copy.deepcopy(model).to(device="meta", dtype=dtype).train()
+    set_recompute(model, recompute)
     kept = _kept_bytes(model, args, kwargs, dtype)
-    if getattr(model, "recompute", False):
-        model.recompute = False
+    if recompute != "none":
+        set_recompute(model, "none")
         kept += (_kept_bytes(model, args, kwargs, dtype) - kept) // len(model.blocks)
     return kept
 

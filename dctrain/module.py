@@ -214,11 +214,18 @@ class TrainingModule(L.LightningModule):
         warmup_steps = self.warmup_steps(total_steps)
         if warmup_steps >= total_steps and not self.trainer.fast_dev_run:
             raise UserError(f"model.warmup_steps={warmup_steps} must be less than the run's {total_steps} steps.")
-        optimizer = torch.optim.AdamW(self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas))
+        optimizer = torch.optim.AdamW(
+            self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas), fused=self._is_fused() or None
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, warmup_steps, total_steps, hp.final_lr_fraction)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _is_fused(self) -> bool:
+        """Tell whether the optimiser's step is one kernel: on a GPU, unless a gradient scaler unscales before it."""
+        has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        return self.trainer.strategy.root_device.type == "cuda" and not has_scaler
 
     def _total_steps(self) -> int:
         """Count the optimiser steps of the whole run.

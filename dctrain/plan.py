@@ -99,7 +99,8 @@ def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, world: i
     model, strategy = module.model, trainer["strategy"]
     is_mixed = "16" in str(trainer["precision"] or "32")
     args, kwargs, _ = module.example(batch_size)
-    activations = activation_bytes(model, args, kwargs, torch.bfloat16 if is_mixed else torch.float32)
+    dtype, recompute = torch.bfloat16 if is_mixed else torch.float32, module.hparams.recompute
+    activations = activation_bytes(model, args, kwargs, dtype, recompute)
     if not is_sharding(strategy):
         return ddp_memory(model, activations, is_mixed=is_mixed, world=world)
     replicas, accumulate = _replicas(strategy), trainer["accumulate_grad_batches"]

@@ -22,6 +22,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 from dctrain.module import Example, TrainingModule
+from dctrain.recompute import Recompute, set_recompute
 from dctrain.sharding.tensor_parallel import Plan
 from dctrain.strategy import FSDP2Strategy
 
@@ -73,6 +74,8 @@ class ImageClassifier(TrainingModule):
         model_kwargs: More arguments for the model; options of `DCAttention` are accepted by `dcvit_*`.
         swap: Options of `swap_attention`, to put composed attention into a model of timm's; {} takes the defaults, None
             leaves the model as it is.
+        recompute: What is computed again in the backward pass, to keep less until then: "none"; "attention", each layer
+            of composed attention; "block", each block.
         lr: Peak learning rate.
         weight_decay: As torch's AdamW: multiplied by the learning rate. 1e-4 in big_vision's units is 0.1 at lr 1e-3.
         betas: AdamW's decay rates of the moments.
@@ -98,6 +101,7 @@ class ImageClassifier(TrainingModule):
         image_size: int = 8,
         model_kwargs: dict[str, Any] | None = None,
         swap: dict[str, Any] | None = None,
+        recompute: Recompute = "none",
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -122,6 +126,7 @@ class ImageClassifier(TrainingModule):
         if not 0 < (0.5 if ema_decay is None else ema_decay) < 1:
             raise UserError(f"{ema_decay=} must be in (0, 1).")
         self.model = build_model(model, num_classes, image_size, model_kwargs or {}, swap)
+        set_recompute(self.model, recompute)
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
         cfg = getattr(self.model, "pretrained_cfg", {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})

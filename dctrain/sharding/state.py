@@ -49,11 +49,13 @@ def make_states(module: nn.Module, optimizer: Optimizer, stored: Mapping[str, to
     """
     optimizer.state.clear()
     parameters = dict(module.named_parameters())
+    fused = {parameter: group["fused"] for group in optimizer.param_groups for parameter in group["params"]}
     for full in filter(_is_of_optimizer, stored):
         name, key = _name_and_key(full)
         parameter = parameters[name]
         has_its_shape = stored[full] == parameter.shape
-        empty = torch.zeros_like(parameter) if has_its_shape else torch.zeros(stored[full])
+        device = parameter.device if fused[parameter] else "cpu"
+        empty = torch.zeros_like(parameter) if has_its_shape else torch.zeros(stored[full], device=device)
         optimizer.state[parameter][key] = empty.detach()
 
 
@@ -73,9 +75,9 @@ def named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict]:
 
 
 def set_groups(optimizer: Optimizer, groups: list[dict]) -> None:
-    """Take over the settings of groups, but not their parameters."""
+    """Take over the settings of groups, but not their parameters, nor by which kernels this device steps."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in stored.items() if key != "params"})
+        group.update({key: value for key, value in stored.items() if key not in ("params", "fused", "foreach")})
 
 
 def flatten(checkpoint: dict, groups: list[dict]) -> dict[str, Tensor]:

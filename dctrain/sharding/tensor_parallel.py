@@ -41,7 +41,7 @@ def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         if module._parameters and name not in plan.styles:
             _use_local_parameters(module, {k: plan.splits.get(prefix + k, WHOLE) for k in module._parameters})
     for name in plan.entered:
-        model.get_submodule(name).register_forward_pre_hook(lambda module, args: (_enter(args[0], mesh), *args[1:]))
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args: (enter(args[0], mesh), *args[1:]))
     for name, style in plan.styles.items():
         parallelize_module(model.get_submodule(name), mesh, style)
 
@@ -71,6 +71,6 @@ def _use_local_parameters(module: nn.Module, splits: Mapping[str, Split]) -> Non
     module.register_forward_hook(hide, always_call=True)
 
 
-def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Pass on a tensor that all ranks have; its gradients are added up, for each rank has that of its share."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import dclm
 from dclm.loss import next_token_loss
+from dctrain.recompute import set_recompute
 from tests.dcmha.inputs import relative_error
 
 SMALL = {"vocab_size": 61, "dim": 32, "num_heads": 4, "num_layers": 3, "mlp_dim": 48, "context_length": 24}
@@ -163,13 +164,14 @@ def test_packed_documents_do_not_see_each_other(name, impl):
     assert reached.tolist() == [False] * 8 + [True] * 9
 
 
-@pytest.mark.parametrize("name", ["dcformer_pp_debug", "dcpythia_debug"])
-def test_recomputing_changes_no_gradient(name):
+@pytest.mark.parametrize("choice", ["attention", "block"])
+@pytest.mark.parametrize("name", ["dcformer_pp_debug", "dcpythia_debug", "pythia_debug"])
+def test_recomputing_changes_no_gradient(name, choice):
     decoder = small(name)
     decoder(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
     expected = {key: p.grad for key, p in decoder.named_parameters()}
     decoder.zero_grad()
-    decoder.recompute = True
+    set_recompute(decoder, choice)
     decoder(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
     for key, parameter in decoder.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-12, atol=1e-14, msg=key)
@@ -204,14 +206,22 @@ def test_loss_never_holds_all_logits(monkeypatch):
     assert max(sizes) == 7 and sum(sizes) == 24
 
 
-def test_bfloat16_loss_is_summed_in_float32():
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("chunk_logits", [300 * 50, 300 * 1000])
+def test_logits_of_halves_are_not_rounded(chunk_logits, is_autocast):
     torch.manual_seed(0)
-    hidden, output = torch.randn(2, 64, 32, dtype=torch.bfloat16), torch.randn(300, 32, dtype=torch.bfloat16)
+    hidden, output = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((2, 64, 32), (300, 32)))
     targets = torch.randint(300, (2, 64))
-    loss = next_token_loss(hidden, output, targets)
-    assert loss.dtype == torch.float32
-    exact = F.cross_entropy((hidden @ output.T).double().flatten(0, 1), targets.flatten())
-    assert abs(loss - exact) < 1e-5
+    exact = [x.double().requires_grad_() for x in (hidden, output)]
+    expected = F.cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), targets.flatten())
+    expected.backward()
+    operands = [(x.float() if is_autocast else x).requires_grad_() for x in (hidden, output)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        loss = next_token_loss(*operands, targets, chunk_logits=chunk_logits)
+    loss.backward()
+    assert loss.dtype == torch.float32 and abs(loss - expected) < 1e-5
+    for x, y in zip(operands, exact, strict=True):
+        assert relative_error(x.grad.double(), y.grad) < 4e-3
 
 
 def test_windows_are_a_pattern_over_the_layers():
@@ -259,7 +269,7 @@ def test_compiles_whole_and_trains(tokens, recompute, backend):
     grads = {key: p.grad for key, p in decoder.named_parameters()}
     decoder.zero_grad()
     keys = list(decoder.state_dict())
-    decoder.recompute = recompute
+    decoder.set_grad_checkpointing(recompute)
     decoder.compile(fullgraph=True, backend=backend)
     loss = decoder(text, targets=targets)
     loss.backward()

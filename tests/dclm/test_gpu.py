@@ -14,7 +14,8 @@ def test_a_405m_training_step():
     for impl, recompute in (("compiled", False), ("triton", False), ("triton", True)):
         torch.manual_seed(0)
         config = decoder_config("dcformer_pp_405m", num_layers=2, impl=impl)
-        decoder = Decoder(config, recompute=recompute, device="cuda")
+        decoder = Decoder(config, device="cuda")
+        decoder.set_grad_checkpointing(recompute)
         decoder.compile()
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-3)
         tokens = torch.randint(config.vocab_size, (4, 2049), device="cuda")

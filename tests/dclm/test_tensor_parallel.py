@@ -20,7 +20,7 @@ KINDS = {
     "twin": ("dcformer_pp_debug", "pre_compose: false, post_compose: false"),
 }
 WAYS = {
-    "dcformer++": ["--model.recompute=true", "--data.separate_documents=true"],
+    "dcformer++": ["--model.recompute=block", "--data.separate_documents=true"],
     "dcpythia": ["--trainer.accumulate_grad_batches=2"],
 }
 

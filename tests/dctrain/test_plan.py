@@ -21,17 +21,19 @@ def test_activations_are_what_autograd_keeps():
 
 
 def test_composed_attention_keeps_no_matrix_and_recomputing_one_block():
-    def kept(tokens: int, layers: int, recompute: bool) -> int:
+    def kept(tokens: int, layers: int, recompute: str) -> int:
         config = dclm.decoder_config("dcformer_pp_debug", num_layers=layers, windows=(None,), context_length=tokens)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        model = dclm.Decoder(config, device="meta", recompute=recompute)
-        return activation_bytes(model, (ids,), {"targets": ids}, torch.bfloat16)
+        model = dclm.Decoder(config, device="meta")
+        return activation_bytes(model, (ids,), {"targets": ids}, torch.bfloat16, recompute)
 
-    assert kept(512, 2, False) < 2.1 * kept(256, 2, False)
-    a_block = kept(256, 3, False) - kept(256, 2, False)
-    a_block_input = kept(256, 3, True) - kept(256, 2, True)
-    assert a_block_input < a_block / 10
-    assert kept(256, 8, True) < kept(256, 2, False) + 6 * a_block / 10
+    assert kept(512, 2, "none") < 2.1 * kept(256, 2, "none")
+    a_block, without_attention, a_block_input = (
+        kept(256, 3, choice) - kept(256, 2, choice) for choice in ("none", "attention", "block")
+    )
+    assert a_block_input < a_block / 8
+    assert 2 * a_block_input < without_attention < 0.8 * a_block
+    assert kept(256, 8, "block") < kept(256, 2, "none") + 6 * a_block / 8
 
 
 def test_shards_of_a_world():

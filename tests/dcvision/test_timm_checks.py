@@ -8,6 +8,7 @@ import torch
 from timm.models._features_fx import create_feature_extractor
 
 import dcvision  # noqa: F401
+from dctrain.recompute import set_recompute
 
 FIRST = ["dcvit_digits_patch2_8", "mhavit_tiny_patch16_224"]
 NAMES = [
@@ -94,13 +95,14 @@ def test_traced_by_fx(name):
 def test_recomputing_changes_nothing(name):
     model, x = make(name).train(), images()
     gradients = []
-    for is_on in (False, True):
-        model.set_grad_checkpointing(is_on)
+    for choice in ("none", "attention", "block"):
+        set_recompute(model, choice)
         model.zero_grad()
         model(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    for whole, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(whole, recomputed)
+    for whole, *others in zip(*gradients, strict=True):
+        for recomputed in others:
+            torch.testing.assert_close(whole, recomputed)
 
 
 @pytest.mark.parametrize("name", NAMES)
