@@ -2,6 +2,7 @@
 
 # B batch, T tokens, C model width, V vocabulary
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from dcmha.functional import autocast_dtype
 from dctrain.sharding.tensor_parallel import enter
 
 IGNORED = -100
@@ -51,14 +53,15 @@ def next_token_loss(
     if isinstance(output, DTensor):
         split = _SplitVocabulary(output.device_mesh, output.shape[0])
         hidden, output = enter(hidden, split.mesh), output.to_local()
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    dtype = autocast_dtype(hidden.device.type)
+    if dtype is not None:
         hidden, output = hidden.to(dtype), output.to(dtype)
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
-    if len(chunks) == 1:
-        losses = [_summed_loss(hidden, output, targets, split)]
-    else:
-        losses = [checkpoint(_summed_loss, h, output, t, split, use_reentrant=False) for h, t in chunks]
+    with nullcontext() if dtype is None else torch.autocast(hidden.device.type, enabled=False):
+        if len(chunks) == 1:
+            losses = [_summed_loss(hidden, output, targets, split)]
+        else:
+            losses = [checkpoint(_summed_loss, h, output, t, split, use_reentrant=False) for h, t in chunks]
     return sum(losses) / counts.sum().clamp(min=1)
 
 
@@ -85,10 +88,9 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        with torch.autocast(a.device.type, enabled=False):
-            if a.device.type == "cuda":
-                return torch.mm(a, b.T, out_dtype=torch.float32)
-            return a.float() @ b.float().T
+        if a.device.type == "cuda":
+            return torch.mm(a, b.T, out_dtype=torch.float32)
+        return a.float() @ b.float().T
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:

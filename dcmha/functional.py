@@ -84,9 +84,9 @@ def composed_attention(
             raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
     for name, weights in (("pre", pre), ("post", post)):
         _check_types(name, weights)
-    is_autocast = _has_autocast(q.device.type) and torch.is_autocast_enabled(q.device.type)
-    if is_autocast:
-        q, k, v, pre, post, attn_mask = _autocast(q, k, v, pre, post, attn_mask)
+    dtype = autocast_dtype(q.device.type)
+    if dtype is not None:
+        q, k, v, pre, post, attn_mask = _cast(dtype, q, k, v, pre, post, attn_mask)
     _check_qkv(q, k, v)
     _check_options(q, is_causal, window, scale, dropout_p, num_groups)
     _check_weights("pre", pre, q, k, num_groups)
@@ -103,7 +103,7 @@ def composed_attention(
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(q, k, v, pre, post, visible, bias, is_causal, window, scale, dropout_p, num_groups)
-    with torch.autocast(q.device.type, enabled=False) if is_autocast else nullcontext():
+    with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:
             case "sdpa":
                 return _plain_attention(call)
@@ -141,9 +141,15 @@ def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
-def _autocast(q, k, v, pre, post, attn_mask):
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device; None where it is off."""
+    if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _cast(dtype: torch.dtype, q, k, v, pre, post, attn_mask):
     """Cast floating inputs to the autocast dtype, as torch does for its own attention."""
-    dtype = torch.get_autocast_dtype(q.device.type)
 
     def cast(x: Tensor | None) -> Tensor | None:
         return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x

@@ -14,8 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dcmha import ComposedLayer, ComposeWeights
 
 from .errors import UserError
+from .module import TrainingModule
 from .recompute import Recompute, set_recompute
-from .strategy import make_mesh, shard_blocks
+from .sharding.layout import WHOLE, Share, split_blocks
+from .strategy import make_mesh, mesh_axes, shard_blocks
 
 GIB = 2**30
 GATHERED_BLOCKS = 2  # the one that computes, and the next
@@ -52,20 +54,36 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded_numel(model: nn.Module, world: int, replicas: int) -> int:
+def share_of_a_rank(module: TrainingModule, ranks: int) -> TrainingModule:
+    """Copy a module, its network being one rank's share under tensor parallelism: parameters of its shapes, no values.
+
+    Args:
+        module: The module, whose network is on the meta device.
+        ranks: Ranks that split each layer.
+
+    Raises:
+        UserError: If it cannot be split.
+    """
+    module = copy.deepcopy(module)
+    splits = module.split_model(0, ranks).splits
+    for name, whole in list(module.model.named_parameters()):
+        blocks = split_blocks(whole.shape, splits.get(name, WHOLE), Share(0, ranks))
+        part = torch.cat([block.of_whole(whole.detach()) for block in blocks], splits.get(name, WHOLE).dim or 0)
+        owner, _, key = name.rpartition(".")
+        module.model.get_submodule(owner)._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    return module
+
+
+def sharded_numel(model: nn.Module, shards: int) -> int:
     """Count the parameters that a rank keeps under `FSDP2Strategy`: those of the largest shards.
 
     Args:
         model: The network, on the meta device.
-        world: Ranks.
-        replicas: As in `FSDP2Strategy`.
-
-    Raises:
-        UserError: If there is no such mesh.
+        shards: Ranks that it is sharded over.
     """
-    with fake_world(world):
+    with fake_world(shards):
         model = copy.deepcopy(model)
-        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", world, replicas=replicas))
+        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", mesh_axes(shards)))
         return sum(parameter.to_local().numel() for parameter in model.parameters())
 
 
@@ -130,15 +148,13 @@ def ddp_memory(model: nn.Module, activations: int, *, is_mixed: bool, world: int
     return Memory((4 + 2 * is_mixed) * numel, (4 + 4 * (world > 1)) * numel, 8 * numel, activations)
 
 
-def fsdp2_memory(
-    model: nn.Module, activations: int, *, is_mixed: bool, world: int, replicas: int, accumulate: int
-) -> Memory:
+def fsdp2_memory(model: nn.Module, activations: int, *, is_mixed: bool, shards: int, accumulate: int) -> Memory:
     """Count what a rank holds of a model that is sharded; accumulated gradients are whole until they are reduced."""
     blocks = list(getattr(model, "blocks", ()))
     whole = sum(parameter.numel() for parameter in model.parameters())
     block = max((sum(parameter.numel() for parameter in b.parameters()) for b in blocks), default=0)
     rest = whole - sum(parameter.numel() for b in blocks for parameter in b.parameters())
-    shard = sharded_numel(model, world, replicas)
+    shard = sharded_numel(model, shards)
     gathered = GATHERED_BLOCKS * block + rest
     reduced = whole if accumulate > 1 else block + rest
     return Memory(4 * shard + (2 if is_mixed else 4) * gathered, 4 * (shard + reduced), 8 * shard, activations)

@@ -8,10 +8,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 from .arguments import check_trainer
 from .errors import UserError
 from .flops import forward_flops
-from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory
+from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, share_of_a_rank
 from .module import TrainingModule
 from .sharding.deferred import deferred_weights
-from .strategy import check_strategy, is_sharding
+from .sharding.layout import HEADS, REPLICAS, SHARDS
+from .strategy import check_strategy, is_sharding, mesh_axes
 
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")
 ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
@@ -56,15 +57,16 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
     devices, nodes, accumulate = str(trainer["devices"]), trainer["num_nodes"], trainer["accumulate_grad_batches"]
     world, model = int(devices) * nodes, module.model
     (example,), _, units_of_one = module.example(1)
-    units = batch_size * units_of_one
+    axes, units = _mesh(trainer["strategy"], world), batch_size * units_of_one
     numel = sum(parameter.numel() for parameter in model.parameters())
     flops = forward_flops(model, example) // units_of_one
-    memory = plan_memory(module, trainer, batch_size, world)
-    step = units * accumulate * world
+    memory = plan_memory(module, trainer, batch_size, axes)
+    data_ranks = world // axes[HEADS]
+    step = units * accumulate * data_ranks
     lines = [
         f"model       {module.hparams['model']}, {numel:,} parameters",
-        f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], world)}",
-        f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {world} ranks)",
+        f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], axes)}",
+        f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {data_ranks} ranks)",
         _length(module, trainer, step, flops),
         "rank        " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory._asdict().items()) + " GiB",
         f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
@@ -94,29 +96,36 @@ def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
     check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
 
 
-def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, world: int) -> Memory:
+def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, axes: dict[str, int]) -> Memory:
     """Count what a rank holds."""
-    model, strategy = module.model, trainer["strategy"]
     is_mixed = "16" in str(trainer["precision"] or "32")
+    if axes[HEADS] > 1:
+        module = share_of_a_rank(module, axes[HEADS])
+    model = module.model
     args, kwargs, _ = module.example(batch_size)
     dtype, recompute = torch.bfloat16 if is_mixed else torch.float32, module.hparams.recompute
     activations = activation_bytes(model, args, kwargs, dtype, recompute)
-    if not is_sharding(strategy):
-        return ddp_memory(model, activations, is_mixed=is_mixed, world=world)
-    replicas, accumulate = _replicas(strategy), trainer["accumulate_grad_batches"]
-    return fsdp2_memory(model, activations, is_mixed=is_mixed, world=world, replicas=replicas, accumulate=accumulate)
+    if not is_sharding(trainer["strategy"]):
+        return ddp_memory(model, activations, is_mixed=is_mixed, world=axes[SHARDS])
+    accumulate = trainer["accumulate_grad_batches"]
+    return fsdp2_memory(model, activations, is_mixed=is_mixed, shards=axes[SHARDS], accumulate=accumulate)
 
 
-def _replicas(strategy: object) -> int:
-    """Read the replicas of a sharding strategy."""
-    return 1 if isinstance(strategy, str) else strategy["init_args"]["replicas"]
+def _mesh(strategy: object, world: int) -> dict[str, int]:
+    """Read the mesh of a configured strategy; all ranks are shards if it does not say otherwise."""
+    options = {} if strategy is None or isinstance(strategy, str) else strategy.get("init_args") or {}
+    return mesh_axes(world, **{name: options.get(name, 1) for name in ("replicas", "tensor_parallel")})
 
 
-def _mesh_name(strategy: object, world: int) -> str:
+def _mesh_name(strategy: object, axes: dict[str, int]) -> str:
     if not is_sharding(strategy):
         return "each with the whole model"
-    replicas = _replicas(strategy)
-    return f"{world // replicas} shards" + (f" in each of {replicas} replicas" if replicas > 1 else "")
+    parts = [f"{axes[SHARDS]} shards"]
+    if axes[HEADS] > 1:
+        parts.append(f"of {axes[HEADS]} ranks, which split heads")
+    if axes[REPLICAS] > 1:
+        parts.append(f"in each of {axes[REPLICAS]} replicas")
+    return " ".join(parts)
 
 
 def _length(module: TrainingModule, trainer: dict, step: int, flops: int) -> str:

@@ -2,7 +2,7 @@
 split over heads.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,8 +32,8 @@ from .sharding.tensor_parallel import Plan, split_model
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def make_mesh(device_type: str, world: int, *, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
-    """Arrange ranks as [replicas, shards, heads]; an axis of one rank is left out, but for that of shards.
+def mesh_axes(world: int, *, replicas: int = 1, tensor_parallel: int = 1) -> dict[str, int]:
+    """Size the axes of a mesh of all ranks; what replicas and heads leave are shards.
 
     Raises:
         UserError: If the sizes do not divide the world.
@@ -47,7 +47,11 @@ def make_mesh(device_type: str, world: int, *, replicas: int = 1, tensor_paralle
             f"trainer.strategy.replicas={replicas} times tensor_parallel={tensor_parallel} must be a divisor of the "
             f"{world} ranks."
         )
-    axes = {REPLICAS: replicas, SHARDS: world // (replicas * tensor_parallel), HEADS: tensor_parallel}
+    return {REPLICAS: replicas, SHARDS: world // (replicas * tensor_parallel), HEADS: tensor_parallel}
+
+
+def make_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """Arrange ranks as [replicas, shards, heads]; an axis of one rank is left out, but for that of shards."""
     names = tuple(name for name, size in axes.items() if name == SHARDS or size > 1)
     return init_device_mesh(device_type, tuple(map(axes.get, names)), mesh_dim_names=names)
 
@@ -84,9 +88,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Connect the processes."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-        self.mesh = make_mesh(
-            self.root_device.type, self.world_size, replicas=self.replicas, tensor_parallel=self.tensor_parallel
-        )
+        axes = mesh_axes(self.world_size, replicas=self.replicas, tensor_parallel=self.tensor_parallel)
+        self.mesh = make_mesh(self.root_device.type, axes)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

@@ -55,23 +55,31 @@ def test_config_has_its_facts(path):
     assert len(path.read_text().splitlines()) <= 60
 
 
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "sbatch" in p.read_text()], ids=name)
+def test_a_queued_job_has_the_nodes_of_its_config(path):
+    nodes = re.search(r"#SBATCH --nodes=(\d+)", (ROOT / "configs/launch/slurm.sh").read_text())
+    nodes = re.search(r"sbatch --nodes (\d+)", path.read_text()) or nodes
+    assert int(nodes[1]) == yaml.safe_load(path.read_text())["trainer"]["num_nodes"]
+
+
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p.parent.name == "lm"], ids=name)
 def test_what_a_language_config_documents_exists(path):
     """Models named in comments are there, and documented overrides make a valid model."""
     text = path.read_text()
     config = yaml.safe_load(text)
+    stems = {config.stem for config in CONFIGS}
     for model in re.findall(r"\b(?:dcformer|transformer|dcpythia|pythia)_\w+", text):
-        assert model in dclm.CONFIGS, model
+        assert model in dclm.CONFIGS or model in stems, model
     fixed = (config["data"]["vocab_size"], config["data"]["context_length"])
     base = config["model"].get("overrides", {})
     rows = [yaml.safe_load(row) for row in re.findall(r"^#  .*?(\{.*?\})", text, re.MULTILINE)]
     configs = [build_config(config["model"]["model"], *fixed, base | row) for row in [{}, *rows]]
     assert len({str(c) for c in configs}) == 1 + len(rows)
-    assert len(rows) == (13 if path.name == "405m.yaml" else 0)
+    assert len(rows) == {"405m.yaml": 13, "dcpythia_6b9_table10.yaml": 4}.get(path.name, 0)
 
 
 def test_a_step_of_a_paper_config_has_the_papers_tokens():
-    """0.5 M tokens for the scaling curves, 2 M for Pythia's."""
+    """0.5 M tokens for the scaling curves, 2 M for the large models."""
     for path in (ROOT / "configs/lm").glob("*.yaml"):
         config = yaml.safe_load(path.read_text())
         if config["data"]["context_length"] != 2048:
@@ -79,4 +87,5 @@ def test_a_step_of_a_paper_config_has_the_papers_tokens():
         trainer, data = config["trainer"], config["data"]
         devices = trainer["devices"] * trainer.get("num_nodes", 1)
         tokens = data["batch_size"] * trainer["accumulate_grad_batches"] * devices * data["context_length"]
-        assert tokens == (2**21 if "pythia" in path.name else 2**19), path.name
+        assert tokens == (2**21 if re.search("2b8|6b9", path.name) else 2**19), path.name
+        assert trainer["val_check_interval"] == 1000 * trainer["accumulate_grad_batches"]

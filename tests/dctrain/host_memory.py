@@ -10,13 +10,13 @@ import torch.distributed as dist
 import dclm
 from dctrain.sharding.deferred import deferred_weights, draw_shards, weights_device
 from dctrain.sharding.layout import Layout
-from dctrain.strategy import make_mesh, shard_blocks
+from dctrain.strategy import make_mesh, mesh_axes, shard_blocks
 
 dist.init_process_group("gloo")
 config = dclm.decoder_config("dcformer_pp_405m", num_layers=int(sys.argv[1]), vocab_size=257)
 with deferred_weights():
     decoder = dclm.Decoder(config, device=weights_device())
-mesh = make_mesh("cpu", dist.get_world_size())
+mesh = make_mesh("cpu", mesh_axes(dist.get_world_size()))
 shard_blocks(decoder, decoder.blocks, mesh)
 draw_shards(decoder, Layout(mesh, {}), torch.device("cpu"))
 shard = sum(p.to_local().nbytes for p in decoder.parameters())

@@ -7,7 +7,8 @@ from torch import nn
 import dclm
 from dclm.cli import main
 from dctrain.errors import UserError
-from dctrain.memory import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel
+from dctrain.memory import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel, share_of_a_rank
+from dctrain.sharding.deferred import deferred_weights
 
 CONFIG = ["plan", "--config", "configs/lm/dcpythia_6b9.yaml"]
 
@@ -39,12 +40,24 @@ def test_composed_attention_keeps_no_matrix_and_recomputing_one_block():
 def test_shards_of_a_world():
     model = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug"), device="meta")
     whole = sum(p.numel() for p in model.parameters())
-    assert sharded_numel(model, 1, 1) == whole
-    assert whole / 16 <= sharded_numel(model, 16, 1) < 1.1 * whole / 16
-    assert sharded_numel(model, 16, 4) == sharded_numel(model, 4, 1)
+    assert sharded_numel(model, 1) == whole
+    assert whole / 16 <= sharded_numel(model, 16) < 1.1 * whole / 16
     assert not torch.distributed.is_initialized()
-    once, often = (fsdp2_memory(model, 7, is_mixed=True, world=16, replicas=1, accumulate=n).gradients for n in (1, 2))
-    assert often == 4 * (whole + sharded_numel(model, 16, 1)) > once
+    once, often = (fsdp2_memory(model, 7, is_mixed=True, shards=16, accumulate=n).gradients for n in (1, 2))
+    assert often == 4 * (whole + sharded_numel(model, 16)) > once
+
+
+def test_a_share_of_heads():
+    """Four ranks split all but norms and what is as wide as the model; the module itself stays whole."""
+    with deferred_weights():
+        module = dclm.LanguageModel("dcformer_pp_debug", overrides={"num_groups": 4})
+    whole = sum(p.numel() for p in module.model.parameters())
+    share = share_of_a_rank(module, 4).model
+    assert 0.25 < sum(p.numel() for p in share.parameters()) / whole < 0.27
+    assert share.blocks[0].attn.num_heads == 1 and module.model.blocks[0].attn.num_heads == 4
+    ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
+    sizes = [activation_bytes(m, (ids,), {"targets": ids}, torch.bfloat16) for m in (module.model, share)]
+    assert 0.25 < sizes[1] / sizes[0] < 0.6
 
 
 def test_what_does_not_fit_is_refused():
@@ -82,3 +95,14 @@ def test_a_mesh_that_does_not_fit_the_world(capsys):
     assert "trainer.strategy.replicas=3 must be a divisor of the 128 ranks" in capsys.readouterr().err
     main([*CONFIG, "--trainer.strategy=FSDP2Strategy", "--trainer.strategy.replicas=16"])
     assert "128 ranks (16 x 8), 8 shards in each of 16 replicas" in capsys.readouterr().out
+
+
+def test_a_mesh_that_splits_heads(capsys):
+    heads = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.tensor_parallel=8", "--data.batch_size=64"]
+    main([*CONFIG, *heads, "--model.overrides={num_groups: 8}"])
+    out = capsys.readouterr().out
+    assert "128 ranks (16 x 8), 16 shards of 8 ranks, which split heads" in out
+    assert "2,097,152 tokens (131,072 x 1 accumulated x 16 ranks)" in out
+    with pytest.raises(SystemExit):
+        main([*CONFIG, *heads])
+    assert "tensor_parallel=8: num_groups=1 cannot be split over 8 ranks" in capsys.readouterr().err
