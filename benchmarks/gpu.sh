@@ -37,14 +37,14 @@ if wanted attention; then
 fi
 if wanted models; then
     impls=(--impls triton compiled)
-    compiled=("${gpu[@]}" --compile --repeats 7)
-    python benchmarks/train_step.py --batch-size 256 "${compiled[@]}" "${impls[@]}" --json "$folder/step_dcvit_small.json"
+    compiled=("${gpu[@]}" --compile)
+    python benchmarks/train_step.py --batch-size 256 "${compiled[@]}" --repeats 7 "${impls[@]}" --json "$folder/step_dcvit_small.json"
     python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" "${impls[@]}" --json "$folder/step_405m_1to1.json"
     python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" --impls triton \
         --overrides '{"windows": [256, 256, 256, null]}' --json "$folder/step_405m_3to1.json"
     python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" --impls triton \
         --overrides '{"key_wise": false}' --json "$folder/step_405m_query_wise.json"
-    # 8 of the 24 layers, so that three models fit one GPU
+    # 8 of the 24 layers, for time
     groups=(--model dcformer_pp_1b4 --batch-size 4 "${compiled[@]}" --impls triton)
     python benchmarks/train_step_lm.py "${groups[@]}" --overrides '{"num_groups": 4, "num_layers": 8}' \
         --json "$folder/step_1b4_1to1.json"

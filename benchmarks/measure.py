@@ -1,5 +1,6 @@
 """What the benchmarks share: interleaved timing, peak memory, ceilings, and the record of a measurement."""
 
+import gc
 import json
 import multiprocessing
 import statistics
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 Step = Callable[[], None]
 
@@ -49,8 +51,7 @@ def measure(makers: dict[str, tuple], repeats: int, device: torch.device) -> dic
     for name, (make, *args) in makers.items():
         try:
             if device.type != "cuda":
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    results[name] = Measurement(pool.apply(_peak_on_cpu, (make, *args)), [])
+                results[name] = Measurement(_peak_of_a_process(make, *args), [])
             step = make(*args)
             step()
             if device.type == "cuda":
@@ -70,6 +71,48 @@ def measure(makers: dict[str, tuple], repeats: int, device: torch.device) -> dic
     return results
 
 
+def measure_singly(makers: dict[str, tuple], rounds: int, calls: int, device: torch.device) -> dict[str, Measurement]:
+    """Time steps of which one alone fits in memory: each is made anew in every round, warmed up and called.
+
+    Args:
+        makers: A function and its arguments, which make each step.
+        rounds: Rounds, of each of which the median counts.
+        calls: Calls of each step in a round.
+        device: Where the steps run. A step that runs out of a GPU's memory is left out. On CPUs of several processes
+            memory is not measured.
+    """
+    results = {name: Measurement(None, []) for name in makers}
+    if device.type != "cuda" and not dist.is_initialized():
+        for name, maker in makers.items():
+            results[name].peak_mib = _peak_of_a_process(*maker)
+    for _ in range(rounds):
+        for name, (make, *args) in makers.items():
+            try:
+                _time_and_drop(make(*args), calls, device, results[name])
+            except torch.cuda.OutOfMemoryError:
+                results[name] = Measurement(None, [])
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return results
+
+
+def _time_and_drop(step: Step, calls: int, device: torch.device, result: Measurement) -> None:
+    """Add the median seconds of some calls, after two others."""
+    step()
+    if device.type == "cuda":
+        result.peak_mib = _peak_on_cuda(step)
+    step()
+    seconds = []
+    for _ in range(calls):
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    result.seconds.append(statistics.median(seconds))
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -80,6 +123,11 @@ def _peak_on_cuda(step: Step) -> float:
     torch.cuda.reset_peak_memory_stats()
     step()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _peak_of_a_process(make: Callable[..., Step], *args) -> float:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_on_cpu, (make, *args))
 
 
 def _peak_on_cpu(make: Callable[..., Step], *args) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from measure import measure, save, show
+import torch.distributed as dist
+from measure import measure_singly, save, show
 
 import dclm
 from dctrain.environment import environment
@@ -21,7 +22,8 @@ def language_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of the composed attention")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3, help="in each, every model is made anew, one at a time")
+    parser.add_argument("--calls", type=int, default=3, help="of each model in a round")
     parser.add_argument("--json", help="file for the raw result")
     return parser
 
@@ -47,7 +49,9 @@ def compare(make: Callable[..., Callable[[], None]], options: argparse.Namespace
     configs = language_configs(options.model, options.overrides, options.impls)
     device = torch.device(options.device)
     makers = {name: (make, config, options) for name, config in configs.items()}
-    results = measure(makers, options.repeats, device)
+    results = measure_singly(makers, options.rounds, options.calls, device)
+    if dist.is_initialized() and dist.get_rank():
+        return
     composed = [name for name in configs if name.startswith("composed")]
     print(f"{'':22} {'tokens/s':>9} {'MiB':>7}   throughput of {', '.join(composed)} over this")
     ratios = {}
@@ -56,6 +60,7 @@ def compare(make: Callable[..., Callable[[], None]], options: argparse.Namespace
         rate = None if result.median is None else num_tokens / result.median
         over = "  ".join(show(ratio and 100 * ratio, "6.1f", " %") for ratio in ratios[name].values())
         print(f"{name:22} {show(rate, '9.1f', '')} {show(result.peak_mib, '7.0f', '')}   {over}")
-    record = {"environment": environment(device), "options": vars(options), "ratios": ratios}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    record = {"environment": environment(device), "world": world, "options": vars(options), "ratios": ratios}
     seconds = {name: result.seconds for name, result in results.items()}
     save(options.json, record | {"seconds": seconds, "peak_mib": {n: r.peak_mib for n, r in results.items()}})

@@ -65,6 +65,43 @@ def shard_blocks(
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
 
 
+SplitsModel = Callable[[int, int], Plan]
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    precision: str,
+    split: SplitsModel,
+    device: torch.device,
+) -> Layout:
+    """Split a model over heads and shard it, in place, and draw its weights if it has none yet.
+
+    Args:
+        model: The network.
+        blocks: Its blocks, each of which is gathered by itself.
+        mesh: Of `make_mesh`.
+        precision: A trainer's. Autocast says what a forward pass does in 32 bits; inputs stay as they come.
+        split: Tells the model to compute the share of a rank, of so many, and how it is split then.
+        device: Where the parts shall lie.
+
+    Returns:
+        Which parts this rank has.
+    """
+    splits = {}
+    if HEADS in mesh.mesh_dim_names:
+        plan = split(mesh.get_local_rank(HEADS), mesh[HEADS].size())
+        split_model(model, plan, mesh[HEADS])
+        splits = plan.splits
+    layout = Layout(mesh, splits)
+    reduced = torch.float32 if "16" in precision else None
+    shard_blocks(model, blocks, mesh, MixedPrecisionPolicy(HALVES.get(precision), reduced, cast_forward_inputs=False))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        draw_shards(model, layout, device)
+    return layout
+
+
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards over all ranks (`fully_shard`): `--trainer.strategy fsdp2`.
 
@@ -97,28 +134,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         ranks = self.world_size // self.tensor_parallel
         return {"num_replicas": ranks, "rank": self.global_rank // self.tensor_parallel}
 
-    def shard(
-        self, model: nn.Module, blocks: Iterable[nn.Module], precision: str, split: Callable[[int, int], Plan]
-    ) -> None:
-        """Split a model over heads and shard it, in place, and draw its weights if it has none yet.
-
-        Args:
-            model: The network.
-            blocks: Its blocks, each of which is gathered by itself.
-            precision: The trainer's. Autocast says what a forward pass does in 32 bits; inputs stay as they come.
-            split: Tells the model to compute the share of a rank, of so many, and how it is split then.
-        """
-        splits = {}
-        if self.tensor_parallel > 1:
-            plan = split(self.global_rank % self.tensor_parallel, self.tensor_parallel)
-            split_model(model, plan, self.mesh[HEADS])
-            splits = plan.splits
-        self.layout = Layout(self.mesh, splits)
-        reduced = torch.float32 if "16" in precision else None
-        policy = MixedPrecisionPolicy(HALVES.get(precision), reduced, cast_forward_inputs=False)
-        shard_blocks(model, blocks, self.mesh, policy)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            draw_shards(model, self.layout, self.root_device)
+    def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str, split: SplitsModel) -> None:
+        """Split a model over heads and shard it, in place; arguments as of `shard_model`."""
+        self.layout = shard_model(model, blocks, self.mesh, precision, split, self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ Beside the tensors lies `meta.pt`, with all that is no tensor of the model or it
 """
 
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -78,8 +79,11 @@ def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) 
         UserError: If the folder is no whole checkpoint.
     """
     read_index(folder)
+    reader, planner = dcp.FileSystemReader(folder), _LoadPlanner(parts)
     try:
-        dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(parts), no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=alone)
     except dcp.api.CheckpointException as error:
         raise _cause(error, folder) from error
 
