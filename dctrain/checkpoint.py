@@ -5,7 +5,6 @@ A checkpoint is a file, or, of a training that was sharded, a folder (`dctrain.s
 """
 
 import re
-import zipfile
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from .errors import UserError, told_as
 from .files import remove_whole, written_whole
 from .sharding.checkpoint import is_sharded, read_index, read_meta, read_whole
 from .sharding.state import MODEL, unflatten
+from .single import check_file, read_file
 
 RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
 
@@ -111,14 +111,8 @@ def load_checkpoint(path: Path, *, with_optimizer: bool = False) -> dict:
     """
     if is_sharded(path):
         return _load_sharded(path, with_optimizer)
-    try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # torch writes a CRC-32 with every tensor, and does not look at it
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    if damaged:
-        raise UserError(f"{path} is damaged: {damaged} in it is not what was written.")
-    return _map_file(path, mmap=False)
+    check_file(path)
+    return read_file(path, mmap=False)
 
 
 def _load_sharded(path: Path, with_optimizer: bool) -> dict:
@@ -138,21 +132,7 @@ def map_checkpoint(path: Path) -> dict:
     if is_sharded(path):
         read_index(path)
         return read_meta(path)
-    return _map_file(path, mmap=True)
-
-
-def _map_file(path: Path, *, mmap: bool) -> dict:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # torch's message advises to load it unsafely
-        raise _unreadable(path, error) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
-    return content
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is no readable checkpoint ({type(error).__name__}).")
+    return read_file(path, mmap=True)
 
 
 def check_resumable(path: Path) -> None:

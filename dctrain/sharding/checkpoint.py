@@ -4,8 +4,10 @@ What is stored is cut and ordered as whole parameters are, whatever the mesh: an
 Beside the tensors lies `meta.pt`, with all that is no tensor of the model or its optimiser.
 """
 
+import io
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -78,7 +80,8 @@ def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) 
         OSError: If a rank cannot read.
         UserError: If the folder is no whole checkpoint.
     """
-    read_index(folder)
+    stored = [entry for item, entry in read_index(folder).storage_data.items() if item.fqn in parts]
+    _check_sums(folder, stored, alone)
     reader, planner = dcp.FileSystemReader(folder), _LoadPlanner(parts)
     try:
         with warnings.catch_warnings():
@@ -121,6 +124,39 @@ def read_index(folder: Path) -> Metadata:
         if sizes[name] < end:
             raise UserError(f"{folder} is no whole checkpoint: its file {name} is cut off at {sizes[name]:,} bytes.")
     return index
+
+
+def _check_sums(folder: Path, stored: list, alone: bool) -> None:
+    """Compare the checksums of stored entries, for torch does not look at them; ranks share the work.
+
+    Raises:
+        UserError: If something is not what was written.
+    """
+    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    entries = sorted(stored, key=lambda entry: (entry.relative_path, entry.offset))
+    damaged = [_first_damaged(folder, entries[rank::ranks])]
+    if not alone:
+        found = [None] * ranks
+        dist.all_gather_object(found, damaged[0])
+        damaged = found
+    for name in filter(None, damaged):
+        raise UserError(f"{folder} is damaged: its file {name} is not what was written.")
+
+
+def _first_damaged(folder: Path, entries: list) -> str | None:
+    """Name the file of the first entry, which is a zip archive by itself, whose CRC-32 is another."""
+    for entry in entries:
+        with open(folder / entry.relative_path, "rb") as file:
+            file.seek(entry.offset)
+            content = io.BytesIO(file.read(entry.length))
+        try:
+            with zipfile.ZipFile(content) as archive:
+                is_damaged = archive.testzip() is not None
+        except zipfile.BadZipFile:
+            is_damaged = True
+        if is_damaged:
+            return entry.relative_path
+    return None
 
 
 def read_meta(folder: Path) -> dict:

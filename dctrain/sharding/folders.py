@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UserError
 from ..files import put_in_place, written_whole
+from ..single import check_file, read_file
 from .checkpoint import META, Part, is_sharded, read_index, read_meta, read_parts, write_parts
 from .state import flatten
 
@@ -78,13 +80,13 @@ def _begin(aside: Path, meta: dict) -> None:
         torch.save(meta, file)
 
 
-def _on_first_rank(function: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+def _on_first_rank(function: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
     """Call a function on the first rank; the others wait, and raise what it raises."""
-    failed: list[OSError | None] = [None]
+    failed: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             function()
-        except OSError as error:
+        except (OSError, UserError) as error:
             failed = [error]
     dist.broadcast_object_list(failed, src=0, group=group)
     if failed[0] is not None:
@@ -108,21 +110,22 @@ class Stored(NamedTuple):
 
 
 def open_checkpoint(path: Path, groups: list[dict]) -> Stored:
-    """Open a checkpoint of either kind, without reading tensors.
+    """Open a checkpoint of either kind, without keeping tensors; all ranks call it.
 
     Args:
         path: A folder, or a file, which is mapped to memory.
         groups: The optimiser's, as of `named_groups`, by which a file's numbers are named; [] to leave it out.
 
     Raises:
-        UserError: If it is no whole checkpoint.
+        UserError: If it is no whole checkpoint, or damaged.
     """
     if is_sharded(path):
         shapes = {name: stored.size for name, stored in read_index(path).state_dict_metadata.items()}
         meta = read_meta(path)
         fill = partial(read_parts, path)
     else:
-        meta = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _on_first_rank(partial(check_file, path))
+        meta = read_file(path, mmap=True)
         tensors = flatten(meta, groups)
         shapes, fill = {name: x.shape for name, x in tensors.items()}, partial(_copy, tensors)
     del meta["state_dict"]

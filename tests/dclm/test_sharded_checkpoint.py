@@ -89,6 +89,10 @@ def _damage(trained: Path, kind: str) -> None:
             data.unlink()
         case "cut off":
             os.truncate(data, data.stat().st_size - 100)
+        case "flipped":
+            content = bytearray(data.read_bytes())
+            content[::1000] = bytes(x ^ 1 for x in content[::1000])
+            data.write_bytes(content)
         case "no index":
             (trained / ".metadata").unlink()
         case "index":
@@ -105,6 +109,7 @@ def _damage(trained: Path, kind: str) -> None:
     [
         ("missing", "is no whole checkpoint: its file __0_0.distcp is missing."),
         ("cut off", "is no whole checkpoint: its file __0_0.distcp is cut off at"),
+        ("flipped", "is damaged: its file __0_0.distcp is not what was written."),
         ("no index", "is no whole checkpoint: it has no index."),
         ("index", ".metadata is no readable index of a checkpoint (UnpicklingError)."),
         ("meta", "meta.pt is no readable part of a checkpoint"),
