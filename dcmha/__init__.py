@@ -8,6 +8,7 @@ from .cross import DCCrossAttention
 from .functional import composed_attention
 from .layer import ComposedLayer
 from .options import COMPOSE_OPTIONS, ComposeOptions, compose_options_of
+from .parallel import Split, split_heads
 from .recording import record_attention
 from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights, SideWeights
@@ -23,6 +24,7 @@ __all__ = [
     "DCCrossAttention",
     "DecodingCache",
     "SideWeights",
+    "Split",
     "approximate_overhead",
     "attention_flops",
     "compose_cost",
@@ -31,5 +33,6 @@ __all__ = [
     "record_attention",
     "resolve_impl",
     "rotary_embedding",
+    "split_heads",
     "visible_pairs",
 ]

@@ -33,7 +33,7 @@ from .checkpoint import (
 )
 from .commands import Functions, TrainerParser, describe, run_function
 from .environment import add_environment, environment
-from .errors import UserError, reason, told_as
+from .errors import UserError, is_of_another_rank, reason, told_as
 from .plan import Planning
 from .runs import go_on_in, held_run, new_run
 from .sharding.deferred import deferred_weights
@@ -350,9 +350,10 @@ def _telling_what_runs() -> Iterator[None]:
 
 def _is_mendable(error: Exception) -> bool:
     """Tell whether a user can do something about an error: ours, those of files, disks and memory, the death of a
-    loader process, and what Lightning itself says of its arguments.
+    loader process or of another rank, and what Lightning itself says of its arguments.
     """
-    if isinstance(error, MENDABLE) or str(error).startswith("DataLoader worker (pid"):
+    is_of_others = str(error).startswith("DataLoader worker (pid") or is_of_another_rank(error)
+    if isinstance(error, MENDABLE) or is_of_others:
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_of_lightning = frame.f_globals.get("__name__", "").startswith("lightning.")

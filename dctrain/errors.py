@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 
 class UserError(Exception):
     """Something in the configuration, the data or a checkpoint is not as it must be; the message says what."""
@@ -47,8 +49,15 @@ def told_as(what: str | None = None, of: type[Exception] = Exception) -> Iterato
         raise UserError(said if what is None else f"{what}: {said}") from error
 
 
+def is_of_another_rank(error: BaseException) -> bool:
+    """Tell whether an error is torch's that a process group has lost a process."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+
+
 def reason(error: BaseException) -> str:
     """Say in one line what an error is about."""
+    if is_of_another_rank(error):
+        return "another process of this run has died or cannot be reached; what it wrote says why, --resume goes on."
     if isinstance(error, ConnectionError):
         return f"{error.strerror}: a loader process has died (of memory?), or a server is gone"
     if isinstance(error, OSError) and error.strerror:

@@ -1,6 +1,7 @@
 """FSDP2: meshes, precision and accumulation; other strategies are refused."""
 
 import json
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -127,6 +128,17 @@ def test_two_nodes_of_two_processes(corpus, tmp_path):
         done = list(threads.map(lambda command: command(*arguments), commands))
     assert [node.returncode for node in done] == [0, 0], done[0].stderr + done[1].stderr
     assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_told_and_loses_nothing(corpus, tmp_path):
+    killed = record(tmp_path / "a", signum=int(signal.SIGKILL), at=5, rank=1)
+    done = spawn("fit", *small(corpus, tmp_path), *FSDP2, "--checkpoint_every_n_steps=2", *killed)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: another process of this run has died")
+    assert "Traceback" not in done.stderr
+    assert load_checkpoint(find_checkpoint(str(tmp_path)), with_optimizer=True)["global_step"] == 4
 
 
 NOT_SUPPORTED = "is not supported; accepted: auto, ddp, fsdp2, or, with options, FSDP2Strategy."

@@ -1,0 +1,75 @@
+"""split_heads: what the ranks' shares of a layer give adds up to the layer, and so do gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dcmha import DCAttention, Split, split_heads
+
+from .inputs import relative_error
+
+LAYERS = {
+    "plain": {"pre_compose": False, "post_compose": False},
+    "groups": {"num_groups": 4, "window": 3},
+    "all": {"num_groups": 4, "static_base": True, "qk_norm": True, "norm_layer": nn.LayerNorm, "gated": True},
+    "query alone": {"num_groups": 8, "key_wise": False, "post_compose": False, "rank": 1},
+}
+
+
+def share(whole: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
+    """A rank's share of a parameter, as the docstring of `Split` says."""
+    if split.dim is None:
+        return whole
+    return torch.cat([part.chunk(ranks, split.dim)[rank] for part in whole.chunk(split.parts, split.dim)], split.dim)
+
+
+def share_of(layer: DCAttention, rank: int, ranks: int) -> tuple[DCAttention, dict[str, Split]]:
+    part = copy.deepcopy(layer)
+    splits = split_heads(part, ranks)
+    for name, whole in layer.named_parameters():
+        owner, _, key = name.rpartition(".")
+        own = share(whole.detach(), splits.get(name, Split()), rank, ranks)
+        part.get_submodule(owner)._parameters[key] = nn.Parameter(own.clone())
+    if rank:
+        part.proj.bias = None  # added once
+    return part, splits
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_shares_add_up(kind, ranks):
+    torch.manual_seed(0)
+    layer = DCAttention(48, 8, attn_head_dim=5, qkv_bias=True, **LAYERS[kind]).double()
+    x = torch.randn(2, 7, 48, dtype=torch.float64, requires_grad=True)
+    expected = layer(x, is_causal=True)
+    d_out = torch.randn_like(expected)
+    expected.backward(d_out)
+    d_x, x.grad = x.grad, None
+    parts = [share_of(layer, rank, ranks) for rank in range(ranks)]
+    out = sum(part(x, is_causal=True) for part, _ in parts)
+    assert relative_error(out, expected) < 1e-12
+    out.backward(d_out)
+    assert relative_error(x.grad, d_x) < 1e-12
+    for name, whole in layer.named_parameters():
+        for rank, (part, splits) in enumerate(parts):
+            split = splits.get(name, Split())
+            if split.is_summed:
+                got, wanted = sum(dict(p.named_parameters())[name].grad for p, _ in parts), whole.grad
+            elif name in dict(part.named_parameters()):
+                got, wanted = dict(part.named_parameters())[name].grad, share(whole.grad, split, rank, ranks)
+            assert relative_error(got, wanted) < 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "num_groups=1 cannot be split over 2 ranks: it must be a multiple of them"),
+        ({"num_groups": 3}, "num_groups=3 cannot be split"),
+        (LAYERS["plain"] | {"scale_norm": True, "norm_layer": nn.LayerNorm}, "scale_norm=True: a norm over all heads"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        split_heads(DCAttention(48, 6, **options), 2)

@@ -1,0 +1,22 @@
+"""The optimiser's step is one kernel on a GPU, unless a gradient scaler must see the gradients first."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dclm
+
+
+@pytest.mark.parametrize(
+    ("device", "scaler", "expected"), [("cpu", None, None), ("cuda", None, True), ("cuda", 1, None)]
+)
+def test_steps_are_fused_where_they_can_be(device, scaler, expected, monkeypatch):
+    made = {}
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: made.update(options) or None)
+    monkeypatch.setattr(torch.optim.lr_scheduler, "LambdaLR", lambda *args: None)
+    module = dclm.LanguageModel()
+    strategy, plugin = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(scaler=scaler)
+    module._trainer = SimpleNamespace(strategy=strategy, precision_plugin=plugin, max_steps=100, fast_dev_run=False)
+    module.configure_optimizers()
+    assert made["fused"] is expected
