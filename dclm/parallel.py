@@ -4,6 +4,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dcmha.parallel import Split, split_heads
+from dctrain.sharding.layout import Share
 from dctrain.sharding.tensor_parallel import Plan
 
 from .blocks import MLP
@@ -22,8 +23,12 @@ def split_decoder(decoder: Decoder, rank: int, ranks: int) -> Plan:
         How its parameters are split.
 
     Raises:
-        ValueError: If head groups, hidden channels or their groups do not split.
+        ValueError: If head groups, hidden channels, their groups or the vocabulary do not split.
     """
+    vocab_size = decoder.config.vocab_size
+    first, end = Share(ranks - 1, ranks).of(vocab_size)
+    if first == end:
+        raise ValueError(f"vocab_size={vocab_size} leaves nothing to the last of {ranks} ranks.")
     splits = {"embed.weight": Split(0), "output.weight": Split(0)}
     styles = {
         "embed": RowwiseParallel(input_layouts=Replicate()),

@@ -7,14 +7,13 @@ A checkpoint is a file, or, of a training that was sharded, a folder (`dctrain.s
 import re
 from pathlib import Path
 
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from .errors import UserError, told_as
-from .files import remove_whole, written_whole
+from .files import remove_whole
 from .sharding.checkpoint import is_sharded, read_index, read_meta, read_whole
 from .sharding.state import MODEL, unflatten
-from .single import check_file, read_file
+from .single import check_file, read_file, write_file
 
 RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
 
@@ -33,15 +32,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Save `checkpoint` to the local file `path`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            remove_whole(path)
-        try:
-            with written_whole(path) as file:
-                torch.save(checkpoint, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # what torch's writer makes of a full disk
-                raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
-            raise
+        write_file(checkpoint, path)
 
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = None) -> dict:
         """Load the checkpoint `path` to the CPU."""
@@ -119,8 +110,11 @@ def _load_sharded(path: Path, with_optimizer: bool) -> dict:
     """Read what many ranks wrote, as if one process had."""
     meta, stored = read_meta(path), read_index(path).state_dict_metadata
     names = [name for name in stored if with_optimizer or name.startswith(MODEL)]
-    (optimizer,) = meta["optimizer_states"]
-    return meta | unflatten(read_whole(path, names), optimizer["param_groups"])
+    optimizers = meta.pop("optimizer_states", [])
+    whole = unflatten(read_whole(path, names), optimizers[0]["param_groups"] if optimizers else [])
+    if not optimizers:  # a checkpoint of weights alone
+        del whole["optimizer_states"]
+    return meta | whole
 
 
 def map_checkpoint(path: Path) -> dict:

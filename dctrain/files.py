@@ -29,6 +29,17 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def told_by_the_system(path: Path) -> Iterator[None]:
+    """Turn what torch's writer makes of an error of the system, such as a full disk, into that error again."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+        raise
+
+
 def write_json(path: Path, content: dict | list) -> None:
     """Write JSON whole."""
     with written_whole(path) as file:

@@ -130,10 +130,17 @@ class TrainingModule(L.LightningModule):
         """
         compiled = [self.model]
         if isinstance(self.trainer.strategy, FSDP2Strategy):
+            self._refuse_batch_norm()
             self.trainer.strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
             compiled = blocks
         for module in compiled if self.hparams.compile else ():
             module.compile()
+
+    def _refuse_batch_norm(self) -> None:
+        """Refuse a model whose ranks would each keep statistics of their own, which FSDP2 does not bring together."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                raise UserError(f"trainer.strategy: {name} of the model is a batch norm, which FSDP2 lacks; use ddp.")
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
         """Seed this step's random numbers, and tell the loggers its number, which Lightning counts one too high after

@@ -43,6 +43,8 @@ class VisionCLI(TrainerCLI):
         kwargs = {**kwargs, "ckpt_path": self.evaluated_checkpoint(), "return_predictions": True}
         batches = self.trainer.predict(model, **kwargs)
         rank, ranks = data_rank(self.trainer)
+        if self.trainer.global_rank % (self.trainer.world_size // ranks):
+            return  # another has predicted the same
         suffix = f"-rank{rank}" if ranks > 1 else ""
         path = Path(self.trainer.log_dir) / f"predictions{suffix}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..errors import UserError
+from ..files import told_by_the_system
 from .layout import Block
 
 META = "meta.pt"
@@ -68,7 +69,7 @@ def write_parts(folder: Path, parts: Mapping[str, Part], group: dist.ProcessGrou
     """
     planner = _SavePlanner(parts)
     try:
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, process_group=group)
+        dcp.save({}, storage_writer=_Writer(folder), planner=planner, process_group=group)
     except dcp.api.CheckpointException as error:
         raise _cause(error, folder) from error
 
@@ -195,6 +196,15 @@ def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
     if isinstance(first, OSError):
         return OSError(first.errno, first.strerror, first.filename or str(folder))
     return UserError(f"{folder}: {first}")
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Tells of a full disk as the system does."""
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
+        """Write what this rank was given."""
+        with told_by_the_system(Path(self.path)):
+            return super().write_data(plan, planner)
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -1,5 +1,6 @@
 """Saving and opening checkpoints of many ranks, whole or not at all."""
 
+import io
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UserError
 from ..files import put_in_place, written_whole
 from ..single import check_file, read_file
 from .checkpoint import META, Part, is_sharded, read_index, read_meta, read_parts, write_parts
@@ -37,13 +37,15 @@ class Folders:
             OSError: If a rank cannot write, this checkpoint or in the background the one before.
         """
         self.finish()
+        pickled = io.BytesIO()  # now: what callbacks gave is theirs to change
+        torch.save(meta, pickled)
         if self._thread is None:
-            _save(path, parts, meta, None)
+            _save(path, parts, pickled.getvalue(), None)
             return
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         copied = {name: part._replace(local=part.local.to("cpu", copy=True)) for name, part in parts.items()}
-        self._pending = self._thread.submit(_save, path, copied, meta, self._group)
+        self._pending = self._thread.submit(_save, path, copied, pickled.getvalue(), self._group)
 
     @property
     def is_saving(self) -> bool:
@@ -61,7 +63,7 @@ class Folders:
             pending.result()
 
 
-def _save(path: Path, parts: Mapping[str, Part], meta: dict, group: dist.ProcessGroup | None) -> None:
+def _save(path: Path, parts: Mapping[str, Part], meta: bytes, group: dist.ProcessGroup | None) -> None:
     aside = path.with_name(f"{path.name}.0.partial")
     try:
         _on_first_rank(partial(_begin, aside, meta), group)
@@ -73,11 +75,11 @@ def _save(path: Path, parts: Mapping[str, Part], meta: dict, group: dist.Process
         raise
 
 
-def _begin(aside: Path, meta: dict) -> None:
+def _begin(aside: Path, meta: bytes) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     with written_whole(aside / META) as file:
-        torch.save(meta, file)
+        file.write(meta)
 
 
 def _on_first_rank(function: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
@@ -86,7 +88,7 @@ def _on_first_rank(function: Callable[[], None], group: dist.ProcessGroup | None
     if dist.get_rank() == 0:
         try:
             function()
-        except (OSError, UserError) as error:
+        except Exception as error:  # whatever it is, the others must not wait for more
             failed = [error]
     dist.broadcast_object_list(failed, src=0, group=group)
     if failed[0] is not None:

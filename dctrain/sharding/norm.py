@@ -1,5 +1,6 @@
 """The norm of gradients of which ranks have parts."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -17,9 +18,9 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
     counted = [gradient.to_local() for gradient in gradients if _is_counted_here(gradient)]
-    square = nn.utils.get_total_norm(counted).square().to(gradients[0].device)
+    square = nn.utils.get_total_norm(counted).to(gradients[0].device, torch.float64).square()
     dist.all_reduce(square)
-    return square.sqrt()
+    return square.sqrt().to(gradients[0].dtype)
 
 
 def _is_counted_here(gradient: DTensor) -> bool:

@@ -4,14 +4,17 @@ import errno
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
-from dctrain.checkpoint import check_resumable, find_checkpoint, load_checkpoint
+from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint
 from dctrain.errors import UserError
 from dctrain.sharding import folders
+from dctrain.sharding.checkpoint import whole_part
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 
@@ -167,6 +170,53 @@ def test_a_full_disk_leaves_the_last_whole(corpus, tmp_path, capsys, monkeypatch
     folder = tmp_path / "t/version_0/checkpoints"
     assert [path.name for path in folder.iterdir()] == ["last-step=0.ckpt"]
     assert load_checkpoint(folder / "last-step=0.ckpt")["global_step"] == 0
+
+
+def test_one_process_that_fails_to_replace_it_leaves_it(trained, monkeypatch):
+    content = load_checkpoint(trained, with_optimizer=True)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(torch, "save", full)
+        AtomicCheckpointIO().save_checkpoint(content, trained)
+    check_resumable(trained)
+    AtomicCheckpointIO().save_checkpoint(content, trained)
+    assert trained.is_file()
+    check_resumable(trained)
+    assert {path.name.split("-")[0] for path in trained.parent.iterdir()} == {"best", "last"}
+
+
+def test_one_of_weights_alone_is_read(corpus, tmp_path, capsys):
+    weights_alone = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_weights_only=true"]
+    named = [f"--trainer.callbacks.dirpath={tmp_path}/alone", "--trainer.callbacks.filename=a"]
+    run("fit", *small(corpus, tmp_path), *FEW, "--trainer.max_epochs=1", SHARDED, *weights_alone, *named)
+    run("generate", f"--checkpoint={tmp_path}/alone/a.ckpt", "--prompt=abc", "--max_new_tokens=3")
+    for strategy in (SHARDED, "--trainer.strategy=auto"):
+        with pytest.raises(SystemExit):
+            run("fit", *small(corpus, tmp_path), strategy, f"--resume={tmp_path}/alone/a.ckpt")
+        assert "cannot be resumed from: it has no" in capsys.readouterr().err
+
+
+def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):
+    """However late it is written."""
+    go_on = threading.Event()
+    begin = folders._begin
+    monkeypatch.setattr(folders, "_begin", lambda *args: go_on.wait(30) and begin(*args))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        saving = folders.Folders(in_background=True)
+        x, meta = torch.ones(3), {"best": {"a": 1}, "optimizer_states": [{"param_groups": []}]}
+        saving.save(tmp_path / "a.ckpt", {"state_dict.x": whole_part(x)}, meta)
+        x.zero_(), meta["best"].clear()
+        assert saving.is_saving and not (tmp_path / "a.ckpt").exists()
+        go_on.set()
+        saving.finish()
+    finally:
+        torch.distributed.destroy_process_group()
+    saved = load_checkpoint(tmp_path / "a.ckpt")
+    assert saved["best"] == {"a": 1} and saved["state_dict"]["x"].tolist() == [1, 1, 1]
 
 
 def test_an_unfinished_one_is_not_found(trained):

@@ -63,11 +63,13 @@ def test_fused_kernels_split(corpus, tmp_path):
     [
         ("num_groups: 1", "trainer.strategy.tensor_parallel=2: num_groups=1 cannot be split over 2 ranks"),
         ("num_groups: 2, mlp_dim: 45", "mlp_dim=45 cannot be split over 2 ranks"),
+        ("num_groups: 2, vocab_size: 1", "vocab_size=1 leaves nothing to the last of 2 ranks"),
         ("num_groups: 2, mlp_dim: 48, mlp_groups: 3", "mlp_groups=3 cannot be split over 2 ranks"),
     ],
 )
 def test_what_cannot_be_split_is_refused(options, message):
-    module = LanguageModel("dcformer_debug", overrides=yaml.safe_load(f"{{{options}}}"))
+    overrides = yaml.safe_load(f"{{{options}}}")
+    module = LanguageModel("dcformer_debug", vocab_size=overrides.pop("vocab_size", 257), overrides=overrides)
     with pytest.raises(UserError, match=message):
         module.split_model(0, 2)
 

@@ -54,3 +54,16 @@ def test_takes_the_steps_of_one_process(shards, tmp_path, devices, batch_size, r
 def test_what_cannot_be_split_is_refused(name, ranks, message):
     with pytest.raises(ValueError, match=message):
         split_vit(timm.create_model(name), ranks)
+
+
+def test_batch_norm_is_refused_where_ranks_would_differ(shards, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(
+            "fit",
+            *small(shards, tmp_path)[:-1],
+            "--model.model=resnet10t",
+            "--model.model_kwargs={}",
+            "--trainer.strategy=fsdp2",
+            f"--trainer.default_root_dir={tmp_path}",
+        )
+    assert "is a batch norm, which FSDP2 lacks; use ddp." in capsys.readouterr().err

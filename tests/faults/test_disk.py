@@ -50,9 +50,11 @@ def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
 
 
 @pytest.mark.slow
-def test_in_the_middle_of_a_run(shards, tmp_path):
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
     """The optimiser's state makes later checkpoints larger than the first, which stays."""
-    arguments = ["fit", *small(shards, tmp_path / "root"), "--checkpoint_every_n_steps=3"]
+    common = [*small(shards, tmp_path / "root"), f"--trainer.strategy={strategy}"]
+    arguments = ["fit", *common, "--checkpoint_every_n_steps=3"]
     assert "last-step=3.ckpt" in fail("dcvision", 900_000, *arguments)
     folder = tmp_path / "root/t/version_0"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["last-step=0.ckpt"]
