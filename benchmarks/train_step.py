@@ -6,6 +6,8 @@ python benchmarks/train_step.py --batch-size 256 --device cuda --dtype bfloat16 
 
 import argparse
 from collections.abc import Callable
+from itertools import product
+from typing import get_args
 
 import timm
 import torch
@@ -13,14 +15,16 @@ from measure import measure, save, show
 
 import dcvision  # noqa: F401  registers the models
 from dctrain.environment import environment
+from dctrain.recompute import Recompute, set_recompute
 
 
 def make_step(
-    name: str, batch_size: int, device: str, dtype: torch.dtype, compile: bool, impl: str
+    name: str, batch_size: int, device: str, dtype: torch.dtype, compile: bool, impl: str, recompute: Recompute
 ) -> Callable[[], None]:
     """Make a training step: forward, cross-entropy, backward, AdamW."""
     torch.manual_seed(0)
     model = timm.create_model(name, **({"impl": impl} if name.startswith("dcvit_") else {})).to(device)
+    set_recompute(model, recompute)
     if compile:
         model.compile()
     size = model.pretrained_cfg["input_size"][-1]
@@ -47,13 +51,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of autocast")
     parser.add_argument("--compile", action="store_true", help="compile both models")
     parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of the composed attention")
+    parser.add_argument("--recompute", nargs="+", choices=get_args(Recompute), default=["none"], help="of that model")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="file for the raw result")
     options = parser.parse_args()
     twin = options.model.replace("dcvit_", "mhavit_")
     arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile)
-    makers = {f"{options.model}, {impl}": (make_step, options.model, *arguments, impl) for impl in options.impls}
-    makers[twin] = (make_step, twin, *arguments, "auto")
+    makers = {}
+    for impl, recompute in product(options.impls, options.recompute):
+        said = f"{options.model}, {impl}" + ("" if recompute == "none" else f", {recompute}")
+        makers[said] = (make_step, options.model, *arguments, impl, recompute)
+    makers[twin] = (make_step, twin, *arguments, "auto", "none")
     device = torch.device(options.device)
     results = measure(makers, options.repeats, device)
     ratios = {}
@@ -61,7 +69,7 @@ def main() -> None:
         ratios[name] = result.ratio(results[twin])
         median, ratio = result.median, ratios[name]
         print(
-            f"{name:36} {show(median and 1e3 * median, '9.1f', ' ms')}"
+            f"{name:42} {show(median and 1e3 * median, '9.1f', ' ms')}"
             f" {show(median and options.batch_size / median, '9.1f', ' images/s')}"
             f" {show(result.peak_mib, '8.0f', ' MiB')}"
             f" {show(ratio and 100 / ratio, '6.1f', ' % of the twin')}"

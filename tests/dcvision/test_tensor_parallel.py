@@ -57,13 +57,7 @@ def test_what_cannot_be_split_is_refused(name, ranks, message):
 
 
 def test_batch_norm_is_refused_where_ranks_would_differ(shards, tmp_path, capsys):
+    model = ["--model.model=resnet10t", "--model.model_kwargs={}", "--trainer.strategy=fsdp2"]
     with pytest.raises(SystemExit):
-        run(
-            "fit",
-            *small(shards, tmp_path)[:-1],
-            "--model.model=resnet10t",
-            "--model.model_kwargs={}",
-            "--trainer.strategy=fsdp2",
-            f"--trainer.default_root_dir={tmp_path}",
-        )
+        run("fit", *small(shards, tmp_path), *model)
     assert "is a batch norm, which FSDP2 lacks; use ddp." in capsys.readouterr().err
