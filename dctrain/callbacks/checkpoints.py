@@ -37,7 +37,7 @@ class LastCheckpoint(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
         """Take what a resumed run comes from for the newest; what its folder has goes when the next is saved."""
         self.newest = Path(trainer.ckpt_path)
-        self._outdated = _of_before(trainer, r"(before-)?last-step=\d+\.ckpt(\.\d+\.partial)?")
+        self._outdated = _of_before(trainer, r"last-step=\d+\.ckpt")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save before the first step of a run that is not resumed."""
@@ -94,11 +94,13 @@ class LastCheckpoint(Callback):
 
 
 def _of_before(trainer: L.Trainer, name: str) -> set[Path]:
-    """Find the checkpoints that a run has in its folder when it is resumed: of a folder that is its own."""
+    """Find the checkpoints of a name that a run has in its folder when it is resumed, and what a kill has left of
+    such: of a folder that is its own.
+    """
     if not isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
         return set()
     found = (Path(trainer.log_dir) / "checkpoints").glob("*")
-    return {path for path in found if re.fullmatch(name, path.name)}
+    return {path for path in found if re.fullmatch(rf"(before-)?{name}(\.\d+\.partial)?", path.name)}
 
 
 def _has_finite_weights(trainer: L.Trainer) -> bool:

@@ -240,6 +240,17 @@ def test_environments_and_events_of_a_resumed_run_lie_in_one_folder(shards, tmp_
     assert len(EventAccumulator(str(folder)).Reload().Scalars("train/loss")) == 30
 
 
+def test_what_a_kill_left_half_written_goes_with_the_next_of_its_kind(shards, tmp_path):
+    run("fit", *small(shards, tmp_path), *stop_at(tmp_path / "a", 3))
+    folder = tmp_path / "t/version_0/checkpoints"
+    left = ["last-step=2.ckpt.0.partial", "before-last-step=2.ckpt", "best-epoch=0-top1=0.1000.ckpt.0.partial"]
+    for name in left:
+        (folder / name).mkdir()
+    run("fit", *small(shards, tmp_path), f"--resume={folder / 'last-step=3.ckpt'}")
+    assert {path.name.split("-")[0] for path in folder.iterdir()} == {"best", "last"}
+    assert not any((folder / name).exists() for name in left)
+
+
 @pytest.mark.slow
 def test_checkpoints_of_others_are_left_alone(shards, tmp_path):
     """Of runs that share a folder, for they have no logger; and a user's own copies."""
