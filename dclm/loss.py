@@ -30,7 +30,7 @@ def next_token_loss(
     """Average the cross-entropy of the targets, without ever holding all logits.
 
     Logits of a chunk are made, used and dropped, and made again in the backward pass. They, the softmax and sums are of
-    max(dtype, float32): logits rounded to 16 bits would cost 0.01 nats a token (`benchmarks/results/logits.json`).
+    max(dtype, float32): rounded to 16 bits they add noise of 0.01 nats a token (`benchmarks/results/logits.json`).
 
     Args:
         hidden: Final hidden states [B, T, C].

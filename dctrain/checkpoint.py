@@ -9,11 +9,11 @@ from pathlib import Path
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from .checkpoint_file import check_file, read_file, write_file
 from .errors import UserError, told_as
 from .files import remove_whole
 from .sharding.checkpoint import is_sharded, read_index, read_meta, read_whole
 from .sharding.state import MODEL, unflatten
-from .single import check_file, read_file, write_file
 
 RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
 
@@ -91,7 +91,7 @@ def make_folder(path: str) -> Path:
 
 
 def load_checkpoint(path: Path, *, with_optimizer: bool = False) -> dict:
-    """Read a checkpoint safely (tensors and plain values only), a file's checksums compared.
+    """Read a checkpoint safely (tensors and plain values only), its checksums compared.
 
     Args:
         path: A file, or the folder of a sharded one.

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint_file import check_file, read_file
 from ..files import put_in_place, written_whole
-from ..single import check_file, read_file
 from .checkpoint import META, Part, is_sharded, read_index, read_meta, read_parts, write_parts
 from .state import flatten
 

@@ -33,6 +33,14 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
 
 
+def assert_four_took_the_steps_of_one(folder) -> None:
+    """Compare the losses and the last weights of the runs `one`, of a process, and `four`, of four."""
+    assert losses(folder / "four", 4) == pytest.approx(losses(folder / "one", 1), rel=1e-10)
+    got = weights(folder / "four")
+    for key, value in weights(folder / "one").items():
+        torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10, msg=key)
+
+
 @pytest.mark.slow
 def test_gradients_are_reduced_once_a_step(corpus, tmp_path):
     """Two batches a step: the same as one process, and nothing is reduced behind the first."""
@@ -99,9 +107,7 @@ def test_replicas_of_shards(corpus, tmp_path):
         "fit", *small(corpus, tmp_path / "four"), *exact, *mesh, "--data.batch_size=1", *record(tmp_path / "four")
     )
     assert four.returncode == 0, four.stderr
-    assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
-    for key, value in weights(tmp_path / "one").items():
-        torch.testing.assert_close(weights(tmp_path / "four")[key], value, rtol=1e-8, atol=1e-10, msg=key)
+    assert_four_took_the_steps_of_one(tmp_path)
 
 
 @pytest.mark.long

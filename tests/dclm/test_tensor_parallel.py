@@ -9,7 +9,7 @@ from dctrain.errors import UserError
 from tests.dctrain.commands import record
 
 from .commands import run, small, spawn
-from .test_fsdp2 import EXACT, FEW, losses, weights
+from .test_fsdp2 import EXACT, FEW, assert_four_took_the_steps_of_one, losses, weights
 
 HALVES = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.tensor_parallel=2"]
 LAYERS = "num_layers: 2, dim: 32, mlp_dim: 48, num_heads: 4"
@@ -39,9 +39,7 @@ def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
     mesh = [*HALVES, "--trainer.devices=4", "--data.batch_size=2"]
     four = spawn("fit", *small(corpus, tmp_path / "four"), *few, *mesh, *record(tmp_path / "four"))
     assert four.returncode == 0, four.stderr
-    assert losses(tmp_path / "four", 4) == pytest.approx(losses(tmp_path / "one", 1), rel=1e-10)
-    for key, value in weights(tmp_path / "one").items():
-        torch.testing.assert_close(weights(tmp_path / "four")[key], value, rtol=1e-8, atol=1e-10, msg=key)
+    assert_four_took_the_steps_of_one(tmp_path)
 
 
 @pytest.mark.long
