@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config, **dd)
         self.mlp = MLP(config, **dd)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None, rope: Rope | None, cache: AttentionCache | None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None, rope: Rope | None, cache: AttentionCache | None) -> Tensor:
         """Map [B, T, C] to [B, T, C]; the other arguments are those of `DCAttention`."""
-        attended = x + self.attn(self.attn_norm(x), attn_mask=attn_mask, is_causal=True, rope=rope, cache=cache)
+        attended = x + self.attn(self.attn_norm(x), is_causal=True, rope=rope, cache=cache, documents=documents)
         return attended + self.mlp(self.mlp_norm(x if self.parallel else attended))

@@ -105,10 +105,10 @@ class Decoder(nn.Module):
                     f"{list(input_ids.shape)}, and torch.int64."
                 )
         self._check_length(input_ids.shape[1])
-        attn_mask, positions = None, torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if documents is not None:
-            attn_mask, positions = _within_documents(documents, positions)
-        x = self._hidden(input_ids, positions, attn_mask)
+            positions = _within_documents(documents, positions)
+        x = self._hidden(input_ids, positions, documents)
         if targets is None:
             return self.output(x)
         return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        attn_mask: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: DecodingCache | None = None,
     ) -> Tensor:
         """Compute the final hidden states [B, T, C]."""
@@ -181,9 +181,9 @@ class Decoder(nn.Module):
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, layers, strict=True):
             if self.grad_checkpointing and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, attn_mask, rope, None, use_reentrant=False)
+                x = checkpoint(block, x, documents, rope, None, use_reentrant=False)
             else:
-                x = block(x, attn_mask, rope, layer_cache)
+                x = block(x, documents, rope, layer_cache)
         return self.norm(x)
 
     def make_cache(self, capacity: int, padding: Tensor | None = None) -> DecodingCache:
@@ -191,10 +191,8 @@ class Decoder(nn.Module):
         return DecodingCache(self.config.layer_windows, capacity, padding)
 
 
-def _within_documents(documents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the mask [B, 1, T, T] of equal documents and each token's position within its document [B, T]."""
-    same = documents[:, :, None] == documents[:, None, :]
+def _within_documents(documents: Tensor, positions: Tensor) -> Tensor:
+    """Tell each token's position within its document [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    first = torch.where(starts, positions, 0).cummax(1).values
-    return same[:, None], positions - first
+    return positions - torch.where(starts, positions, 0).cummax(1).values

@@ -143,6 +143,7 @@ class DCAttention(ComposedLayer):
         is_causal: bool = False,
         rope: Rope | None = None,
         cache: AttentionCache | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Attend within `x`.
 
@@ -152,17 +153,20 @@ class DCAttention(ComposedLayer):
             is_causal: As in `composed_attention`.
             rope: Rotates q and k, each [B, H, T, D], before the scores.
             cache: Keeps keys, values and the key side of the compose weights between calls.
+            documents: As in `composed_attention`; not with a cache.
 
         Returns:
             [B, T, dim_out].
 
         Raises:
-            ValueError: If `x` or `attn_mask` has a shape that does not fit.
+            ValueError: If a shape does not fit, or both a cache and documents are given.
         """
         self._check_input(x)
+        if cache is not None and documents is not None:
+            raise ValueError("documents are given with a cache; accepted: one of the two.")
         if cache is not None:
-            return self._attend_within(x, attn_mask, is_causal, rope, cache)
-        return self._run(self._attend_within, x, attn_mask, is_causal, rope)
+            return self._attend_within(x, attn_mask, is_causal, rope, None, cache)
+        return self._run(self._attend_within, x, attn_mask, is_causal, rope, documents)
 
     def _attend_within(
         self,
@@ -170,6 +174,7 @@ class DCAttention(ComposedLayer):
         attn_mask: Tensor | None,
         is_causal: bool,
         rope: Rope | None,
+        documents: Tensor | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         q, k, v = self._project(x)
@@ -180,7 +185,7 @@ class DCAttention(ComposedLayer):
         if cache is not None:
             k, v, pre, post, cache_mask = cache.update(k, v, pre, post)
             attn_mask = combine_masks(attn_mask, cache_mask)
-        out = self.attend(q, k, v, pre, post, attn_mask, is_causal=is_causal)
+        out = self.attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal)
         out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()

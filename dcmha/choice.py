@@ -13,7 +13,7 @@ from .impl.call import Ranks, is_transformed
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
-MAX_GROUP_HEADS = 16  # heads that the fused kernels compose together, at most
+MAX_GROUP_HEADS = 64  # heads that the fused kernels compose together, at most
 MAX_RANK = 4  # that the C++ is compiled for
 PAPER_RANKS = Ranks()
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,6 @@ def resolve_impl(
     q: Tensor,
     *,
     is_composed: bool,
-    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     num_groups: int = 1,
     ranks: Ranks = PAPER_RANKS,
@@ -49,7 +48,6 @@ def resolve_impl(
         impl: What the caller asked for.
         q: The queries [B, H, T, D]; their values do not matter.
         is_composed: Whether there is anything to compose; plain attention is always torch's own.
-        attn_mask: As in `composed_attention`.
         dropout_p: As in `composed_attention`.
         num_groups: As in `composed_attention`.
         ranks: Of the compositions; by default those of the paper.
@@ -64,7 +62,7 @@ def resolve_impl(
         return Choice(impl)
     name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
     is_cpu = name == "cpu"
-    reason = why_not_cpu(q, dropout_p, ranks) if is_cpu else why_not_triton(q, attn_mask, dropout_p, num_groups)
+    reason = why_not_cpu(q, dropout_p, ranks) if is_cpu else why_not_triton(q, num_groups)
     if reason is None and impl == "auto" and not is_cpu and q.shape[2] == 1:
         reason = "it does not repay a single query"
     if reason is None:
@@ -91,24 +89,13 @@ def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
     return _why_no_library(_constant(ranks.query), None if ranks.key is None else _constant(ranks.key))
 
 
-def why_not_triton(q: Tensor, attn_mask: Tensor | None, dropout_p: float, num_groups: int) -> str | None:
+def why_not_triton(q: Tensor, num_groups: int) -> str | None:
     """Say why "triton" does not take a call; None if it does. Arguments are those of `composed_attention`."""
     if q.dtype not in FUSED_DTYPES:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
     if q.shape[1] // num_groups > MAX_GROUP_HEADS:
         return f"it composes at most {MAX_GROUP_HEADS} heads together, got {q.shape[1]} heads in {num_groups} groups"
-    if dropout_p > 0:
-        return "it has no dropout"
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        return "it takes no floating attn_mask"
-    if attn_mask is not None and not _is_mask_of_keys(attn_mask):
-        return f"of boolean masks it takes those of keys, [B or 1, 1, 1, S], got shape {list(attn_mask.shape)}"
     return _NO_TRANSFORMS if is_transformed() else _what_is_missing(q.device)
-
-
-def _is_mask_of_keys(attn_mask: Tensor) -> bool:
-    """Tell whether all heads and queries of a row of the batch see the same keys."""
-    return 1 <= attn_mask.dim() <= 4 and all(size == 1 for size in attn_mask.shape[-3:-1])
 
 
 def _constant(rank: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .choice import Impl, check_impl, resolve_impl
 from .impl.call import Call, ranks_of
-from .impl.masking import both_visible, visible_keys
+from .impl.masking import both_visible, documents_of, same_document, visible_keys
 from .weights import ComposeWeights, SideWeights
 
 NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
@@ -25,6 +25,7 @@ def composed_attention(
     post: ComposeWeights | None = None,
     *,
     attn_mask: Tensor | None = None,
+    documents: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -49,12 +50,14 @@ def composed_attention(
 
     Args:
         q: Queries [B, H, T, D].
-        k: Keys [B, H, S, D].
-        v: Values [B, H, S, D].
+        k: Keys [B, H / g, S, D]: g neighbouring heads share one of the keys and values, as in grouped-query attention.
+        v: Values [B, H / g, S, D].
         pre: Composition of the scores, or None for none.
         post: Composition of the weights, or None for none.
         attn_mask: Broadcastable to [B, H, T, S]; boolean (True = may attend), or floating: added after the
-            pre-composition, -inf hides a key. Combined with `is_causal` and `window` by AND.
+            pre-composition, -inf hides a key. Combined with what follows by AND.
+        documents: Numbers of the keys' documents [B, S], integers: a query sees keys of its own document alone, a run
+            of equal numbers. Query i is the token i + S - T; T <= S.
         is_causal: Query i sees keys j <= i + S - T (aligned to the last key).
         window: W: a query sees W keys, its own included; without `is_causal`, W to each side counting its own.
         scale: Factor on q k^T; 1/sqrt(D) if None.
@@ -79,8 +82,14 @@ def composed_attention(
     if torch.jit.is_tracing() and not (pre is None and post is None):
         raise NotImplementedError("torch.jit.trace and the TorchScript-based ONNX exporter " + NO_TORCHSCRIPT)
     check_impl(impl)
-    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
-        if not isinstance(x, Tensor) and (x is not None or name != "attn_mask"):
+    for name, x in (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("attn_mask", attn_mask),
+        ("documents", documents),
+    ):
+        if not isinstance(x, Tensor) and (x is not None or name not in ("attn_mask", "documents")):
             raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
     for name, weights in (("pre", pre), ("post", post)):
         _check_types(name, weights)
@@ -88,6 +97,7 @@ def composed_attention(
     if dtype is not None:
         q, k, v, pre, post, attn_mask = _cast(dtype, q, k, v, pre, post, attn_mask)
     _check_qkv(q, k, v)
+    _check_documents(documents, q, k)
     _check_options(q, is_causal, window, scale, dropout_p, num_groups)
     _check_weights("pre", pre, q, k, num_groups)
     _check_weights("post", post, q, k, num_groups)
@@ -96,13 +106,13 @@ def composed_attention(
         impl,
         q,
         is_composed=pre is not None or post is not None,
-        attn_mask=attn_mask,
         dropout_p=dropout_p,
         num_groups=num_groups,
         ranks=ranks_of(pre, post),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(q, k, v, pre, post, visible, bias, is_causal, window, scale, dropout_p, num_groups)
+    ranges = None if documents is None else documents_of(documents)
+    call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, window, scale, dropout_p, num_groups)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:
             case "sdpa":
@@ -120,10 +130,13 @@ def composed_attention(
 
 def _plain_attention(call: Call) -> Tensor:
     """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
-    q, k, v, _, _, visible, bias, is_causal, window, scale, dropout_p, _ = call
+    q, k, v, _, _, visible, bias, documents, is_causal, window, scale, dropout_p, _ = call
     T, S = q.shape[-2], k.shape[-2]
+    options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if documents is not None:
+        visible = both_visible(visible, same_document(documents, slice(0, T), slice(0, S), T))
     if visible is None and bias is None and window is None and (not is_causal or T == S):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
     block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
     mask, empty = both_visible(block, visible), None
     if mask is not None and (visible is not None or T > S):
@@ -131,7 +144,7 @@ def _plain_attention(call: Call) -> Tensor:
         mask = mask | empty
     if bias is not None:
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 
@@ -189,14 +202,28 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not x.is_floating_point():
             raise ValueError(f"{name} has dtype {x.dtype}; accepted: a floating dtype.")
     if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape [B, H, S, D]; got {list(k.shape)} and {list(v.shape)}.")
-    if (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
-        raise ValueError(f"q and k must agree in B, H and D; got q {list(q.shape)} and k {list(k.shape)}.")
-    if q.shape[1] < 1 or q.shape[3] < 1:
-        raise ValueError(f"q has shape {list(q.shape)}; accepted: [B, H, T, D] with at least one head and channel.")
+        raise ValueError(f"k and v must have one shape [B, H / g, S, D]; got {list(k.shape)} and {list(v.shape)}.")
+    if q.shape[1] < 1 or q.shape[3] < 1 or k.shape[1] < 1:
+        raise ValueError(
+            f"q and k have shapes {list(q.shape)}, {list(k.shape)}; accepted: at least one head and channel."
+        )
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or q.shape[1] % k.shape[1]:
+        got = f"got q {list(q.shape)} and k {list(k.shape)}"
+        raise ValueError(f"q and k must agree in B and D, and the heads of k divide those of q; {got}.")
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         got = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"q, k and v must have one dtype and device; got {got}.")
+
+
+def _check_documents(documents: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if documents is None:
+        return
+    B, S = k.shape[0], k.shape[2]
+    if tuple(documents.shape) != (B, S) or documents.is_floating_point() or documents.device != q.device:
+        got = f"{documents.dtype} {list(documents.shape)} on {documents.device}"
+        raise ValueError(f"documents is {got}; accepted: integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
+    if q.shape[2] > S:
+        raise ValueError(f"documents need no more queries than keys; got T = {q.shape[2]} and S = {S}.")
 
 
 def _check_options(

@@ -96,6 +96,7 @@ class ComposedLayer(nn.Module):
         pre: ComposeWeights | None,
         post: ComposeWeights | None,
         attn_mask: Tensor | None,
+        documents: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
         """Call the operator with this layer's options: [B, H, T, D]."""
@@ -107,6 +108,7 @@ class ComposedLayer(nn.Module):
             pre,
             post,
             attn_mask=attn_mask,
+            documents=documents,
             is_causal=is_causal,
             window=self.window,
             scale=self.scale,
@@ -114,14 +116,14 @@ class ComposedLayer(nn.Module):
             num_groups=self.num_groups,
             impl=self.impl,
         )
-        self._record_impl(q, attn_mask, dropout_p)
+        self._record_impl(q, dropout_p)
         return out
 
-    def _record_impl(self, q: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
+    def _record_impl(self, q: Tensor, dropout_p: float) -> None:
         """Remember which implementation ran first, and log it once for all layers alike."""
         if torch.compiler.is_compiling() or self.resolved_impl is not None:
             return
-        call = {"attn_mask": attn_mask, "dropout_p": dropout_p, "num_groups": self.num_groups, "ranks": self._ranks}
+        call = {"dropout_p": dropout_p, "num_groups": self.num_groups, "ranks": self._ranks}
         choice = resolve_impl(self.impl, q, is_composed=self.options.is_composed, **call)
         self.resolved_impl = choice.impl
         _log_choice(self.impl, choice)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..weights import ComposeWeights, SideWeights
+from .masking import Documents
 
 
 class Ranks(NamedTuple):
@@ -49,6 +50,7 @@ class Call(NamedTuple):
         post: Composition of the weights, or None.
         visible: Boolean, at least two axes, broadcastable to [B, H, T, S]: False hides a key; or None.
         bias: Added to the composed scores, finite, likewise; or None.
+        documents: Of the tokens, or None.
         is_causal: Hide later keys.
         window: Keys a query sees, or None.
         scale: Factor on q k^T.
@@ -63,6 +65,7 @@ class Call(NamedTuple):
     post: ComposeWeights | None
     visible: Tensor | None
     bias: Tensor | None
+    documents: Documents | None
     is_causal: bool
     window: int | None
     scale: float

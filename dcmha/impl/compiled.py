@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..weights import ComposeWeights
 from .call import Call, is_transformed
-from .masking import both_visible, key_range, masked_softmax, visible_keys
+from .dropout import draw_seed, drop
+from .masking import both_visible, key_range, masked_softmax, same_document, visible_keys
 
 WHOLE_LENGTH = 256  # up to this many queries: one chunk and no recompute
 CHUNK = 128
@@ -27,18 +28,23 @@ def attention(call: Call) -> Tensor:
     may_be_empty = call.visible is not None or T > S
     is_plain_eager = not is_transformed() and not torch.compiler.is_compiling()
     block = _compiled_block() if q.is_cuda and is_plain_eager else _block
+    seed = draw_seed(q.device) if call.dropout_p > 0.0 else None
+    block = partial(block, may_be_empty=may_be_empty, seed=seed)
     if T <= WHOLE_LENGTH:
-        return block(_chunk(call, 0, T), may_be_empty)
-    starts = range(0, T, CHUNK)
-    pieces = (_chunk(call, start, min(start + CHUNK, T)) for start in starts)
+        return block(*_chunk(call, 0, T))
+    pieces = [_chunk(call, start, min(start + CHUNK, T)) for start in range(0, T, CHUNK)]
     if not torch.is_grad_enabled() or is_transformed():  # transforms know no recomputing
-        return torch.cat([block(piece, may_be_empty) for piece in pieces], dim=2)
-    recomputed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=call.dropout_p > 0.0)
-    return torch.cat([recomputed(piece, may_be_empty) for piece in pieces], dim=2)
+        return torch.cat([block(*piece) for piece in pieces], dim=2)
+    recomputed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([recomputed(*piece) for piece in pieces], dim=2)
 
 
-def _chunk(call: Call, start: int, stop: int) -> Call:
-    """Cut a call to the queries [start, stop) and the keys they may see, its masks made one."""
+def _chunk(call: Call, start: int, stop: int) -> tuple[Call, int, int]:
+    """Cut a call to the queries [start, stop) and the keys they may see, its masks made one.
+
+    Returns:
+        The chunk's call, and the numbers of its first query and key.
+    """
     T, S = call.q.shape[-2], call.k.shape[-2]
     first, last = key_range(start, stop, T, S, call.is_causal, call.window)
     queries, keys = slice(start, stop), slice(first, last)
@@ -51,17 +57,22 @@ def _chunk(call: Call, start: int, stop: int) -> Call:
         query_offset=start + S - T,
         key_offset=first,
     )
-    return call._replace(
+    visible = both_visible(by_position, _slice_mask(call.visible, queries, keys))
+    if call.documents is not None:
+        visible = both_visible(visible, same_document(call.documents, queries, keys, T))
+    chunk = call._replace(
         q=call.q[:, :, queries],
         k=call.k[:, :, keys],
         v=call.v[:, :, keys],
         pre=_slice_weights(call.pre, queries, keys),
         post=_slice_weights(call.post, queries, keys),
-        visible=both_visible(by_position, _slice_mask(call.visible, queries, keys)),
+        visible=visible,
         bias=_slice_mask(call.bias, queries, keys),
+        documents=None,
         is_causal=False,
         window=None,
     )
+    return chunk, start, first
 
 
 def _slice_weights(weights: ComposeWeights | None, queries: slice, keys: slice) -> ComposeWeights | None:
@@ -80,10 +91,12 @@ def _slice_mask(mask: Tensor | None, queries: slice, keys: slice) -> Tensor | No
     return mask if mask.shape[-1] == 1 else mask[..., keys]
 
 
-def _block(chunk: Call, may_be_empty: bool) -> Tensor:
-    """Attend from one chunk of queries to the keys it can see."""
+def _block(chunk: Call, first_query: int, first_key: int, *, may_be_empty: bool, seed: Tensor | None) -> Tensor:
+    """Attend from one chunk of queries to the keys it can see; the seed is that of dropout."""
     compute_dtype = torch.promote_types(chunk.q.dtype, torch.float32)
-    scores = (chunk.q @ chunk.k.mT).to(compute_dtype) * chunk.scale
+    (B, H, T, D), (_, key_heads, S, _) = chunk.q.shape, chunk.k.shape
+    queries = chunk.q.reshape(B, key_heads, H // key_heads * T, D)  # heads that share keys are rows of one product
+    scores = (queries @ chunk.k.mT).view(B, H, T, S).to(compute_dtype) * chunk.scale
     if chunk.pre is not None:
         scores = _compose(scores, chunk.pre, chunk.num_groups)
     if chunk.bias is not None:
@@ -91,9 +104,10 @@ def _block(chunk: Call, may_be_empty: bool) -> Tensor:
     weights = masked_softmax(scores, chunk.visible, may_be_empty=may_be_empty)
     if chunk.post is not None:
         weights = _compose(weights, chunk.post, chunk.num_groups)
-    if chunk.dropout_p > 0.0:
-        weights = torch.dropout(weights, chunk.dropout_p, train=True)
-    return weights.to(chunk.v.dtype) @ chunk.v
+    if seed is not None:
+        weights = drop(weights, seed, chunk.dropout_p, first_query, first_key)
+    out = weights.to(chunk.v.dtype).view(B, key_heads, H // key_heads * T, S) @ chunk.v
+    return out.view(B, H, T, D)
 
 
 @cache

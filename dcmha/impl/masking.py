@@ -6,8 +6,41 @@ call.
 
 # B batch, T query tokens, S key tokens, H heads
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """Which tokens belong together: ranges of the keys' tokens, each [B, S], int32.
+
+    Attributes:
+        starts: First token of each token's document.
+        stops: The token behind its last.
+    """
+
+    starts: Tensor
+    stops: Tensor
+
+
+def documents_of(numbers: Tensor) -> Documents:
+    """Find the documents, runs of equal numbers [B, S], that tokens belong to."""
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    is_same = numbers[:, 1:] == numbers[:, :-1]
+    starts = places.clone()
+    starts[:, 1:].masked_fill_(is_same, 0)
+    stops = places + 1
+    stops[:, :-1].masked_fill_(is_same, numbers.shape[1])
+    return Documents(starts.cummax(1).values.int(), stops.flip(1).cummin(1).values.flip(1).int())
+
+
+def same_document(documents: Documents, queries: slice, keys: slice, T: int) -> Tensor:
+    """Tell which of a block's keys are of the document of each of its queries: [B, 1, queries, keys]."""
+    starts = documents.starts
+    first = starts.shape[1] - T  # position of query 0
+    of_queries = starts[:, first + queries.start : first + queries.stop]
+    return (of_queries[:, :, None] == starts[:, None, keys])[:, None]
 
 
 def visible_keys(

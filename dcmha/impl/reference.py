@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..weights import ComposeWeights
 from .call import Call
-from .masking import both_visible, masked_softmax, visible_keys
+from .dropout import draw_seed, drop
+from .masking import both_visible, masked_softmax, same_document, visible_keys
 
 
 def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
@@ -60,15 +61,19 @@ class AttentionMaps(NamedTuple):
 
 def attention_maps(call: Call) -> AttentionMaps:
     """Compute every step of composed attention."""
-    q, k, _, pre, post, visible, bias, is_causal, window, scale, _, num_groups = call
+    q, k, _, pre, post, visible, bias, documents, is_causal, window, scale, _, num_groups = call
     T, S = q.shape[-2], k.shape[-2]
-    scores = composed_scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
+    by_key_head = q.unflatten(1, (k.shape[1], -1))  # heads that share one of the keys' are neighbours
+    scores = composed_scores = torch.einsum("bngtd,bnsd->bngts", by_key_head, k).flatten(1, 2) * scale
     if pre is not None:
         composed_scores = compose(scores, pre, num_groups)
     if bias is not None:
         composed_scores = composed_scores + bias
     block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
-    weights = composed_weights = masked_softmax(composed_scores, both_visible(block, visible), may_be_empty=True)
+    visible = both_visible(block, visible)
+    if documents is not None:
+        visible = both_visible(visible, same_document(documents, slice(0, T), slice(0, S), T))
+    weights = composed_weights = masked_softmax(composed_scores, visible, may_be_empty=True)
     if post is not None:
         composed_weights = compose(weights, post, num_groups)
     return AttentionMaps(scores, composed_scores, weights, composed_weights)
@@ -77,5 +82,7 @@ def attention_maps(call: Call) -> AttentionMaps:
 def attention(call: Call) -> Tensor:
     """Compute composed attention densely: [B, H, T, D]."""
     weights = attention_maps(call).composed_weights
-    weights = torch.dropout(weights, call.dropout_p, train=call.dropout_p > 0.0)
-    return torch.einsum("bhts,bhsd->bhtd", weights, call.v)
+    if call.dropout_p > 0.0:
+        weights = drop(weights, draw_seed(weights.device), call.dropout_p)
+    by_key_head = weights.unflatten(1, (call.v.shape[1], -1))
+    return torch.einsum("bngts,bnsd->bngtd", by_key_head, call.v).flatten(1, 2)

@@ -12,7 +12,11 @@ from dcmha import ComposeWeights, SideWeights, composed_attention
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and set of features of composed attention."""
+    """One shape and set of features of composed attention.
+
+    A mask is "bool", "float", "float-inf" or "keys"; "bias 1HTS" is an operand, of that shape. `shared` heads share
+    one of the keys and values.
+    """
 
     B: int = 2
     T: int = 33
@@ -24,12 +28,17 @@ class Case:
     is_causal: bool = False
     window: int | None = None
     mask: str | None = None
+    shared: int = 1
+    has_documents: bool = False
+    dropout_p: float = 0.0
     branches: str = "qkgb"
     compositions: str = "pre+post"
 
     def __str__(self) -> str:
         kind = ("-causal" if self.is_causal else "") + (f"-w{self.window}" if self.window else "")
-        mask = f"-{self.mask}" if self.mask else ""
+        mask = f"-{self.mask.replace(' ', '')}" if self.mask else ""
+        mask += f"-shared{self.shared}" * (self.shared > 1) + "-documents" * self.has_documents
+        mask += f"-dropout{self.dropout_p}" * (self.dropout_p > 0)
         shape = f"B{self.B}-T{self.T}-S{self.S}-H{self.H}-R{self.R}-G{self.G}"
         return f"{shape}{kind}{mask}-{self.branches}-{self.compositions}"
 
@@ -77,7 +86,7 @@ def make_mask(case: Case) -> Tensor | None:
 
     For "keys" the queries of the first of several rows see nothing.
     """
-    if case.mask is None:
+    if case.mask is None or case.mask.startswith("bias"):
         return None
     if case.mask == "keys":
         keys = torch.rand(case.B, 1, 1, case.S) > 0.3
@@ -93,13 +102,25 @@ def make_mask(case: Case) -> Tensor | None:
     return bias.masked_fill(~visible, -torch.inf) if case.mask == "float-inf" else bias
 
 
+def make_documents(case: Case) -> Tensor:
+    """Numbers of documents [B, S] of about six tokens; the last row's is one document."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = (torch.rand(case.B, case.S, generator=generator) < 1 / 6).cumsum(1)
+    numbers[-1:] = 2
+    return numbers
+
+
 def make_operands(case: Case, dtype=torch.float64) -> dict[str, Tensor]:
     """All differentiable operands by name."""
     torch.manual_seed(0)
+    key_heads = case.H // case.shared
     operands = {
-        name: torch.randn(case.B, case.H, n, case.D, dtype=torch.float64).to(dtype)
-        for name, n in (("q", case.T), ("k", case.S), ("v", case.S))
+        name: torch.randn(case.B, heads, n, case.D, dtype=torch.float64).to(dtype)
+        for name, heads, n in (("q", case.H, case.T), ("k", key_heads, case.S), ("v", key_heads, case.S))
     }
+    if case.mask and case.mask.startswith("bias"):
+        shape = [1 if axis == "1" else getattr(case, axis) for axis in case.mask.split()[1]]
+        operands["mask"] = torch.randn(shape, dtype=torch.float64).to(dtype)
     for composition in case.compositions.split("+"):
         for branch, value in named_branches(make_weights(case, dtype)).items():
             if value is not None:
@@ -113,12 +134,17 @@ def run(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None 
     if is_narrowed:
         operands = {name: x.float() for name, x in operands.items()}
     weights = {c: weights_of(operands, c) if c in case.compositions else None for c in ("pre", "post")}
+    mask = operands.get("mask", mask)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(operands["q"].dtype)
+    if case.dropout_p > 0:
+        torch.manual_seed(3)
     out = composed_attention(
         *(operands[name] for name in "qkv"),
         **weights,
         attn_mask=mask,
+        documents=make_documents(case) if case.has_documents else None,
+        dropout_p=case.dropout_p,
         is_causal=case.is_causal,
         window=case.window,
         num_groups=case.G,

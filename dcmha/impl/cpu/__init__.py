@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...weights import ComposeWeights
 from ..call import Call
+from ..masking import both_visible, same_document
 from .arguments import WEIGHTS
 from .op import ComposedAttention, composed
 
@@ -16,7 +17,11 @@ from .op import ComposedAttention, composed
 def attention(call: Call) -> Tensor:
     """Compute composed attention, of a call that `why_not_cpu` lets pass: [B, H, T, D]."""
     weights = [*_weights(call.pre), *_weights(call.post)]
-    bias, visible = (m if m is None else m[(None,) * (4 - m.dim())] for m in (call.bias, call.visible))
+    visible = call.visible
+    if call.documents is not None:
+        T, S = call.q.shape[2], call.k.shape[2]
+        visible = both_visible(visible, same_document(call.documents, slice(0, T), slice(0, S), T))
+    bias, visible = (m if m is None else m[(None,) * (4 - m.dim())] for m in (call.bias, visible))
     options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
     operator = composed if torch.compiler.is_compiling() else ComposedAttention.apply
     return operator(call.q, call.k, call.v, *weights, bias, visible, *options)[0]

@@ -12,17 +12,25 @@ from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
 from ..call import Call
+from ..dropout import draw_seed
 from .op import composed
 
 
 def attention(call: Call) -> Tensor:
     """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
-    q, k, v, pre, post, visible, _, is_causal, window, scale, _, num_groups = call
-    key_mask = None
-    if visible is not None:
-        key_mask = visible.expand(q.shape[0], 1, 1, k.shape[2])[:, 0, 0].to(torch.uint8).contiguous()
-    operands = [operand for weights in (pre, post) for operand in _operands(weights)]
-    return composed(q, k, v, *operands, key_mask, is_causal, window or 0, scale, num_groups)[0]
+    operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
+    starts, stops = (None, None) if call.documents is None else call.documents
+    seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
+    options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+    return composed(call.q, call.k, call.v, *operands, _mask(call), starts, stops, seed, *options)[0]
+
+
+def _mask(call: Call) -> Tensor | None:
+    """Make one mask with four axes of what hides and what is added: boolean, or floating with -inf where it hides."""
+    mask = call.visible
+    if call.bias is not None:
+        mask = call.bias if mask is None else call.bias.masked_fill(~mask, -torch.inf)
+    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
 def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -25,6 +25,23 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+class Heads(NamedTuple):
+    """Heads of the queries.
+
+    Attributes:
+        count: H.
+        shared: How many, neighbours, share a head of the keys and values.
+    """
+
+    count: int
+    shared: int
+
+    @property
+    def of_keys(self) -> int:
+        """Count the heads of the keys and values."""
+        return self.count // self.shared
+
+
 class Chunk(NamedTuple):
     """A range of rows of the batch and of queries, and the keys of its blocks.
 
@@ -60,25 +77,31 @@ class Chunk(NamedTuple):
         """Count the elements of a workspace."""
         return self.num_rows * H * self.plane_blocks * self.block * self.num_keys
 
-    def workspace(self, buffer: Tensor, H: int) -> Tensor:
-        """See the front of a buffer as the chunk's workspace [rows * H * blocks, Q, K]."""
-        return buffer[: self.workspace_size(H)].view(-1, self.block, self.num_keys)
+    def workspace(self, buffer: Tensor, heads: Heads) -> Tensor:
+        """See the front of a buffer as the chunk's workspace [rows * H/shared * blocks, shared * Q, K]."""
+        return buffer[: self.workspace_size(heads.count)].view(-1, heads.shared * self.block, self.num_keys)
 
-    def of_queries(self, x: Tensor, H: int) -> Tensor:
-        """See rows of queries [rows * H * blocks, Q, D] as [rows, H, queries, D]."""
-        return x.view(self.num_rows, H, -1, x.shape[-1])[:, :, : self.num_queries]
+    def of_queries(self, x: Tensor, heads: Heads) -> Tensor:
+        """See rows of queries [rows * H/shared * blocks, shared * Q, D] as [rows, H/shared, shared, queries, D]."""
+        blocks = x.view(self.num_rows, heads.of_keys, self.plane_blocks, heads.shared, self.block, x.shape[-1])
+        return blocks.transpose(2, 3).flatten(3, 4)[:, :, :, : self.num_queries]
 
-    def of_keys(self, x: Tensor, H: int) -> Tensor:
-        """See rows of keys [rows * H * blocks, K, D] as [rows * H, blocks, K, D], those that hold queries."""
-        return x.view(self.num_rows * H, -1, *x.shape[1:])[:, : self.num_blocks]
+    def of_keys(self, x: Tensor, heads: Heads) -> Tensor:
+        """See rows of keys [rows * H/shared * blocks, K, D] as [rows * H/shared, blocks, K, D], those with queries."""
+        return x.view(self.num_rows * heads.of_keys, -1, *x.shape[1:])[:, : self.num_blocks]
 
 
-def chunks(B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int) -> list[Chunk]:
-    """Cut a call so that a workspace stays within its budget; a window of 0 is none. No pairs, no chunks."""
+def chunks(
+    B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int, has_bands: bool = True
+) -> list[Chunk]:
+    """Cut a call so that a workspace stays within its budget; a window of 0 is none. No pairs, no chunks.
+
+    Without bands all chunks have one block.
+    """
     if B * T * S == 0:
         return []
     budget = int(WORKSPACE_MIB * 2**20 // itemsize)
-    band = _band(B, H, T, S, budget, is_causal, window) if window else []
+    band = _band(B, H, T, S, budget, is_causal, window) if window and has_bands else []
     return band or _rectangles(B, H, T, S, budget, is_causal, window)
 
 
@@ -127,27 +150,29 @@ def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: 
     return plan
 
 
-def query_planes(x: Tensor, chunk: Chunk) -> Tensor:
-    """Lay queries [B, H, T, D] out as the chunk's planes and blocks [rows * H * blocks, Q, D]; zeros fill up."""
+def query_planes(x: Tensor, chunk: Chunk, heads: Heads) -> Tensor:
+    """Lay queries [B, H, T, D] out as planes and blocks [rows * H/shared * blocks, shared * Q, D]; zeros fill up.
+
+    Heads that share keys follow each other within a block, so that they are rows of one product.
+    """
     part = x[chunk.rows, :, chunk.queries]
-    if chunk.plane_blocks == 1:
-        return part.flatten(0, 1)
     if chunk.plane_blocks * chunk.block > chunk.num_queries:
         padded = x.new_zeros(*part.shape[:2], chunk.plane_blocks * chunk.block, x.shape[-1])
         padded[:, :, : chunk.num_queries] = part
         part = padded
-    return part.reshape(-1, chunk.block, x.shape[-1])
+    blocks = part.view(chunk.num_rows, heads.of_keys, heads.shared, -1, chunk.block, x.shape[-1])
+    return blocks.transpose(2, 3).reshape(-1, heads.shared * chunk.block, x.shape[-1])
 
 
 def key_planes(x: Tensor, chunk: Chunk) -> Tensor:
-    """Lay keys or values [B, H, S, D] out likewise [rows * H * blocks, K, D]; S is padded to whole rows.
+    """Lay keys or values [B, H/shared, S, D] out likewise [rows * H/shared * blocks, K, D]; S is padded to whole rows.
 
     Keys of neighbouring blocks share memory: only to be read.
     """
-    B, H, S, D = x.shape
+    _, _, S, D = x.shape
     if chunk.plane_blocks == 1:
         return x[chunk.rows, :, chunk.first_key : chunk.first_key + chunk.num_keys].flatten(0, 1)
-    planes, step = chunk.num_rows * H, chunk.plane_blocks * chunk.block
+    planes, step = chunk.num_rows * x.shape[1], chunk.plane_blocks * chunk.block
     buffer = x.new_zeros(planes * step + chunk.num_keys - chunk.block, D)
     first, last = _key_range(chunk, S)
     place = buffer.as_strided((planes, last - first, D), (step * D, D, 1), (first - chunk.first_key) * D)

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from ..call import refuse_derivative
-from .launch import Operands, Options, backward, forward
+from .operands import Hiding, Operands, Options
+from .passes import backward, forward
 
 OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? pre_query, Tensor? pre_key, Tensor? pre_base, Tensor? post_query, "
-    "Tensor? post_key, Tensor? post_base, Tensor? key_mask"
+    "Tensor? post_key, Tensor? post_base, Tensor? mask, Tensor? starts, Tensor? stops, Tensor? seed"
 )
-OPTIONS = "bool is_causal, SymInt window, float scale, SymInt num_groups"
-NUM_DIFFERENTIABLE = 9  # of the operands, all but the mask
+OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt num_groups"
+NUM_OPTIONS = 5
+NUM_HIDING = 4  # of the operands, the last
+NUM_WEIGHTS = 6  # of the operands, those before
 
 
 @torch.library.custom_op(
@@ -21,10 +24,16 @@ NUM_DIFFERENTIABLE = 9  # of the operands, all but the mask
 )
 def composed(q, k, v, *rest):
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
-    *operands, key_mask, is_causal, window, scale, num_groups = rest
-    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
+    weights, hiding, options = _split(q, k, rest)
     with torch.cuda.device_of(q):
-        return forward(q.contiguous(), k.contiguous(), v.contiguous(), Operands(*operands), key_mask, options)
+        return forward(q.contiguous(), k.contiguous(), v.contiguous(), weights, hiding, options)
+
+
+def _split(q: Tensor, k: Tensor, rest: tuple) -> tuple[Operands, Hiding, Options]:
+    """Sort an operator's arguments behind q, k and v."""
+    is_causal, window, scale, dropout_p, num_groups = rest[-NUM_OPTIONS:]
+    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, dropout_p, num_groups)
+    return Operands(*rest[:NUM_WEIGHTS]), Hiding(*rest[NUM_WEIGHTS : NUM_WEIGHTS + NUM_HIDING]), options
 
 
 @composed.register_fake
@@ -35,39 +44,46 @@ def _(q, *rest):
 @torch.library.custom_op(
     "dcmha::composed_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor d_out, {OPERANDS}, Tensor log_sum, {OPTIONS}) -> Tensor[]",
+    schema=f"(Tensor d_out, {OPERANDS}, {OPTIONS}, Tensor log_sum, bool mask_gradient) -> Tensor[]",
 )
 def composed_backward(d_out, q, k, v, *rest):
-    """Compute the gradients of q, k, v and the six operands; empty tensors where there is none."""
-    *operands, key_mask, log_sum, is_causal, window, scale, num_groups = rest
-    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, num_groups)
+    """Compute the gradients of q, k, v, the six operands and the mask; empty tensors where there is none."""
+    *rest, log_sum, mask_gradient = rest
+    weights, hiding, options = _split(q, k, tuple(rest))
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
-        dq, dk, dv, grads = backward(*tensors, Operands(*operands), key_mask, log_sum, options)
-    packed = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads, operands, strict=True)]
-    return [dq, dk, dv, *packed]
+        grads = backward(*tensors, weights, hiding, log_sum, options, mask_gradient)
+    of_weights = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads.operands, weights, strict=True)]
+    return [
+        grads.q,
+        grads.k,
+        grads.v,
+        *of_weights,
+        grads.mask.to(hiding.mask.dtype) if mask_gradient else q.new_empty(0),
+    ]
 
 
 @composed_backward.register_fake
-def _(d_out, *rest):
+def _(d_out, q, k, v, *rest):
+    weights, mask, mask_gradient = rest[:NUM_WEIGHTS], rest[NUM_WEIGHTS], rest[-1]
     return [
-        d_out.new_empty(0) if w is None else torch.empty_like(w, memory_format=torch.contiguous_format)
-        for w in rest[:NUM_DIFFERENTIABLE]
+        d_out.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, *weights, mask if mask_gradient else None)
     ]
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tensors, is_causal, window, scale, num_groups = inputs
+    tensors, ctx.options = inputs[:-NUM_OPTIONS], inputs[-NUM_OPTIONS:]
     ctx.save_for_backward(*tensors, output[1])
-    ctx.options = (is_causal, window, scale, num_groups)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, d_out: Tensor, _: Tensor | None):
     *tensors, log_sum = ctx.saved_tensors
-    grads = composed_backward(d_out, *tensors, log_sum, *ctx.options)
-    given = [None if w is None else g for w, g in zip(tensors[:NUM_DIFFERENTIABLE], grads, strict=True)]
-    return *given, None, None, None, None, None
+    mask_gradient = ctx.needs_input_grad[3 + NUM_WEIGHTS]
+    *grads, d_mask = composed_backward(d_out, *tensors, *ctx.options, log_sum, mask_gradient)
+    given = [None if w is None else g for w, g in zip(tensors[: 3 + NUM_WEIGHTS], grads, strict=True)]
+    return *given, d_mask if mask_gradient else None, *(None,) * (NUM_HIDING - 1 + NUM_OPTIONS)
 
 
 composed.register_autograd(_backward, setup_context=_setup)

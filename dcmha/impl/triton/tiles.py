@@ -1,11 +1,13 @@
 """Tiles of scores and weights, and how heads are mixed in them: what the five kernels share.
 
-A tile is [M, V, 16]: M tokens of the *matrix* side, whose 16 x 16 matrices are built once per program and applied by
-batched products; V tokens of the *vector* side, whose composition stays low rank: a product with a block matrix of ones
-sums over the heads of a group and puts the sum back on each of them. The last axis is 16 slots, which hold one group of
-up to 16 heads, or two groups of up to 8, or four of up to 4, of the same or of different rows of the batch.
+A tile is a tuple of *blocks* [M, V, 16], of 16 slots each: M tokens of the *matrix* side, whose matrices are built once
+per program and applied by batched products; V tokens of the *vector* side, whose composition stays low rank: a product
+with a block matrix of ones sums over the heads of a group and puts the sum back on each of them. One block holds one
+group of up to 16 heads, or two groups of up to 8, or four of up to 4, of the same or of different rows of the batch; a
+group of more heads takes two, three or four blocks, whose sums are added up before they are spread.
 
-Packed weights of a token are 2R + gate *vectors* over the heads: R of `down`, R of `up`, and the gate.
+Packed weights of a token are 2R + gate *vectors* over the heads: R of `down`, R of `up`, and the gate. Of a tuple of
+vectors, number n of block b is [n * BLOCKS + b]; of matrices, that from block a to block b is [a * BLOCKS + b].
 """
 
 # B batch, T query tokens, S key tokens, H heads, R compose rank, G head groups; of a tile: M and V tokens of its sides
@@ -16,7 +18,6 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
-LOG2E = tl.constexpr(1.4426950408889634)
 LANES = tl.constexpr(8)  # tokens of a tile's axis 1 that lie in different threads; the others lie in each
 
 
@@ -24,19 +25,31 @@ class Kind(NamedTuple):
     """What a call is, known when a kernel is compiled.
 
     Attributes:
-        GROUP_SLOTS: Slots that hold a group: 4, 8 or 16.
+        GROUP_SLOTS: Slots that hold a group: 4, 8, or 16 for each block.
         HEADS: Heads of a group.
+        BLOCKS: Blocks that hold a group.
         IS_CAUSAL: As in `composed_attention`.
         HAS_WINDOW: Whether there is a window.
-        HAS_MASK: Whether there is a mask of keys.
+        HAS_DOCUMENTS: Whether queries see only keys of their own document.
+        MASK: What the mask is: 0 for none, 1 boolean, 2 added to the composed scores.
+        MASK_HEADS: Whether the mask differs between heads.
+        MASK_QUERIES: Whether it differs between queries.
+        MASK_GRADIENT: Whether it takes a gradient.
+        HAS_DROPOUT: Whether composed weights are dropped.
         DOT: Dtype of the operands of products.
     """
 
     GROUP_SLOTS: int
     HEADS: int
+    BLOCKS: int
     IS_CAUSAL: bool
     HAS_WINDOW: bool
-    HAS_MASK: bool
+    HAS_DOCUMENTS: bool
+    MASK: int
+    MASK_HEADS: bool
+    MASK_QUERIES: bool
+    MASK_GRADIENT: bool
+    HAS_DROPOUT: bool
     DOT: Any
 
 
@@ -50,69 +63,81 @@ class Form(NamedTuple):
     BASE: int
 
 
+class Packed(NamedTuple):
+    """Packed weights [B, T or S, 2R + gate, width] of both sides of a composition, and its base [G, H/G, H/G]."""
+
+    query: Any
+    key: Any
+    base: Any
+
+
 class Slots(NamedTuple):
-    """What each of the 16 slots of a program holds; a group of one row of the batch is an instance.
+    """What each of the slots of a program holds; a group of one row of the batch is an instance.
 
     Attributes:
         row: Row of the batch [16], counted from the chunk's first.
-        head: Head of the call [16].
-        column: Column of the head's packed weights [16], of which each group has GROUP_SLOTS.
         is_instance: Whether the slot belongs to an instance [16].
-        is_real: Whether it holds a head [16].
+        head: Head of the call, of each block [16].
+        column: Column of the head's packed weights, of each block [16]; each group has GROUP_SLOTS.
+        is_real: Whether it holds a head, of each block [16].
     """
 
     row: Any
+    is_instance: Any
     head: Any
     column: Any
-    is_instance: Any
     is_real: Any
 
 
 @triton.jit
 def slots_of(program, num_instances, num_groups, KIND: tl.constexpr):
     """Tell what the slots of a program hold: `Slots`."""
+    INSTANCES: tl.constexpr = 1 if KIND.BLOCKS > 1 else SLOTS // KIND.GROUP_SLOTS
+    WIDTH: tl.constexpr = SLOTS // INSTANCES
     slots = tl.arange(0, SLOTS)
-    instance = program * (SLOTS // KIND.GROUP_SLOTS) + slots // KIND.GROUP_SLOTS
-    group, in_group = instance % num_groups, slots % KIND.GROUP_SLOTS
-    is_instance = instance < num_instances
-    return Slots(
-        row=instance // num_groups,
-        head=group * KIND.HEADS + in_group,
-        column=group * KIND.GROUP_SLOTS + in_group,
-        is_instance=is_instance,
-        is_real=is_instance & (in_group < KIND.HEADS),
-    )
+    instance = program * INSTANCES + slots // WIDTH
+    group, is_instance = instance % num_groups, instance < num_instances
+    head, column, is_real = (), (), ()
+    for b in tl.static_range(KIND.BLOCKS):
+        in_group = slots % WIDTH + b * SLOTS
+        head = head + (group * KIND.HEADS + in_group,)
+        column = column + (group * KIND.GROUP_SLOTS + in_group,)
+        is_real = is_real + (is_instance & (in_group < KIND.HEADS),)
+    return Slots(row=instance // num_groups, is_instance=is_instance, head=head, column=column, is_real=is_real)
 
 
 @triton.jit
-def same_group(GROUP_SLOTS: tl.constexpr):
-    """Make the block matrix [16, 16] that tells which slots belong to one group."""
+def same_group(KIND: tl.constexpr):
+    """Make the block matrix [16, 16] that tells which slots of a block belong to one group."""
     slots = tl.arange(0, SLOTS)
-    return slots[:, None] // GROUP_SLOTS == slots[None, :] // GROUP_SLOTS
+    return slots[:, None] // KIND.GROUP_SLOTS == slots[None, :] // KIND.GROUP_SLOTS
 
 
 @triton.jit
 def group_sum(M: tl.constexpr, KIND: tl.constexpr):
     """Make the matrices [M, 16, 16] whose product sums over a group and puts the sum on each of its slots."""
-    return tl.broadcast_to(same_group(KIND.GROUP_SLOTS).to(KIND.DOT)[None, :, :], [M, SLOTS, SLOTS])
+    return tl.broadcast_to(same_group(KIND).to(KIND.DOT)[None, :, :], [M, SLOTS, SLOTS])
 
 
 @triton.jit
-def diagonal(gate):
-    """Make diagonal matrices [M, 16, 16] of [M, 16]."""
+def on_diagonal():
+    """Tell which places of matrices [1, 16, 16] are on the diagonal."""
     slots = tl.arange(0, SLOTS)
-    return tl.where((slots[:, None] == slots[None, :])[None, :, :], gate[:, :, None], 0.0)
+    return (slots[:, None] == slots[None, :])[None, :, :]
 
 
 @triton.jit
-def load_vectors(packed, row, num_tokens, tokens, mask, slots, width, RANK: tl.constexpr, GATE: tl.constexpr):
+def load_vectors(
+    packed, row, num_tokens, tokens, mask, slots, width, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
+):
     """Load the packed weights [B, num_tokens, 2R + gate, width] of a tile's tokens: a tuple of vectors [tokens, 16]."""
     COUNT: tl.constexpr = 2 * RANK + GATE
-    offsets = row.to(tl.int64) * num_tokens * COUNT * width + slots.column  # [16]
+    rows = row.to(tl.int64) * num_tokens * COUNT * width  # [16]
     vectors = ()
-    for r in tl.static_range(COUNT):
-        pointers = packed + offsets[None, :] + ((tokens * COUNT + r) * width)[:, None]
-        vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)  # [tokens, 16]
+    for n in tl.static_range(COUNT):
+        for b in tl.static_range(KIND.BLOCKS):
+            pointers = packed + (rows + slots.column[b])[None, :] + ((tokens * COUNT + n) * width)[:, None]
+            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)  # [tokens, 16]
     return vectors
 
 
@@ -121,25 +146,59 @@ def token_matrices(
     vectors, base, slots, M: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Build sum_r down_r^T up_r + diag(gate) + base for each token of the matrix side: [M, 16, 16]."""
-    matrices = tl.zeros([M, SLOTS, SLOTS], tl.float32)
-    for r in tl.static_range(RANK):
-        matrices += vectors[r].to(tl.float32)[:, :, None] * vectors[RANK + r].to(tl.float32)[:, None, :]
-    in_group = same_group(KIND.GROUP_SLOTS)
-    matrices = tl.where(in_group[None, :, :], matrices, 0.0)
-    if GATE:
-        matrices += diagonal(vectors[2 * RANK].to(tl.float32))
-    if BASE:
-        mask = in_group & slots.is_real[:, None] & slots.is_real[None, :]
-        pointers = base + slots.head[:, None] * KIND.HEADS + (slots.head % KIND.HEADS)[None, :]
-        matrices += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :, :]  # [16, 16]
-    return matrices.to(KIND.DOT)
+    """Build sum_r down_r^T up_r + diag(gate) + base for each token of the matrix side: matrices [M, 16, 16]."""
+    result = ()
+    for a in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(KIND.BLOCKS):
+            matrices = tl.zeros([M, SLOTS, SLOTS], tl.float32)
+            for r in tl.static_range(RANK):
+                down = vectors[r * KIND.BLOCKS + a].to(tl.float32)
+                matrices += down[:, :, None] * vectors[(RANK + r) * KIND.BLOCKS + b].to(tl.float32)[:, None, :]
+            if KIND.GROUP_SLOTS < SLOTS:
+                matrices = tl.where(same_group(KIND)[None, :, :], matrices, 0.0)
+            if GATE and a == b:
+                gate = vectors[2 * RANK * KIND.BLOCKS + b].to(tl.float32)
+                matrices += tl.where(on_diagonal(), gate[:, :, None], 0.0)
+            if BASE:
+                mask = same_group(KIND) & slots.is_real[a][:, None] & slots.is_real[b][None, :]
+                pointers = base + slots.head[a][:, None] * KIND.HEADS + (slots.head[b] % KIND.HEADS)[None, :]
+                matrices += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :, :]  # [16, 16]
+            result = result + (matrices.to(KIND.DOT),)
+    return result
+
+
+@triton.jit
+def transposed(matrices, KIND: tl.constexpr):
+    """Transpose matrices of tokens, blocks and all."""
+    result = ()
+    for a in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(KIND.BLOCKS):
+            result = result + (tl.permute(matrices[b * KIND.BLOCKS + a], (0, 2, 1)),)
+    return result
+
+
+@triton.jit
+def to_dot(blocks, KIND: tl.constexpr):
+    """Round a tile to the dtype of products."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        result = result + (blocks[b].to(KIND.DOT),)
+    return result
+
+
+@triton.jit
+def to_float(blocks, KIND: tl.constexpr):
+    """Widen a tile to float32."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        result = result + (blocks[b].to(tl.float32),)
+    return result
 
 
 @triton.jit
 def mix(
     x, x_dot, matrices, vectors, sums, MATRIX: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr,
-    BACK: tl.constexpr = False,
+    KIND: tl.constexpr, BACK: tl.constexpr = False,
 ):  # fmt: skip
     """Compose a tile: x by the matrix side's matrices, if MATRIX, and by the vector side's weights.
 
@@ -148,107 +207,116 @@ def mix(
     """
     DOWN: tl.constexpr = RANK if BACK else 0
     UP: tl.constexpr = 0 if BACK else RANK
-    y = x  # [M, V, 16]
-    if MATRIX:
-        y = tl.dot(x_dot, matrices, y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
-    if GATE:
-        y += x * vectors[2 * RANK].to(tl.float32)[None, :, :]
+    N: tl.constexpr = KIND.BLOCKS
+    summed = ()
     for r in tl.static_range(RANK):
-        inner = x_dot * vectors[DOWN + r].to(x_dot.dtype)[None, :, :]
-        summed = tl.dot(inner, sums, tl.zeros(x.shape, tl.float32), input_precision="ieee")  # @ [M, 16, 16]
-        y += summed * vectors[UP + r].to(tl.float32)[None, :, :]
-    return y
+        total = tl.zeros(x[0].shape, tl.float32)
+        for a in tl.static_range(N):
+            inner = x_dot[a] * vectors[(DOWN + r) * N + a].to(KIND.DOT)[None, :, :]
+            total = tl.dot(inner, sums, total, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
+        summed = summed + (total,)
+    result = ()
+    for b in tl.static_range(N):
+        y = x[b]  # [M, V, 16]
+        if MATRIX:
+            for a in tl.static_range(N):
+                y = tl.dot(x_dot[a], matrices[a * N + b], y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
+        if GATE:
+            y += x[b] * vectors[2 * RANK * N + b].to(tl.float32)[None, :, :]
+        for r in tl.static_range(RANK):
+            y += summed[r] * vectors[(UP + r) * N + b].to(tl.float32)[None, :, :]
+        result = result + (y,)
+    return result
 
 
 @triton.jit
-def outer_sum(a, b, total):
-    """Add the sums over the vector side of a^T b to `total` [M, 16, 16]."""
-    return tl.dot(tl.permute(a, (0, 2, 1)), b, total, input_precision="ieee")  # [M, 16, V] @ [M, V, 16]
+def zero_matrices(M: tl.constexpr, KIND: tl.constexpr):
+    """Make matrices of tokens [M, 16, 16] of zeros, to add to."""
+    result = ()
+    for _ in tl.static_range(KIND.BLOCKS * KIND.BLOCKS):
+        result = result + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
+    return result
+
+
+@triton.jit
+def outer_sum(x, y, totals, KIND: tl.constexpr):
+    """Add the sums over the vector side of x^T y to matrices of tokens [M, 16, 16]."""
+    result = ()
+    for a in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(KIND.BLOCKS):
+            total = totals[a * KIND.BLOCKS + b]
+            total = tl.dot(tl.permute(x[a], (0, 2, 1)), y[b], total, input_precision="ieee")  # [M, 16, V] @ [M, V, 16]
+            result = result + (total,)
+    return result
 
 
 @triton.jit
 def within_threads(x):
-    """See a tile [M, V, 16] as [M, V / 8, 8, 16], of which axis 1 lies within a thread."""
+    """See a block [M, V, 16] as [M, V / 8, 8, 16], of which axis 1 lies within a thread."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES, SLOTS])
 
 
 @triton.jit
 def store_vector_gradients(
-    matrices, vectors, pointers, width, mask, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
+    matrices, vectors, target, places, slots, width, mask, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
 ):
-    """Reduce the gradients of token matrices [M, 16, 16] to those of the packed weights, and store them [M, 16]."""
-    matrices = tl.where(same_group(KIND.GROUP_SLOTS)[None, :, :], matrices, 0.0)
+    """Reduce the gradients of token matrices to those of the packed weights, and store them at `places` [M, 16]."""
+    N: tl.constexpr = KIND.BLOCKS
     for r in tl.static_range(RANK):
-        down, up = vectors[r].to(tl.float32), vectors[RANK + r].to(tl.float32)
-        tl.store(pointers + r * width, tl.sum(matrices * up[:, None, :], 2), mask=mask)
-        tl.store(pointers + (RANK + r) * width, tl.sum(matrices * down[:, :, None], 1), mask=mask)
+        for a in tl.static_range(N):
+            d_down, d_up = tl.zeros(places.shape, tl.float32), tl.zeros(places.shape, tl.float32)
+            for b in tl.static_range(N):
+                forth, back = matrices[a * N + b], matrices[b * N + a]  # from block a to b, and from b to a
+                if KIND.GROUP_SLOTS < SLOTS:
+                    forth = tl.where(same_group(KIND)[None, :, :], forth, 0.0)
+                    back = forth
+                d_down += tl.sum(forth * vectors[(RANK + r) * N + b].to(tl.float32)[:, None, :], 2)
+                d_up += tl.sum(back * vectors[r * N + b].to(tl.float32)[:, :, None], 1)
+            pointers = target + places + slots.column[a][None, :]
+            tl.store(pointers + r * width, d_down, mask=mask)
+            tl.store(pointers + (RANK + r) * width, d_up, mask=mask)
     if GATE:
-        slots = tl.arange(0, SLOTS)
-        gates = tl.where((slots[:, None] == slots[None, :])[None, :, :], matrices, 0.0)
-        tl.store(pointers + 2 * RANK * width, tl.sum(gates, 2), mask=mask)
+        for b in tl.static_range(N):
+            gates = tl.sum(tl.where(on_diagonal(), matrices[b * N + b], 0.0), 2)
+            tl.store(target + places + slots.column[b][None, :] + 2 * RANK * width, gates, mask=mask)
 
 
 @triton.jit
-def hidden_bias(position, token, S, window, KIND: tl.constexpr):
-    """Make -inf where a query at `position` does not see the key `token`, 0 where it does; the two are broadcast."""
-    distance = position - token
-    seen = (token >= 0) & (token < S)
-    if KIND.IS_CAUSAL:
-        seen = seen & (distance >= 0)
-    if KIND.HAS_WINDOW:
-        seen = seen & (distance < window)
-        if not KIND.IS_CAUSAL:
-            seen = seen & (distance > -window)
-    return tl.where(seen, 0.0, -float("inf"))
+def store_base_sum(matrices, sums, KIND: tl.constexpr):
+    """Store a program's share of a base's gradient, [slots, slots]; the launch adds them up."""
+    WIDTH: tl.constexpr = SLOTS * KIND.BLOCKS
+    slots = tl.arange(0, SLOTS)
+    place = tl.program_id(0).to(tl.int64) * WIDTH * WIDTH
+    for a in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(KIND.BLOCKS):
+            square = (slots + a * SLOTS)[:, None] * WIDTH + (slots + b * SLOTS)[None, :]
+            tl.store(sums + place + square, tl.sum(matrices[a * KIND.BLOCKS + b], 0))
 
 
 @triton.jit
-def mask_of_keys(key_mask, row, is_instance, token, S, KIND: tl.constexpr):
-    """Tell which tokens a mask of keys [B, S] lets the slots' rows see: [tokens, 16], or [tokens, 1] of one row."""
-    is_token = (token >= 0) & (token < S)
-    if KIND.GROUP_SLOTS == SLOTS:
-        seen = tl.load(key_mask + tl.min(row, 0).to(tl.int64) * S + token, mask=is_token, other=0)[:, None]
-    else:
-        pointers = key_mask + row.to(tl.int64)[None, :] * S + token[:, None]
-        seen = tl.load(pointers, mask=is_token[:, None] & is_instance[None, :], other=0)
-    return seen != 0
+def load_tile(workspace, place, inside, KIND: tl.constexpr):
+    """Load a tile of a workspace, in the dtype of products."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        result = result + (tl.load(workspace + place[b], mask=inside[b], other=0.0).to(KIND.DOT),)
+    return result
 
 
 @triton.jit
-def exponents(y, bias, seen, KIND: tl.constexpr):
-    """Turn scores into exponents of 2, -inf where the bias is; what a mask of keys hides may hold anything."""
-    y = y * LOG2E + bias
-    if KIND.HAS_MASK:
-        y = tl.where(seen, y, -float("inf"))
-    return y
+def store_tile(workspace, place, inside, tile, KIND: tl.constexpr):
+    """Store a tile."""
+    for b in tl.static_range(KIND.BLOCKS):
+        tl.store(workspace + place[b], tile[b].to(workspace.dtype.element_ty), mask=inside[b])
 
 
 @triton.jit
-def key_bounds(first, last, num_keys, S, first_key, window, KIND: tl.constexpr, TILE: tl.constexpr):
-    """Bound the keys, of a block's, that queries at positions [first, last] may see: from a multiple of TILE."""
-    low = tl.maximum(0, -first_key)
-    high = tl.minimum(num_keys, S - first_key)
-    if KIND.HAS_WINDOW:
-        low = tl.maximum(low, first - first_key - window + 1)
-        high = tl.minimum(high, last - first_key + window)
-    if KIND.IS_CAUSAL:
-        high = tl.minimum(high, last - first_key + 1)
-    low = low // TILE * TILE
-    return low, tl.maximum(low, high)
-
-
-@triton.jit
-def query_bounds(first, last, num_queries, position0, window, KIND: tl.constexpr, TILE: tl.constexpr):
-    """Bound the queries, of a block's, that may see the keys [first, last], likewise."""
-    low = 0
-    high = num_queries
-    if KIND.HAS_WINDOW:
-        low = tl.maximum(low, first - position0 - window + 1)
-        high = tl.minimum(high, last - position0 + window)
-    if KIND.IS_CAUSAL:
-        low = tl.maximum(low, first - position0)
-    low = low // TILE * TILE
-    return low, tl.maximum(low, high)
+def store_zeros(workspace, offsets, start, stop, num_keys, mask, TILE: tl.constexpr, KIND: tl.constexpr):
+    """Write zeros to the keys from `start`, a multiple of TILE, to `stop`; offsets [M, 16] are those of key 0."""
+    for begin in range(start, stop, TILE):
+        key = tl.multiple_of(begin, TILE) + tl.arange(0, TILE)
+        for b in tl.static_range(KIND.BLOCKS):
+            inside = mask[b][:, None, :] & (key < num_keys)[None, :, None]
+            tl.store(workspace + offsets[b][:, None, :] + key[None, :, None], 0.0, mask=inside)
 
 
 @triton.jit
@@ -256,12 +324,3 @@ def split_range(low, high, split, num_splits, TILE: tl.constexpr):
     """Give a program its share of a range, in whole tiles."""
     share = tl.cdiv(tl.cdiv(high - low, num_splits), TILE) * TILE
     return low + split * share, tl.minimum(high, low + (split + 1) * share)
-
-
-@triton.jit
-def store_zeros(pointers, start, stop, num_keys, mask, TILE: tl.constexpr):
-    """Write zeros to the keys from `start`, a multiple of TILE, to `stop`; `pointers` [M, 16] are those of key 0."""
-    for begin in range(start, stop, TILE):
-        key = tl.multiple_of(begin, TILE) + tl.arange(0, TILE)
-        inside = mask[:, None, :] & (key < num_keys)[None, :, None]
-        tl.store(pointers[:, None, :] + key[None, :, None], 0.0, mask=inside)

@@ -13,12 +13,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dcmha.impl.triton import kernels, launch
+from dcmha.impl.triton.hiding import Masks
+from dcmha.impl.triton.operands import slots_of_group
+from dcmha.impl.triton.tiles import Form, Kind, Packed
 
 KERNELS = tuple(launch.TILES)
 FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums")
 ALIGNED = ("num_keys",)  # sizes that are multiples of 16; the others are not specialised
-KIND = kernels.Kind(GROUP_SLOTS=16, HEADS=16, IS_CAUSAL=True, HAS_WINDOW=False, HAS_MASK=False, DOT=None)
-FORM = kernels.Form(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
+KIND = Kind(
+    GROUP_SLOTS=16,
+    HEADS=16,
+    BLOCKS=1,
+    IS_CAUSAL=True,
+    HAS_WINDOW=False,
+    HAS_DOCUMENTS=False,
+    MASK=0,
+    MASK_HEADS=False,
+    MASK_QUERIES=False,
+    MASK_GRADIENT=False,
+    HAS_DROPOUT=False,
+    DOT=None,
+)
+FORM = Form(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
 DOTS = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}
 
 
@@ -50,37 +66,65 @@ def compile_kernel(
 
     Both compositions are of `FORM`, the call of `KIND`, with other fields as given.
     """
-    kernel = getattr(kernels, name)
-    kind = KIND._replace(DOT=DOTS[dtype], **kind)
-    shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, kind.HAS_MASK)
+    kernel, form = getattr(kernels, name), FORM._replace(**form or {})
+    kind = _kind(dtype, **kind)
+    shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
     query_tile, key_tile, num_warps, num_stages = tile or shipped
-    form = FORM._replace(**form or {})
     constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": query_tile, "BK": key_tile}
-    signature, attributes, constexprs = {}, {}, {}
+    signature, constexprs, attributes = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], constexprs[(index,)] = "constexpr", constants[argument]
-        elif argument == "key_mask":
-            signature[argument] = "*u8"
-        elif argument in FLOATS or argument.startswith("d_"):
-            signature[argument] = "*fp32"
-        elif argument in ("x", "da") or argument.startswith(("pre_", "post_")):
-            signature[argument] = f"*{dtype}"
-        else:
-            signature[argument] = "i32"
-        if signature[argument].startswith("*") or argument in ALIGNED:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            continue
+        signature[argument] = kind_of = _type_of(argument, dtype, kind, form)
+        for place, part in _parts(index, kind_of):
+            if part == "constexpr":
+                constexprs[place] = None
+            elif part.startswith("*") or argument in ALIGNED:
+                attributes[place] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
-    elements = query_tile * key_tile * 16 / (32 * num_warps)  # of a thread
+    elements = query_tile * key_tile * 16 * kind.BLOCKS / (32 * num_warps)  # of a thread
     return Resources(
         int(re.search(r"REG:(\d+)", usage)[1]),
         int(re.search(r"STACK:(\d+)", usage)[1]),
         compiled.metadata.shared,
         round(_main_loop(code) / elements, 1),
     )
+
+
+def _kind(dtype: str, **kind) -> Kind:
+    """Complete the description of a call."""
+    kind = KIND._replace(DOT=DOTS[dtype], **kind)
+    slots = slots_of_group(kind.HEADS)
+    return kind._replace(GROUP_SLOTS=slots, BLOCKS=max(1, slots // 16))
+
+
+def _type_of(argument: str, dtype: str, kind: Kind, form: Form) -> str | tuple[str, ...]:
+    """Tell the type of an argument, as it is launched; tuples have one for each field."""
+    if argument in ("pre", "post"):
+        there = (form.QUERY_RANK + form.QUERY_GATE, form.KEY_RANK + form.KEY_GATE, form.BASE)
+        return Packed(*(f"*{dtype}" if part else "constexpr" for part in there))
+    if argument == "masks":
+        documents = "*i32" if kind.HAS_DOCUMENTS else "constexpr"
+        pairs = ("constexpr", "*u8", f"*{dtype}")[kind.MASK]
+        return Masks(pairs, documents, documents, "*i64" if kind.HAS_DROPOUT else "constexpr")
+    if argument in FLOATS or argument.startswith("d_"):
+        return "*fp32"
+    if argument == "dy" and not kind.MASK_GRADIENT:
+        return "constexpr"
+    if argument in ("x", "da", "dy"):
+        return f"*{dtype}"
+    return "fp32" if argument == "keep_scale" else "i32"
+
+
+def _parts(index: int, kind_of: str | tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
+    """List the places of an argument and their types."""
+    if isinstance(kind_of, tuple):
+        return [((index, number), part) for number, part in enumerate(kind_of)]
+    return [((index,), kind_of)]
 
 
 def _dump(cubin: bytes, what: str) -> str:
@@ -103,17 +147,34 @@ def _main_loop(code: str) -> int:
     return len(max(loops, key=lambda loop: (sum("MMA" in t or "FFMA" in t for t in loop), -len(loop))))
 
 
+QUERY_WISE = {"form": {"KEY_RANK": 0, "KEY_GATE": 0}}
+BIAS = {"MASK": 2, "MASK_HEADS": True, "MASK_QUERIES": True, "MASK_GRADIENT": True}
 VARIANTS = {
     "16 heads": {},
-    "groups of 8": {"GROUP_SLOTS": 8, "HEADS": 8},
-    "6 heads, bidirectional": {"GROUP_SLOTS": 8, "HEADS": 6, "IS_CAUSAL": False},
+    "groups of 8": {"HEADS": 8},
+    "6 heads, bidirectional": {"HEADS": 6, "IS_CAUSAL": False},
+    "24 heads": {"HEADS": 24},
+    "32 heads": {"HEADS": 32},
+    "40 heads": {"HEADS": 40},
+    "52 heads": {"HEADS": 52},
+    "32 heads, static base": {"HEADS": 32, "form": {"BASE": 1}},
+    "32 heads, query-wise": {"HEADS": 32} | QUERY_WISE,
     "window": {"HAS_WINDOW": True},
     "static base": {"form": {"BASE": 1}},
-    "query-wise": {"form": {"KEY_RANK": 0, "KEY_GATE": 0}},
-    "mask of keys": {"HAS_MASK": True},
-    "mask of keys, groups of 8": {"HAS_MASK": True, "GROUP_SLOTS": 8, "HEADS": 8},
+    "query-wise": QUERY_WISE,
+    "mask of keys": {"MASK": 1},
+    "mask of keys, groups of 8": {"MASK": 1, "HEADS": 8},
+    "mask of pairs, 3 heads": {"MASK": 1, "MASK_QUERIES": True, "HEADS": 3, "IS_CAUSAL": False},
+    "bias, 12 heads": {"HEADS": 12, "IS_CAUSAL": False} | BIAS,
+    "bias, 3 heads": {"HEADS": 3, "IS_CAUSAL": False} | BIAS,
+    "bias, 32 heads": {"HEADS": 32} | BIAS,
+    "documents": {"HAS_DOCUMENTS": True},
+    "documents, 32 heads": {"HAS_DOCUMENTS": True, "HEADS": 32},
+    "dropout": {"HAS_DROPOUT": True},
+    "dropout, 32 heads": {"HAS_DROPOUT": True, "HEADS": 32},
     "float16": {"dtype": "fp16"},
     "float32": {"dtype": "fp32"},
+    "float32, 32 heads": {"dtype": "fp32", "HEADS": 32},
 }
 
 
@@ -122,7 +183,7 @@ def main(capability: str, *variants: str) -> None:
     rows = {}
     for variant in variants:
         for name in KERNELS:
-            if variant != "query-wise" or name != "key_gradients":
+            if "query-wise" not in variant or name != "key_gradients":
                 rows[f"{variant}: {name}"] = compile_kernel(name, int(capability), **VARIANTS[variant])._asdict()
     print(json.dumps(rows))
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dcmha import DCAttention, composed_attention
 from dcmha.impl.masking import key_range
-from dcmha.impl.triton import chunks, launch
+from dcmha.impl.triton import chunks, launch, passes
 from dcmha.impl.triton.op import composed
 from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, weights_of
 
@@ -24,6 +24,9 @@ SHAPES = [
     {"B": 1, "T": 11, "S": 11, "H": 24, "G": 2},
     {"B": 1, "T": 10, "S": 10, "H": 32, "G": 4, "D": 8},
     {"B": 2, "T": 35, "S": 35, "H": 5},
+    {"B": 1, "T": 9, "S": 9, "H": 24, "D": 8, "shared": 3},
+    {"B": 1, "T": 6, "S": 10, "H": 40, "D": 8},
+    {"B": 2, "T": 5, "S": 5, "H": 64, "D": 8, "shared": 8},
 ]
 WINDOWS = [  # of a size that leaves nothing out, and of one
     Case(T=9, S=9, H=4, window=2**31 - 1, is_causal=True),
@@ -32,6 +35,17 @@ WINDOWS = [  # of a size that leaves nothing out, and of one
     Case(B=1, T=5, S=150, H=2, R=1, D=8, window=1, is_causal=True),
 ]
 KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 5}, {"window": 4}, {"mask": "keys"}]
+MASKS = [
+    {"mask": "bool"},
+    {"mask": "float-inf", "is_causal": True},
+    {"mask": "bias 1HTS"},
+    {"mask": "bias BHTS", "window": 5, "is_causal": True},
+    {"mask": "bias H1S", "dropout_p": 0.3},
+    {"mask": "bias B1TS", "is_causal": True},
+    {"has_documents": True, "is_causal": True},
+    {"has_documents": True, "window": 4, "dropout_p": 0.6},
+    {"has_documents": True, "mask": "bool"},
+]
 FORMS = [
     {},
     {"compositions": "pre", "R": 1},
@@ -52,6 +66,13 @@ CASES = [
 ]
 
 
+MASKED = [  # likewise; documents need as many keys as queries
+    pytest.param(Case(**shape | kind), marks=[pytest.mark.slow] * (number % 4 > 0))
+    for number, (shape, kind) in enumerate(itertools.product(SHAPES, MASKS))
+    if not ("has_documents" in kind and shape["T"] > shape["S"])
+]
+
+
 def worst_error(case: Case) -> float:
     """Largest relative error of the output and the gradients in float32."""
     expected = output_and_gradients(case, "reference")
@@ -59,7 +80,7 @@ def worst_error(case: Case) -> float:
     return max(relative_error(got[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("case", CASES + WINDOWS, ids=str)
+@pytest.mark.parametrize("case", CASES + WINDOWS + MASKED, ids=str)
 def test_float32_equals_the_reference(case):
     assert worst_error(case) < 3e-6
 
@@ -121,14 +142,14 @@ def test_chunks_blocks_and_splits_change_nothing_but_rounding(kind, budget, monk
     expected = output_and_gradients(case, "reference")
     plans = []
 
-    def plan(*args):
-        plans.append(chunks.chunks(*args))
+    def plan(*args, **options):
+        plans.append(chunks.chunks(*args, **options))
         return plans[-1]
 
     monkeypatch.setattr(chunks, "WORKSPACE_MIB", budget / 1024)
     monkeypatch.setattr(chunks, "CHUNK_QUERIES", 64 if case.window else 16)
     monkeypatch.setattr(chunks, "BLOCK_QUERIES", 16)
-    monkeypatch.setattr(launch, "chunks", plan)
+    monkeypatch.setattr(passes, "chunks", plan)
     monkeypatch.setattr(launch, "SPLIT_TOKENS", 16)
     got = output_and_gradients(case, "triton", torch.float32)
     assert len(plans) == 2 and all(chunk.workspace_size(case.H) * 4 <= budget * 2**10 for chunk in plans[0])
@@ -267,8 +288,11 @@ def test_opcheck():
     q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (7, 9, 9))
     weights = [torch.randn(2, n, 5, 4, requires_grad=True) for n in (7, 9)]
     base = torch.randn(1, 4, 4, requires_grad=True)
-    arguments = (q, k, v, *weights, base, weights[0], None, None, None, True, 0, 0.25, 1)
-    torch.library.opcheck(composed, arguments)
+    weights = (*weights, base, weights[0], None, None)
+    mask = torch.randn(1, 4, 7, 9, requires_grad=True)
+    starts, stops = torch.zeros(2, 9, dtype=torch.int32), torch.full((2, 9), 9, dtype=torch.int32)
+    for hiding in ((None,) * 4, (mask, starts, stops, torch.tensor([5, 7]))):
+        torch.library.opcheck(composed, (q, k, v, *weights, *hiding, True, 0, 0.25, 0.1, 1))
 
 
 def test_under_autocast():
@@ -285,10 +309,7 @@ def test_under_autocast():
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
-        (Case(H=24), {}, "it composes at most 16 heads together, got 24 heads in 1 groups"),
-        (Case(), {"attn_mask": torch.zeros(33, 33)}, "it takes no floating attn_mask"),
-        (Case(), {"attn_mask": torch.ones(33, 33, dtype=torch.bool)}, "of boolean masks it takes those of keys"),
-        (Case(), {"dropout_p": 0.1}, "it has no dropout"),
+        (Case(H=65, T=3, S=3), {}, "it composes at most 64 heads together, got 65 heads in 1 groups"),
     ],
 )
 def test_what_is_not_covered_is_refused(case, options, message):

@@ -1,0 +1,204 @@
+"""What is hidden from whom, what a mask adds, and what dropout drops: in a tile, and in ranges of keys or queries."""
+
+# B batch, T query tokens, S key tokens, H heads; of a tile: M and V tokens of its matrix and its vector side
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .. import dropout
+from .tiles import SLOTS
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FIRST, SECOND = tl.constexpr(dropout.FIRST), tl.constexpr(dropout.SECOND)
+HEAD, ROW, COLUMN = tl.constexpr(dropout.HEAD), tl.constexpr(dropout.ROW), tl.constexpr(dropout.COLUMN)
+FAR = tl.constexpr(2**30)  # behind every token
+
+
+class Masks(NamedTuple):
+    """Tensors that hide and drop; None where a call has none.
+
+    Attributes:
+        pairs: Mask of keys or pairs, bytes or floats that are added, of any strides over [B, H, T, S].
+        starts: First token of each token's document [B, S].
+        stops: The token behind its last [B, S].
+        seed: Of dropout [2].
+    """
+
+    pairs: Any
+    starts: Any
+    stops: Any
+    seed: Any
+
+
+@triton.jit
+def hidden_bias(position, token, S, window, KIND: tl.constexpr):
+    """Make -inf where a query at `position` does not see the key `token`, 0 where it does; the two are broadcast."""
+    distance = position - token
+    seen = (token >= 0) & (token < S)
+    if KIND.IS_CAUSAL:
+        seen = seen & (distance >= 0)
+    if KIND.HAS_WINDOW:
+        seen = seen & (distance < window)
+        if not KIND.IS_CAUSAL:
+            seen = seen & (distance > -window)
+    return tl.where(seen, 0.0, -float("inf"))
+
+
+@triton.jit
+def load_documents(masks, row, tokens, inside, is_instance, S, KIND: tl.constexpr):
+    """Load where tokens' documents start and stop: [tokens, 1] twice, or [tokens, 16] of several rows of the batch.
+
+    Tokens that there are not get ranges that no least start and no largest stop is changed by.
+    """
+    if KIND.GROUP_SLOTS >= SLOTS:
+        places, mask = tl.min(row, 0).to(tl.int64) * S + tokens[:, None], inside[:, None]
+    else:
+        places, mask = row.to(tl.int64)[None, :] * S + tokens[:, None], inside[:, None] & is_instance[None, :]
+    starts = tl.load(masks.starts + places, mask=mask, other=FAR)
+    return starts, tl.load(masks.stops + places, mask=mask, other=0)
+
+
+@triton.jit
+def other_documents(bias, token, starts, stops):
+    """Make a bias -inf where a key is not of the query's document; all are broadcast."""
+    return tl.where((token >= starts) & (token < stops), bias, -float("inf"))
+
+
+@triton.jit
+def load_pairs(
+    masks, slots, sizes, m_offsets, v_offsets, m_inside, v_inside, KIND: tl.constexpr
+):  # fmt: skip
+    """Load a tile of the mask of pairs, of each block [M or 1, V or 1, 16 or 1].
+
+    Offsets and masks are those of the tokens of both sides; those of queries have one place where the mask is one of
+    keys.
+    """
+    row = (slots.row + sizes.row0).to(tl.int64) * sizes.mask_row
+    places = (m_offsets[:, None] + v_offsets[None, :])[:, :, None]
+    inside = (m_inside[:, None] & v_inside[None, :])[:, :, None]
+    result = ()
+    if KIND.MASK_HEADS:
+        for b in tl.static_range(KIND.BLOCKS):
+            planes = (row + slots.head[b].to(tl.int64) * sizes.mask_head)[None, None, :]
+            here = inside & slots.is_real[b][None, None, :]
+            result = result + (tl.load(masks.pairs + places + planes, mask=here, other=0),)
+    else:
+        if KIND.GROUP_SLOTS >= SLOTS:
+            seen = tl.load(masks.pairs + places + tl.min(row, 0), mask=inside, other=0)
+        else:
+            here = inside & slots.is_instance[None, None, :]
+            seen = tl.load(masks.pairs + places + row[None, None, :], mask=here, other=0)
+        for _ in tl.static_range(KIND.BLOCKS):
+            result = result + (seen,)
+    return result
+
+
+@triton.jit
+def query_offsets(token, inside, sizes, KIND: tl.constexpr):
+    """Give the offsets of queries in the mask of pairs, and which there are; one place where it is one of keys."""
+    if KIND.MASK_QUERIES:
+        return token.to(tl.int64) * sizes.mask_query, inside
+    else:
+        return tl.zeros([1], tl.int64), tl.full([1], True, tl.int1)
+
+
+@triton.jit
+def exponents(y, bias, pairs, KIND: tl.constexpr):
+    """Turn composed scores into exponents of 2, -inf where the bias is; what a mask hides may hold anything."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        if KIND.MASK == 1:
+            exponent = tl.where(pairs[b] != 0, y[b] * LOG2E + bias, -float("inf"))
+        elif KIND.MASK == 2:
+            added = pairs[b].to(tl.float32)
+            exponent = tl.where(added > -float("inf"), (y[b] + added) * LOG2E + bias, -float("inf"))
+        else:
+            exponent = y[b] * LOG2E + bias
+        result = result + (exponent,)
+    return result
+
+
+@triton.jit
+def weights_of(exponent, log_sums, KIND: tl.constexpr):
+    """Make weights of exponents and the base-2 log-sums of their queries, which are broadcast."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        result = result + (tl.exp2(exponent[b] - log_sums[b]),)
+    return result
+
+
+@triton.jit
+def key_bounds(first, last, num_keys, S, first_key, window, KIND: tl.constexpr):
+    """Bound the keys, of a block's, that queries at positions [first, last] may see."""
+    low = tl.maximum(0, -first_key)
+    high = tl.minimum(num_keys, S - first_key)
+    if KIND.HAS_WINDOW:
+        low = tl.maximum(low, first - first_key - window + 1)
+        high = tl.minimum(high, last - first_key + window)
+    if KIND.IS_CAUSAL:
+        high = tl.minimum(high, last - first_key + 1)
+    return low, high
+
+
+@triton.jit
+def query_bounds(first, last, num_queries, position0, window, KIND: tl.constexpr):
+    """Bound the queries, of a block's, that may see the keys [first, last], likewise."""
+    low = 0
+    high = num_queries
+    if KIND.HAS_WINDOW:
+        low = tl.maximum(low, first - position0 - window + 1)
+        high = tl.minimum(high, last - position0 + window)
+    if KIND.IS_CAUSAL:
+        low = tl.maximum(low, first - position0)
+    return low, high
+
+
+@triton.jit
+def within_documents(low, high, starts, stops, origin):
+    """Tighten bounds, counted from the token `origin`, to the documents of the other side's tokens."""
+    return tl.maximum(low, tl.min(starts) - origin), tl.minimum(high, tl.max(stops) - origin)
+
+
+@triton.jit
+def whole_tiles(low, high, count, TILE: tl.constexpr):
+    """Let a range of at most `count` tokens begin at a multiple of TILE, and not end before it begins."""
+    low = tl.minimum(low, count) // TILE * TILE
+    return low, tl.maximum(low, high)
+
+
+@triton.jit
+def scramble(x):
+    """Finalise words of 32 bits, as `impl/dropout.py` does."""
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 13)) * SECOND
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def query_words(masks, slots, sizes, query, KIND: tl.constexpr):
+    """Make the words of queries, of each block [queries, 16], that dropout starts from."""
+    low, high = tl.load(masks.seed).to(tl.uint32), tl.load(masks.seed + 1).to(tl.uint32)
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        plane = (slots.row + sizes.row0) * sizes.H + slots.head[b]
+        word = scramble((plane.to(tl.uint32) * HEAD) ^ low)
+        result = result + (scramble(word[None, :] ^ (query.to(tl.uint32) * ROW)[:, None] ^ high),)
+    return result
+
+
+@triton.jit
+def key_words(token):
+    """Make the words of keys [keys]."""
+    return scramble(token.to(tl.uint32) * COLUMN)
+
+
+@triton.jit
+def drop(tile, row_words, column_words, sizes, KIND: tl.constexpr):
+    """Drop what dropout drops of a tile, and scale up the rest; the words of both sides are broadcast."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        kept = scramble(row_words[b] ^ column_words) >= sizes.threshold.to(tl.uint32)
+        result = result + (tl.where(kept, tile[b] * sizes.keep_scale, 0.0),)
+    return result

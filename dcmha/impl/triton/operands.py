@@ -1,0 +1,146 @@
+"""What a call brings to the kernels: packed weights of the compositions, masks, options."""
+
+# B batch, T query tokens, S key tokens, H heads, R compose rank, G head groups
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dropout import threshold_of
+from .chunks import round_up
+from .hiding import Masks
+from .tiles import Form, Kind, Packed
+
+
+def slots_of_group(heads: int) -> int:
+    """Return how many slots hold the heads of a group: 4, 8, or 16 for each block."""
+    return next((slots for slots in (4, 8) if heads <= slots), round_up(heads, 16))
+
+
+class Operands(NamedTuple):
+    """The packed weights [B, T or S, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
+
+    The kernels see GROUP_SLOTS columns for each group, some of them empty, and bases as they are.
+    """
+
+    pre_query: Tensor | None
+    pre_key: Tensor | None
+    pre_base: Tensor | None
+    post_query: Tensor | None
+    post_key: Tensor | None
+    post_base: Tensor | None
+
+    def packed(self, composition: str) -> Packed:
+        """Take those of "pre" or "post"."""
+        return Packed(*(self[:3] if composition == "pre" else self[3:]))
+
+    def form(self, composition: str) -> Form:
+        """Tell the kernels which branches "pre" or "post" has."""
+        query, key, base = self.packed(composition)
+        return Form(*rank_and_gate(query), *rank_and_gate(key), int(base is not None))
+
+    def to_columns(self, num_groups: int) -> "Operands":
+        """Add empty columns [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""
+
+        def pad(w: Tensor | None) -> Tensor | None:
+            if w is None:
+                return None
+            if w.dim() == 3:
+                return w.contiguous()
+            groups = w.unflatten(3, (num_groups, -1))
+            return F.pad(groups, (0, slots_of_group(groups.shape[4]) - groups.shape[4])).flatten(3).contiguous()
+
+        return Operands(*map(pad, self))
+
+    def from_columns(self, num_groups: int, heads: int) -> "Operands":
+        """Leave the empty columns of gradients out again."""
+
+        def cut(w: Tensor | None) -> Tensor | None:
+            if w is None or w.dim() == 3:
+                return w
+            return w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
+
+        return Operands(*map(cut, self))
+
+
+def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:
+    """Tell the rank of packed weights [B, T or S, 2R + gate, H], and whether they have a gate (1 or 0)."""
+    rank, gate = divmod(0 if packed is None else packed.shape[2], 2)
+    return rank, gate
+
+
+class Hiding(NamedTuple):
+    """What hides keys and drops weights.
+
+    Attributes:
+        mask: Boolean, or floating and added after the pre-composition, each of its four axes 1 or that of
+            [B, H, T, S]; None for none.
+        starts: First token of each token's document [B, S], int32; None without documents.
+        stops: The token behind its last, likewise.
+        seed: Of dropout [2], int64; None without dropout.
+    """
+
+    mask: Tensor | None
+    starts: Tensor | None
+    stops: Tensor | None
+    seed: Tensor | None
+
+    def masks(self) -> Masks:
+        """Give the kernels what they take; they know no booleans in memory."""
+        is_boolean = self.mask is not None and self.mask.dtype == torch.bool
+        return Masks(self.mask.view(torch.uint8) if is_boolean else self.mask, self.starts, self.stops, self.seed)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the mask over [B, H, T, S], 0 along an axis where it is the same."""
+        if self.mask is None:
+            return (0,) * 4
+        return tuple(0 if n == 1 else stride for n, stride in zip(self.mask.shape, self.mask.stride(), strict=True))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call is, apart from its tensors; a window of 0 is none."""
+
+    is_causal: bool
+    window: int
+    scale: float
+    dropout_p: float
+    num_groups: int
+
+
+def kind_of(q: Tensor, hiding: Hiding, options: Options, mask_gradient: bool) -> Kind:
+    """Tell what kind of call the kernels are compiled for."""
+    heads, mask = q.shape[1] // options.num_groups, hiding.mask
+    slots = slots_of_group(heads)
+    return Kind(
+        GROUP_SLOTS=slots,
+        HEADS=heads,
+        BLOCKS=max(1, slots // 16),
+        IS_CAUSAL=options.is_causal,
+        HAS_WINDOW=options.window > 0,
+        HAS_DOCUMENTS=hiding.starts is not None,
+        MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+        MASK_HEADS=mask is not None and mask.shape[1] > 1,
+        MASK_QUERIES=mask is not None and mask.shape[2] > 1,
+        MASK_GRADIENT=mask_gradient,
+        HAS_DROPOUT=hiding.seed is not None,
+        DOT=_dot_dtype(q),
+    )
+
+
+def drop_sizes(dropout_p: float) -> dict[str, float]:
+    """Give the numbers that dropout takes."""
+    return {"threshold": threshold_of(dropout_p), "keep_scale": 1.0 / (1.0 - dropout_p)}
+
+
+def _dot_dtype(q: Tensor):
+    """Operands of the products in the kernels; the interpreter cannot multiply bfloat16."""
+    import triton.language as tl
+
+    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not q.is_cuda):
+        return tl.float32
+    return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16

@@ -1,0 +1,440 @@
+"""Where a program and its tiles are: in a workspace, in packed weights, in the statistics of queries."""
+
+# B batch, T query tokens, S key tokens, H heads, Q queries and K keys of a block; of a tile: BQ queries, BK keys
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .hiding import (
+    hidden_bias,
+    key_bounds,
+    key_words,
+    load_documents,
+    load_pairs,
+    other_documents,
+    query_bounds,
+    query_offsets,
+    query_words,
+    whole_tiles,
+    within_documents,
+)
+from .tiles import Slots, load_vectors, slots_of, token_matrices
+
+
+class Sizes(NamedTuple):
+    """Numbers that differ from call to call: no kernel is compiled anew for them.
+
+    Attributes:
+        num_instances: Groups of heads of the chunk: rows times `num_groups`.
+        num_groups: G.
+        H: Heads.
+        shared: Heads that share one head of keys and values.
+        row0: First row of the batch of the chunk.
+        T: Queries of the call.
+        S: Keys of the call.
+        query0: First query of the chunk.
+        num_queries: Queries of the chunk.
+        block: Q, queries of a block.
+        num_blocks: Blocks that hold the queries.
+        plane_blocks: Blocks of a plane of the workspace.
+        first_key: Token of the first block's first key.
+        window: Keys a query sees, if there is a window.
+        num_splits: Programs that share a loop.
+        mask_row: Stride of the mask's rows of the batch, in elements.
+        mask_head: Of its heads.
+        mask_query: Of its queries.
+        mask_key: Of its keys.
+        threshold: Words below it are dropped.
+        keep_scale: Factor on weights that dropout keeps.
+    """
+
+    num_instances: Any
+    num_groups: Any
+    H: Any
+    shared: Any
+    row0: Any
+    T: Any
+    S: Any
+    query0: Any
+    num_queries: Any
+    block: Any
+    num_blocks: Any
+    plane_blocks: Any
+    first_key: Any
+    window: Any
+    num_splits: Any
+    mask_row: Any
+    mask_head: Any
+    mask_query: Any
+    mask_key: Any
+    threshold: Any
+    keep_scale: Any
+
+
+class QueryTile(NamedTuple):
+    """Where a program is of the kernels whose matrix side is the queries.
+
+    Attributes:
+        slots: What each slot holds.
+        query: Queries [BQ], counted from the chunk's first.
+        position: The same among all keys' positions.
+        is_query: Which of them there are [BQ].
+        mask: Which queries and heads there are, of each block [BQ, 16].
+        weight_mask: Which queries and columns of packed weights there are [BQ, 16].
+        offsets: Offsets of the queries' first keys in a workspace, of each block [BQ, 16].
+        starts: First token of the queries' documents [BQ, 1 or 16].
+        stops: The token behind their last.
+        words: What dropout starts from, of each block [BQ, 16].
+        key0: Token of the block's first key.
+        low: First of the block's keys that the queries may see, a multiple of BK.
+        high: Behind the last.
+        split: Which of `num_splits` shares of them is the program's.
+        width: Columns of packed weights.
+    """
+
+    slots: Slots
+    query: Any
+    position: Any
+    is_query: Any
+    mask: Any
+    weight_mask: Any
+    offsets: Any
+    starts: Any
+    stops: Any
+    words: Any
+    key0: Any
+    low: Any
+    high: Any
+    split: Any
+    width: Any
+
+
+class KeyStep(NamedTuple):
+    """A step of a loop over keys.
+
+    Attributes:
+        token: Tokens [BK] of the keys.
+        real: Which keys and columns of packed weights there are [BK, 16].
+        bias: -inf where a key is hidden from a query [BQ, BK, 1 or 16].
+        pairs: What the mask says, of each block [BQ or 1, BK, 16 or 1].
+        words: What dropout makes of the keys [1, BK, 1].
+        place: Offsets in a workspace, of each block [BQ, BK, 16].
+        inside: Which of them there are, of each block.
+    """
+
+    token: Any
+    real: Any
+    bias: Any
+    pairs: Any
+    words: Any
+    place: Any
+    inside: Any
+
+
+class KeyTile(NamedTuple):
+    """Where a program is of the kernel whose matrix side is the keys.
+
+    Attributes:
+        slots: What each slot holds.
+        key: Keys [BK], counted from the block's first.
+        token: Their tokens [BK].
+        real: Which keys and columns of packed weights there are [BK, 16].
+        offsets: Offsets of the keys' first queries in a workspace, of each block [BK, 16].
+        words: What dropout makes of the keys [BK, 1, 1].
+        number: The block's number.
+        position0: Position of the block's first query among all keys' positions.
+        num_real: Queries of the block that there are.
+        low: First of the block's queries that may see the keys, a multiple of BQ.
+        high: Behind the last.
+        split: Which of `num_splits` shares of them is the program's.
+        width: Columns of packed weights.
+    """
+
+    slots: Slots
+    key: Any
+    token: Any
+    real: Any
+    offsets: Any
+    words: Any
+    number: Any
+    position0: Any
+    num_real: Any
+    low: Any
+    high: Any
+    split: Any
+    width: Any
+
+
+class QueryStep(NamedTuple):
+    """A step of a loop over queries.
+
+    Attributes:
+        query: Queries [BQ] of the call.
+        mask: Which queries and heads there are, of each block [BQ, 16].
+        weight_mask: Which queries and columns of packed weights there are [BQ, 16].
+        bias: -inf where a key is hidden from a query [BK, BQ, 1 or 16].
+        pairs: What the mask says, of each block [BK, BQ or 1, 16 or 1].
+        words: What dropout starts from, of each block [BQ, 16].
+        place: Offsets in a workspace, of each block [BK, BQ, 16].
+        inside: Which of them there are, of each block.
+    """
+
+    query: Any
+    mask: Any
+    weight_mask: Any
+    bias: Any
+    pairs: Any
+    words: Any
+    place: Any
+    inside: Any
+
+
+@triton.jit
+def planes_of(slots, number, sizes, KIND: tl.constexpr):
+    """Number the slots' planes of queries of the block `number`, of each block of heads [16].
+
+    Heads that share keys follow each other within a block of queries.
+    """
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        shared = slots.row * (sizes.H // sizes.shared) + slots.head[b] // sizes.shared
+        plane = (shared * sizes.plane_blocks + number) * sizes.shared + slots.head[b] % sizes.shared
+        result = result + (plane,)
+    return result
+
+
+@triton.jit
+def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    """Locate a program among the tiles of queries, blocks, splits and sets of slots: `QueryTile`."""
+    num_tiles = tl.cdiv(sizes.block, BQ)
+    num_parts = sizes.num_blocks * sizes.num_splits
+    tile = tl.program_id(0) % num_tiles
+    part = tl.program_id(0) // num_tiles % num_parts
+    slots = slots_of(tl.program_id(0) // num_tiles // num_parts, sizes.num_instances, sizes.num_groups, KIND)
+    number = part // sizes.num_splits
+    in_block = tile * BQ + tl.arange(0, BQ)
+    query = in_block + number * sizes.block
+    is_query = (in_block < sizes.block) & (query < sizes.num_queries)
+    position = sizes.query0 + query + sizes.S - sizes.T
+    key0 = sizes.first_key + number * sizes.block
+    first = sizes.query0 + number * sizes.block + tile * BQ + sizes.S - sizes.T
+    low, high = key_bounds(first, first + BQ - 1, num_keys, sizes.S, key0, sizes.window, KIND)
+    starts, stops = position[:, None], position[:, None]
+    if KIND.HAS_DOCUMENTS:
+        row = slots.row + sizes.row0
+        starts, stops = load_documents(masks, row, position, is_query, slots.is_instance, sizes.S, KIND)
+        low, high = within_documents(low, high, starts, stops, key0)
+    low, high = whole_tiles(low, high, num_keys, BK)
+    planes, mask, offsets = planes_of(slots, number, sizes, KIND), (), ()
+    for b in tl.static_range(KIND.BLOCKS):
+        mask = mask + (is_query[:, None] & slots.is_real[b][None, :],)
+        offsets = offsets + ((planes[b] * sizes.block)[None, :] * num_keys + (in_block * num_keys)[:, None],)
+    words = mask
+    if KIND.HAS_DROPOUT:
+        words = query_words(masks, slots, sizes, sizes.query0 + query, KIND)
+    return QueryTile(
+        slots=slots,
+        query=query,
+        position=position,
+        is_query=is_query,
+        mask=mask,
+        weight_mask=is_query[:, None] & slots.is_instance[None, :],
+        offsets=offsets,
+        starts=starts,
+        stops=stops,
+        words=words,
+        key0=key0,
+        low=low,
+        high=high,
+        split=part % sizes.num_splits,
+        width=sizes.num_groups * KIND.GROUP_SLOTS,
+    )
+
+
+@triton.jit
+def key_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BK: tl.constexpr):
+    """Prepare the tile of keys from `start`, a multiple of BK: `KeyStep`."""
+    key = tl.multiple_of(start, BK) + tl.arange(0, BK)
+    token = tile.key0 + key
+    is_token = (token >= 0) & (token < sizes.S)
+    bias = hidden_bias(tile.position[:, None], token[None, :], sizes.S, sizes.window, KIND)[:, :, None]
+    if KIND.HAS_DOCUMENTS:
+        bias = other_documents(bias, token[None, :, None], tile.starts[:, None, :], tile.stops[:, None, :])
+    place, inside = (), ()
+    for b in tl.static_range(KIND.BLOCKS):
+        place = place + (tile.offsets[b][:, None, :] + key[None, :, None],)
+        inside = inside + (tile.mask[b][:, None, :] & (key < num_keys)[None, :, None],)
+    pairs, words = inside, token
+    if KIND.MASK:
+        queries, is_query = query_offsets(sizes.query0 + tile.query, tile.is_query, sizes, KIND)
+        keys = token.to(tl.int64) * sizes.mask_key
+        pairs = load_pairs(masks, tile.slots, sizes, queries, keys, is_query, is_token, KIND)
+    if KIND.HAS_DROPOUT:
+        words = key_words(token)
+    return KeyStep(
+        token=token,
+        real=is_token[:, None] & tile.slots.is_instance[None, :],
+        bias=bias,
+        pairs=pairs,
+        words=words[None, :, None],
+        place=place,
+        inside=inside,
+    )
+
+
+@triton.jit
+def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    """Locate a program among the tiles of keys, blocks, splits and sets of slots: `KeyTile`."""
+    num_tiles = tl.cdiv(num_keys, BK)
+    num_parts = sizes.num_blocks * sizes.num_splits
+    tile = tl.program_id(0) % num_tiles
+    part = tl.program_id(0) // num_tiles % num_parts
+    slots = slots_of(tl.program_id(0) // num_tiles // num_parts, sizes.num_instances, sizes.num_groups, KIND)
+    number = part // sizes.num_splits
+    key = tile * BK + tl.arange(0, BK)
+    key0 = sizes.first_key + number * sizes.block
+    token = key0 + key
+    is_token = (key < num_keys) & (token >= 0) & (token < sizes.S)
+    position0 = sizes.query0 + number * sizes.block + sizes.S - sizes.T
+    num_real = tl.minimum(sizes.block, sizes.num_queries - number * sizes.block)
+    first = key0 + tile * BK
+    low, high = query_bounds(first, first + BK - 1, num_real, position0, sizes.window, KIND)
+    if KIND.HAS_DOCUMENTS:
+        row = slots.row + sizes.row0
+        starts, stops = load_documents(masks, row, token, is_token, slots.is_instance, sizes.S, KIND)
+        low, high = within_documents(low, high, starts, stops, position0)
+    low, high = whole_tiles(low, high, num_real, BQ)
+    planes, offsets = planes_of(slots, number, sizes, KIND), ()
+    for b in tl.static_range(KIND.BLOCKS):
+        offsets = offsets + ((planes[b] * sizes.block)[None, :] * num_keys + key[:, None],)
+    words = token
+    if KIND.HAS_DROPOUT:
+        words = key_words(token)
+    return KeyTile(
+        slots=slots,
+        key=key,
+        token=token,
+        real=is_token[:, None] & slots.is_instance[None, :],
+        offsets=offsets,
+        words=words[:, None, None],
+        number=number,
+        position0=position0,
+        num_real=num_real,
+        low=low,
+        high=high,
+        split=part % sizes.num_splits,
+        width=sizes.num_groups * KIND.GROUP_SLOTS,
+    )
+
+
+@triton.jit
+def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr):
+    """Prepare the tile of queries from `start`, a multiple of BQ: `QueryStep`."""
+    in_block = tl.multiple_of(start, BQ) + tl.arange(0, BQ)
+    query = sizes.query0 + tile.number * sizes.block + in_block
+    position = tile.position0 + in_block
+    is_query, slots = in_block < tile.num_real, tile.slots
+    bias = hidden_bias(position[None, :], tile.token[:, None], sizes.S, sizes.window, KIND)[:, :, None]
+    if KIND.HAS_DOCUMENTS:
+        row = slots.row + sizes.row0
+        starts, stops = load_documents(masks, row, position, is_query, slots.is_instance, sizes.S, KIND)
+        bias = other_documents(bias, tile.token[:, None, None], starts[None, :, :], stops[None, :, :])
+    mask, place, inside = (), (), ()
+    for b in tl.static_range(KIND.BLOCKS):
+        mask = mask + (is_query[:, None] & slots.is_real[b][None, :],)
+        place = place + (tile.offsets[b][:, None, :] + (in_block * num_keys)[None, :, None],)
+        key_mask = (tile.key < num_keys)[:, None] & slots.is_real[b][None, :]
+        inside = inside + (key_mask[:, None, :] & is_query[None, :, None],)
+    pairs, words = inside, inside
+    if KIND.MASK:
+        queries, is_place = query_offsets(query, is_query, sizes, KIND)
+        keys, is_token = tile.token.to(tl.int64) * sizes.mask_key, (tile.token >= 0) & (tile.token < sizes.S)
+        pairs = load_pairs(masks, slots, sizes, keys, queries, is_token, is_place, KIND)
+    if KIND.HAS_DROPOUT:
+        words = query_words(masks, slots, sizes, query, KIND)
+    return QueryStep(
+        query=query,
+        mask=mask,
+        weight_mask=is_query[:, None] & slots.is_instance[None, :],
+        bias=bias,
+        pairs=pairs,
+        words=words,
+        place=place,
+        inside=inside,
+    )
+
+
+@triton.jit
+def query_side(
+    packed, tile, sizes, BQ: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Load the packed weights of a tile's queries as vectors, and build their matrices [BQ, 16, 16]."""
+    row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
+    mask = tile.weight_mask
+    vectors = load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, RANK, GATE, KIND)
+    return vectors, token_matrices(vectors, packed.base, tile.slots, BQ, RANK, GATE, BASE, KIND)
+
+
+@triton.jit
+def key_side(
+    packed, tile, sizes, BK: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Load the packed weights of a tile's keys as vectors, and build their matrices [BK, 16, 16]."""
+    row = tile.slots.row + sizes.row0
+    vectors = load_vectors(packed.key, row, sizes.S, tile.token, tile.real, tile.slots, tile.width, RANK, GATE, KIND)
+    return vectors, token_matrices(vectors, packed.base, tile.slots, BK, RANK, GATE, BASE, KIND)
+
+
+@triton.jit
+def key_vectors(packed, step, tile, sizes, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):
+    """Load the packed weights of a step's keys as vectors [BK, 16]."""
+    row = tile.slots.row + sizes.row0
+    return load_vectors(packed.key, row, sizes.S, step.token, step.real, tile.slots, tile.width, RANK, GATE, KIND)
+
+
+@triton.jit
+def query_vectors(packed, step, tile, sizes, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):
+    """Load the packed weights of a step's queries as vectors [BQ, 16]."""
+    row, mask = tile.slots.row + sizes.row0, step.weight_mask
+    return load_vectors(packed.query, row, sizes.T, step.query, mask, tile.slots, tile.width, RANK, GATE, KIND)
+
+
+@triton.jit
+def load_statistics(statistics, slots, query, mask, sizes, EMPTY, KIND: tl.constexpr):
+    """Load numbers of queries and heads from [B, H, T], of each block [queries, 16]."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        plane = (slots.row + sizes.row0).to(tl.int64) * sizes.H + slots.head[b]
+        places = (plane * sizes.T)[None, :] + query[:, None]
+        result = result + (tl.load(statistics + places, mask=mask[b], other=EMPTY),)
+    return result
+
+
+@triton.jit
+def store_statistics(statistics, tile, sizes, values, KIND: tl.constexpr):
+    """Store numbers of a tile's queries and heads, of each block [BQ, 16], to [num_splits, rows, H, num_queries]."""
+    num_rows = sizes.num_instances // sizes.num_groups
+    for b in tl.static_range(KIND.BLOCKS):
+        plane = (tile.split * num_rows + tile.slots.row) * sizes.H + tile.slots.head[b]
+        places = (plane * sizes.num_queries)[None, :] + tile.query[:, None]
+        tl.store(statistics + places, values[b], mask=tile.mask[b])
+
+
+@triton.jit
+def query_weight_places(tile, sizes, COUNT: tl.constexpr):
+    """Give the places of the queries' packed weights, of column 0, in what each split stores: [BQ, 16]."""
+    num_rows = sizes.num_instances // sizes.num_groups
+    token = ((tile.split * num_rows + tile.slots.row) * sizes.num_queries)[None, :] + tile.query[:, None]
+    return token.to(tl.int64) * COUNT * tile.width
+
+
+@triton.jit
+def key_weight_places(tile, sizes, num_keys, COUNT: tl.constexpr):
+    """Give the places of the keys' packed weights, of column 0, in what each split and block stores: [BK, 16]."""
+    block = (tile.split * (sizes.num_instances // sizes.num_groups) + tile.slots.row) * sizes.num_blocks + tile.number
+    token = (block * num_keys)[None, :] + tile.key[:, None]
+    return token.to(tl.int64) * COUNT * tile.width
