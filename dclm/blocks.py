@@ -66,6 +66,7 @@ class Block(nn.Module):
         self.attn = DCAttention(
             config.dim,
             config.num_heads,
+            num_kv_heads=config.num_kv_heads,
             qkv_bias=config.bias,
             proj_bias=config.bias,
             qk_norm=config.qk_norm,

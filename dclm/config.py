@@ -5,6 +5,7 @@ from typing import Literal
 
 from dcmha import ComposeOptions
 from dcmha.choice import check_impl
+from dcmha.layer import check_kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class DecoderConfig(ComposeOptions):
         dim: Width C.
         num_layers: Blocks.
         num_heads: Heads H; the head dim is C / H.
+        num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads heads (grouped-query attention);
+            null for H.
         mlp_dim: Hidden width of the MLP.
         vocab_size: Rows V of the embedding and of the output.
         context_length: Longest text of training; with learned positions, of all.
@@ -45,6 +48,7 @@ class DecoderConfig(ComposeOptions):
     mlp_dim: int
     vocab_size: int = 50257
     context_length: int = 2048
+    num_kv_heads: int | None = None
     norm: Literal["layer", "rms"] = "rms"
     norm_eps: float = 1e-5
     mlp: Literal["gelu", "swiglu"] = "swiglu"
@@ -83,6 +87,7 @@ class DecoderConfig(ComposeOptions):
                 raise ValueError(f"{name}={getattr(self, name)} must be positive.")
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be divisible by num_heads={self.num_heads}.")
+        check_kv_heads(self.num_heads, self.num_kv_heads)
         if self.is_composed:
             self.group_heads(self.num_heads)
         check_impl(self.impl)

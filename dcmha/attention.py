@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .impl.masking import combine_masks
-from .layer import LAYER_OPTIONS, ComposedLayer, check_options
+from .layer import LAYER_OPTIONS, ComposedLayer, check_kv_heads, check_options
 from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
@@ -23,7 +23,7 @@ class AttentionCache(Protocol):
     def update(
         self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
     ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None, Tensor | None]:
-        """Add the keys and values [B, H, T, D] of new tokens and the key side of their compose weights.
+        """Add the keys and values [B, num_kv_heads, T, D] of new tokens and the key side of their compose weights.
 
         Returns:
             All keys and values that the new queries may see, the weights with the key side of all those, and a mask
@@ -55,6 +55,8 @@ class DCAttention(ComposedLayer):
         norm_layer: Constructor for `qk_norm` and `scale_norm`.
         device: Where the parameters live.
         dtype: Dtype of the parameters.
+        num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads neighbouring heads of the queries
+            (grouped-query attention); H if None. Composition mixes the heads of the queries.
         **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window`, the number of keys a query sees,
             its own included (None for all); `impl`, as in `composed_attention`.
 
@@ -86,6 +88,7 @@ class DCAttention(ComposedLayer):
         norm_layer: Callable[..., nn.Module] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        num_kv_heads: int | None = None,
         **options,
     ) -> None:
         super().__init__()
@@ -96,15 +99,16 @@ class DCAttention(ComposedLayer):
             raise ValueError(f"attn_head_dim={attn_head_dim} must be at least 1, or None.")
         if dim_out is not None and dim_out < 1:
             raise ValueError(f"dim_out={dim_out} must be at least 1, or None.")
+        check_kv_heads(num_heads, num_kv_heads)
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
         dd = {"device": device, "dtype": dtype}
-        self.dim, self.num_heads = dim, num_heads
+        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads or num_heads
         self.head_dim = attn_head_dim or dim // num_heads
         self.attn_dim = num_heads * self.head_dim
         self.scale = self.head_dim**-0.5
 
-        self.qkv = nn.Linear(dim, self.attn_dim * 3, bias=qkv_bias, **dd)
+        self.qkv = nn.Linear(dim, sum(self._qkv_heads) * self.head_dim, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.compose = self._make_projection(dim, dd)
@@ -151,7 +155,7 @@ class DCAttention(ComposedLayer):
             x: Tokens [B, T, C].
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S].
             is_causal: As in `composed_attention`.
-            rope: Rotates q and k, each [B, H, T, D], before the scores.
+            rope: Rotates q and k, each [B, heads, T, D], before the scores.
             cache: Keeps keys, values and the key side of the compose weights between calls.
             documents: As in `composed_attention`; not with a cache.
 
@@ -196,9 +200,14 @@ class DCAttention(ComposedLayer):
             raise ValueError(f"x has shape {list(x.shape)}; accepted: [B, T, C] with C = {self.dim}.")
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make q, k and v, each [B, H, T, D]."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        """Make q [B, H, T, D], and k and v [B, num_kv_heads, T, D]."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads.split(self._qkv_heads, 1)
+
+    @property
+    def _qkv_heads(self) -> list[int]:
+        """Heads of q, k and v, in the order of the rows of `qkv`."""
+        return [self.num_heads, self.num_kv_heads, self.num_kv_heads]
 
 
 @cache

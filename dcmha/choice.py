@@ -95,7 +95,9 @@ def why_not_triton(q: Tensor, num_groups: int) -> str | None:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
     if q.shape[1] // num_groups > MAX_GROUP_HEADS:
         return f"it composes at most {MAX_GROUP_HEADS} heads together, got {q.shape[1]} heads in {num_groups} groups"
-    return _NO_TRANSFORMS if is_transformed() else _what_is_missing(q.device)
+    if is_transformed():
+        return _NO_TRANSFORMS
+    return _what_is_missing(q.device) or _what_was_found(q.device, q.dtype)
 
 
 def _constant(rank: int) -> int:
@@ -136,3 +138,12 @@ def _what_is_missing(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"it needs compute capability 8.0, got {capability[0]}.{capability[1]}"
     return None
+
+
+@torch.compiler.assume_constant_result
+def _what_was_found(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what a check on first use found wrong with the fused kernels."""
+    from .impl.triton.first_use import finding_of
+
+    finding = finding_of(device, dtype)
+    return finding and f"a check found that it is wrong on this device: {finding}"

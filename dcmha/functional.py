@@ -102,17 +102,17 @@ def composed_attention(
     _check_weights("pre", pre, q, k, num_groups)
     _check_weights("post", post, q, k, num_groups)
     visible, bias = split_mask(attn_mask, q, k)
-    choice = resolve_impl(
-        impl,
-        q,
-        is_composed=pre is not None or post is not None,
-        dropout_p=dropout_p,
-        num_groups=num_groups,
-        ranks=ranks_of(pre, post),
-    )
+    options = {"dropout_p": dropout_p, "num_groups": num_groups, "ranks": ranks_of(pre, post)}
+    options["is_composed"] = pre is not None or post is not None
+    choice = resolve_impl(impl, q, **options)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ranges = None if documents is None else documents_of(documents)
     call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, window, scale, dropout_p, num_groups)
+    if choice.impl == "triton" and not torch.compiler.is_compiling():
+        from .impl.triton.first_use import check
+
+        check(call)
+        choice = resolve_impl(impl, q, **options)  # it may have found something
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:
             case "sdpa":

@@ -36,6 +36,12 @@ def check_options(*, window: int | None = None, impl: Impl = "auto", **options) 
     return ComposeOptions(**options)
 
 
+def check_kv_heads(num_heads: int, num_kv_heads: int | None) -> None:
+    """Raise ValueError unless heads of the queries share those of the keys and values evenly; None is no sharing."""
+    if num_kv_heads is not None and (type(num_kv_heads) is not int or num_kv_heads < 1 or num_heads % num_kv_heads):
+        raise ValueError(f"num_kv_heads={num_kv_heads!r} must be a positive divisor of num_heads={num_heads}, or None.")
+
+
 class ComposedLayer(nn.Module):
     """Base of the layers that call the operator. A subclass sets `num_heads`, `scale` and `attn_drop`.
 

@@ -16,12 +16,12 @@ class Split(NamedTuple):
 
     Attributes:
         dim: The axis that is split; None for a parameter that every rank has.
-        parts: The axis holds so many fused parts of equal size, one after the other; a rank has its share of each.
+        parts: Relative sizes of the fused parts that the axis holds, one after the other; a rank has its share of each.
         is_summed: Of a parameter that every rank has: a rank's gradient is its share of a sum.
     """
 
     dim: int | None = None
-    parts: int = 1
+    parts: tuple[int, ...] = (1,)
     is_summed: bool = False
 
 
@@ -45,17 +45,22 @@ def split_heads(layer: DCAttention, ranks: int) -> dict[str, Split]:
     groups, what = (layer.num_groups, "num_groups") if layer.compose is not None else (layer.num_heads, "num_heads")
     if groups % ranks:
         raise ValueError(f"{what}={groups} cannot be split over {ranks} ranks: it must be a multiple of them.")
+    if layer.num_kv_heads % ranks:
+        got = f"num_kv_heads={layer.num_kv_heads}"
+        raise ValueError(f"{got} cannot be split over {ranks} ranks: it must be a multiple of them.")
     if any(True for _ in layer.norm.parameters()):
         raise ValueError("scale_norm=True: a norm over all heads cannot be split over ranks.")
-    splits = {"qkv.weight": Split(0, parts=3), "qkv.bias": Split(0, parts=3), "proj.weight": Split(1)}
+    of_qkv = Split(0, parts=(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
+    splits = {"qkv.weight": of_qkv, "qkv.bias": of_qkv, "proj.weight": Split(1)}
     splits |= {"gate.weight": Split(0), "gate.bias": Split(0)}
     for norm in ("q_norm", "k_norm"):
         splits |= {f"{norm}.{name}": Split(is_summed=True) for name, _ in getattr(layer, norm).named_parameters()}
     layer.num_heads //= ranks
+    layer.num_kv_heads //= ranks
     layer.attn_dim //= ranks
     if layer.compose is not None:
         roles = len(layer.compose.roles)
-        splits |= {f"compose.{name}": Split(0, parts=roles) for name in ("hidden", "project", "gate")}
+        splits |= {f"compose.{name}": Split(0, parts=(1,) * roles) for name in ("hidden", "project", "gate")}
         splits["compose.base"] = Split(1)
         layer.compose.num_heads = layer.num_heads
         layer.options = layer.compose.options = replace(layer.options, num_groups=groups // ranks)

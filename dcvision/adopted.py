@@ -41,6 +41,7 @@ class Adopted(DCAttention):
         projection = attention.qkv if attention.qkv is not None else attention.q_proj
         self.dim, self.attn_dim = projection.in_features, attention.proj.in_features
         self.head_dim = self.attn_dim // self.num_heads
+        self.num_kv_heads = getattr(attention, "num_kv_heads", self.num_heads)
         for name in ("q_norm", "k_norm", "norm"):
             if not hasattr(self, name):
                 setattr(self, name, nn.Identity())
@@ -98,8 +99,7 @@ class AdoptedRopeAttention(WithRotation, AttentionRope):
         if self.qkv is not None:
             return super()._project(x)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
-        return q, *(part.repeat_interleave(self.num_kv_groups, 1) for part in (k, v))
+        return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
 
 
 class AdoptedBeitAttention(WithBiases, BeitAttention):

@@ -76,9 +76,12 @@ def _spans(shape: torch.Size, split: Split, heads: Share) -> list[Span]:
     """List what tensor parallelism leaves to a rank of the split axis; of the first, if none is split."""
     if split.dim is None:
         return [Span(0, 0, shape[0])]
-    part = shape[split.dim] // split.parts
-    start, end = heads.of(part)
-    return [Span(i * (end - start), i * part + start, end - start) for i in range(split.parts)]
+    spans, unit, local, offset = [], shape[split.dim] // sum(split.parts), 0, 0
+    for part in split.parts:
+        start, end = heads.of(unit * part)
+        spans.append(Span(local, offset + start, end - start))
+        local, offset = local + end - start, offset + unit * part
+    return spans
 
 
 def _cut_rows(block: Block, start: int, end: int) -> Block | None:

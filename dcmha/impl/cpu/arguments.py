@@ -13,7 +13,7 @@ WEIGHTS = 7  # of a composition: down, up and gate of the query, of the key, and
 KEY_WEIGHTS = range(3, 6)
 BASE = 6
 SHARED_KEYS = 128  # at least, of a share
-FORWARD = struct.Struct("=12qd16q2q64q8q")
+FORWARD = struct.Struct("=13qd16q2q64q8q")
 BACKWARD = struct.Struct("=16q64q5q")
 Weights = Sequence[Tensor | None]  # of both compositions
 

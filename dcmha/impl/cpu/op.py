@@ -59,7 +59,7 @@ class _Tensors:
         (B, H, T, D), S = self.q.shape, self.k.shape[2]
         is_causal, window, scale, num_groups = options
         values = FORWARD.pack(
-            *(B, H, num_groups, T, S, D, *split, is_causal, min(window, T + S), scale),
+            *(B, H, num_groups, H // self.k.shape[1], T, S, D, *split, is_causal, min(window, T + S), scale),
             *(*matrix(self.q), *matrix(self.k), *matrix(self.v), *matrix(out)),
             *(softmax.data_ptr(), 0 if sums is None else sums.data_ptr()),
             *(*compositions(self.weights), *mask_strides(self.visible), *mask_strides(self.bias)),

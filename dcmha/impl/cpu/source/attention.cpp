@@ -13,7 +13,7 @@
 
 extern "C" {
 // Strides are in elements; the last axis lies without gaps. Null pointers stand for what is not there.
-struct Matrix {  // [B, H, tokens, D]
+struct Matrix {  // [B, H, tokens, D]; of keys and values [B, H / shared, tokens, D]
     float* data;
     int64_t row, head, token;
 };
@@ -31,7 +31,7 @@ struct Mask {  // [B, H, T, S], of bytes or floats; 0 is the stride of an axis t
     int64_t row, head, query;
 };
 struct Call {
-    int64_t B, H, G, T, S, D, threads, parts, slots, shares, is_causal, window;
+    int64_t B, H, G, shared, T, S, D, threads, parts, slots, shares, is_causal, window;
     double scale;
     Matrix q, k, v, out;
     float* softmax;  // [B, H, T, 2]: a row's largest score, and one over the sum of e^(score - it); not the sum's log,
@@ -90,9 +90,9 @@ struct Sum {  // of e^(score - top)
 
 struct Rows {  // matrices of one row of the batch, or of one block of its queries
     float* data;
-    int64_t head, token;
+    int64_t head, token, shared = 1;  // so many heads of the queries share a matrix
 
-    float* at(int64_t h, int64_t token_) const { return data + h * head + token_ * token; }
+    float* at(int64_t h, int64_t token_) const { return data + h / shared * head + token_ * token; }
 };
 
 class Worker {
@@ -165,8 +165,9 @@ class Worker {
 
     int64_t layout() {
         arena.used = 0;
-        int64_t S = round_up(c.S, PANEL), rows = copied ? c.H * c.S * D : 0, block = copied ? c.H * queries * D : 0;
-        k_panels = arena.take(is_packed ? c.H * S * c.D : 0);
+        int64_t S = round_up(c.S, PANEL), key_heads = c.H / c.shared;
+        int64_t rows = copied ? key_heads * c.S * D : 0, block = copied ? c.H * queries * D : 0;
+        k_panels = arena.take(is_packed ? key_heads * S * c.D : 0);
         x = arena.take(c.H * tile.head);
         scratch = (vec*)arena.take(2 * std::max(FORWARD_QUERIES, BACKWARD_QUERIES) * heads.group * W);
         for (int i = 0; i < 2; i++) {
@@ -179,7 +180,7 @@ class Worker {
             v_copy = arena.take(rows);
             return arena.used;
         }
-        v_panels = arena.take(is_packed ? c.H * S * c.D : 0);
+        v_panels = arena.take(is_packed ? key_heads * S * c.D : 0);
         p = arena.take(c.H * tile.head), g = arena.take(c.H * tile.head);
         composed = arena.take(c.H * composed_tile.head);
         row_softmax = arena.take(2 * queries * c.H), dot = arena.take(queries * c.H * W);
@@ -214,9 +215,12 @@ class Worker {
     Rows rows_of(const Matrix& m, int64_t row_, int64_t token = 0) const {
         return {m.data + row_ * m.row + token * m.token, m.head, m.token};
     }
-    Rows key_rows(const Matrix& m, float* copy) const { return copied ? Rows{copy, c.S * D, D} : rows_of(m, b); }
+    Rows keys_of(const Matrix& m, int64_t row_) const { return {m.data + row_ * m.row, m.head, m.token, c.shared}; }
+    Rows key_rows(const Matrix& m, float* copy) const {
+        return copied ? Rows{copy, c.S * D, D, c.shared} : keys_of(m, b);
+    }
     Rows accumulated(const Matrix& m, float* copy) const {
-        return copied ? Rows{copy, c.S * D, D} : rows_of(m, part * c.B + b);
+        return copied ? Rows{copy, c.S * D, D, c.shared} : keys_of(m, part * c.B + b);
     }
     Rows block_rows(const Matrix& m, float* copy) const {
         return copied ? Rows{copy, queries * D, D} : rows_of(m, b, first);
@@ -233,7 +237,7 @@ class Worker {
     INLINE void copy(Rows from, Rows to, Range tokens, Rest&& copy_rest) const {
         const int64_t whole = round_down(c.D, W), rest = c.D - whole;
         for (int64_t s = tokens.first; copied && s < tokens.last; s++)
-            for (int64_t h = 0; h < c.H; h++) {
+            for (int64_t h = 0; h < c.H; h += from.shared) {
                 const float* source = from.at(h, s);
                 float* target = to.at(h, s);
                 for (int64_t d = 0; d < whole; d += W) store(target + d, load(source + d));
@@ -241,19 +245,19 @@ class Worker {
             }
     }
     void clear(Rows rows, Range tokens) const {
-        for (int64_t h = 0; h < c.H; h++)
+        for (int64_t h = 0; h < c.H; h += rows.shared)
             for (int64_t s = tokens.first; s < tokens.last; s++) std::fill(rows.at(h, s), rows.at(h, s) + (copied ? D : c.D), 0.0f);
     }
 
     float* panel(float* panels, int64_t h, int64_t s) const {
-        return panels + h * round_up(c.S, PANEL) * c.D + round_down(s, PANEL) * c.D;
+        return panels + h / c.shared * round_up(c.S, PANEL) * c.D + round_down(s, PANEL) * c.D;
     }
 
     // Keys (or values) of all heads, transposed, in panels [D][PANEL], times a factor.
     void pack_panels(const Matrix& m, float* panels, Range some, float factor) const {
         vec square[W];
-        Rows from = rows_of(m, b);
-        for (int64_t h = 0; h < c.H; h++)
+        Rows from = keys_of(m, b);
+        for (int64_t h = 0; h < c.H; h += c.shared)
             for (int64_t s = some.first; s < some.last; s += W)
                 for (int64_t d = 0; d < c.D; d += W) {
                     transpose(from.at(h, s) + d, from.token, c.S - s, c.D - d, square);
@@ -287,7 +291,7 @@ class Worker {
         for (int i = 0; HAS_KEY && i < 2; i++)
             if (c.compositions[i].exists) pack_key_weights(c.compositions[i], key_weights[i], missing);
         Range real = {missing.first, std::min(missing.last, c.S)};
-        backward ? widen(rows_of(c.k, b), key_rows(c.k, k_copy), real) : widen(rows_of(c.v, b), key_rows(c.v, v_copy), real);
+        backward ? widen(keys_of(c.k, b), key_rows(c.k, k_copy), real) : widen(keys_of(c.v, b), key_rows(c.v, v_copy), real);
     }
 
     // The query's weights: [queries][H][slots], the identity in the gate; zeros for queries that there are not.
@@ -326,7 +330,7 @@ class Worker {
 
     // Products of a block's rows with keys (or values) times a factor: [H][queries][keys of the tile].
     void multiply(Rows from, const Matrix& m, float* panels, float factor, float* out, Range some) const {
-        is_packed ? multiply_packed(from, panels, out, some) : multiply_unpacked(from, rows_of(m, b), factor, out, some);
+        is_packed ? multiply_packed(from, panels, out, some) : multiply_unpacked(from, keys_of(m, b), factor, out, some);
     }
     void multiply_packed(Rows from, float* panels, float* out, Range some) const {
         for (int64_t h = 0; h < c.H; h++)
@@ -590,14 +594,14 @@ class Worker {
     }
 
     // Add a tile's part to the gradients of its keys: A [keys of the tile, queries] B [queries, D]. Keys from `touched`
-    // on have none yet.
+    // on have none yet, but of the heads before that share them.
     void add_key_products(const float* a, Tile t, Rows rows, Rows sums, Range some, int64_t& touched) const {
         int64_t end = std::min(some.last, c.S), split = std::clamp(touched, some.first, end);
         if (touched < some.first) clear(sums, {touched, some.first});
         for (int64_t h = 0; h < c.H; h++)
             for (Range part_ : {Range{some.first, split}, Range{split, end}})
                 product(a + h * t.head + part_.first - some.first, {1, t.query}, rows.at(h, 0), rows.token, PANEL,
-                        sums.at(h, part_.first), sums.token, part_.last - part_.first, D, count, part_.last == split);
+                        sums.at(h, part_.first), sums.token, part_.last - part_.first, D, count, part_.last == split || h % c.shared);
         touched = std::max(touched, end);
     }
 
@@ -614,7 +618,7 @@ class Worker {
         int64_t to = part * c.B + b;
         Rows dk = accumulated(c.dk, dk_copy), dv = accumulated(c.dv, dv_copy);
         clear(dk, {touched_k, c.S}), clear(dv, {touched_v, c.S});
-        narrow(dk, rows_of(c.dk, to), {0, c.S}), narrow(dv, rows_of(c.dv, to), {0, c.S});
+        narrow(dk, keys_of(c.dk, to), {0, c.S}), narrow(dv, keys_of(c.dv, to), {0, c.S});
         for (int i = 0; i < 2; i++) {
             put_key_gradients(c.gradients[i], d_key[i], to);
             float* base = c.gradients[i].base;

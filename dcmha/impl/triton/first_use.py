@@ -1,0 +1,290 @@
+"""A check on first use: the first call of a kind on a device solves a small problem twice, by the reference too.
+
+That all is well is remembered for each kind of call, in the process and in `first_use` of the cache folder; that
+something is not, for all calls of a dtype on that kind of device, until torch, Triton or the kernels change. The check
+never runs while something is traced or captured; what is remembered counts then, too. `DCMHA_FIRST_USE_CHECK=0` in the
+environment switches it off.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...folders import cache_dir
+from ...weights import ComposeWeights, SideWeights
+from .. import reference
+from ..call import Call
+from ..masking import Documents, documents_of
+from . import attention
+
+SWITCH = "DCMHA_FIRST_USE_CHECK"
+DEVICES = ("cuda",)  # that are checked
+ROWS, MANY, FEW, WINDOW, CHANNELS = 2, 72, 40, 20, 64  # sizes of the small problem
+SLACK = 4  # times the reference's own error in the dtype
+WARNING = (
+    "the fused kernels disagree with the reference on {device}: {finding}. Calls in {dtype} take impl='compiled' "
+    "there, which is slower but right. Please report this, with {path}."
+)
+_seen: set[str] = set()  # kinds of calls that were checked
+
+
+def finding_of(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what was found to be wrong with calls of a dtype on a kind of device; None if nothing was.
+
+    Warns of it once in a process.
+    """
+    return None if _is_off(device) else _remembered_finding(device, dtype)
+
+
+def check(call: Call) -> None:
+    """Check the kernels on a small problem of a call's kind, unless that was done, or nothing can be run now."""
+    q = call.q
+    if _is_off(q.device) or _is_recording(q):
+        return
+    kind = _kind(call)
+    path = _path(kind)
+    if kind in _seen or (path is not None and path.exists()):
+        _seen.add(kind)
+        return
+    finding = _finding(call)
+    if finding is None:
+        _seen.add(kind)
+        _write(path, {"kind": json.loads(kind)})
+        return
+    path = _path(_environment(q.device, q.dtype))
+    _write(path, {"finding": finding, "kind": json.loads(kind)})
+    _findings[_environment(q.device, q.dtype)] = finding
+    _warn(q.device, q.dtype, finding)
+
+
+def _is_off(device: torch.device) -> bool:
+    return device.type not in DEVICES or os.environ.get(SWITCH, "1") == "0"
+
+
+def _is_recording(q: Tensor) -> bool:
+    """Tell whether calls are recorded rather than made."""
+    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_captured or isinstance(q, FakeTensor) or torch.compiler.is_compiling()
+
+
+_findings: dict[str, str | None] = {}
+
+
+def _remembered_finding(device: torch.device, dtype: torch.dtype) -> str | None:
+    environment = _environment(device, dtype)
+    if environment not in _findings:
+        _findings[environment] = _read(_path(environment))
+        if _findings[environment] is not None:
+            _warn(device, dtype, _findings[environment])
+    return _findings[environment]
+
+
+def _warn(device: torch.device, dtype: torch.dtype, finding: str) -> None:
+    name = json.loads(_environment(device, dtype))["device"]
+    path = _path(_environment(device, dtype)) or "your versions of torch and Triton"
+    warnings.warn(WARNING.format(device=name, finding=finding, dtype=dtype, path=path), stacklevel=2)
+
+
+def _path(content: str) -> Path | None:
+    """Name the file that says something of a kind or an environment; None where there is no folder for it."""
+    try:
+        folder = cache_dir() / "first_use"
+        folder.mkdir(exist_ok=True)
+    except (OSError, RuntimeError):  # not to be written to, or no home
+        return None
+    return folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path | None) -> str | None:
+    try:
+        return None if path is None else json.loads(path.read_text())["finding"]
+    except (OSError, ValueError, KeyError):  # there is none, or a torn one
+        return None
+
+
+def _write(path: Path | None, content: dict) -> None:
+    """Write a file at once or not at all: the next process checks again."""
+    if path is None:
+        return
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_text(json.dumps(content, indent=1))
+        part.replace(path)
+    except OSError:  # no room
+        part.unlink(missing_ok=True)
+
+
+def _kind(call: Call) -> str:
+    """Describe all that kernels are compiled anew for, and where they run."""
+    q, T, S = call.q, call.q.shape[2], call.k.shape[2]
+    of_mask = [None if m is None else [n > 1 for n in m.shape] for m in (call.visible, call.bias)]
+    kind = {
+        "environment": json.loads(_environment(q.device, q.dtype)),
+        "heads": [q.shape[1] // call.num_groups, call.num_groups > 1, q.shape[1] // call.k.shape[1]],
+        "weights": [_branches(weights) for weights in (call.pre, call.post)],
+        "queries": "T = S" if T == S else "T < S" if T < S else "T > S",
+        "masks": [call.is_causal, call.window is not None, call.documents is not None, of_mask],
+        "dropout": call.dropout_p > 0,
+        "gradients": [torch.is_grad_enabled(), call.bias is not None and call.bias.requires_grad],
+    }
+    return json.dumps(kind, sort_keys=True)
+
+
+def _branches(weights: ComposeWeights | None) -> list[int | bool] | None:
+    if weights is None:
+        return None
+    parts = [part for side in (weights.query, weights.key) for part in (side.down, side.gate)]
+    return [0 if part is None else part.shape[2] if part.dim() == 4 else 1 for part in parts] + [
+        weights.base is not None
+    ]
+
+
+@cache
+def _environment(device: torch.device, dtype: torch.dtype) -> str:
+    """Describe a device and a dtype, and what makes code for them."""
+    is_cuda = device.type == "cuda"
+    return json.dumps(
+        {
+            "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+            "capability": torch.cuda.get_device_capability(device) if is_cuda else None,
+            "dtype": str(dtype),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "kernels": _fingerprint(),
+        }
+    )
+
+
+@cache
+def _fingerprint() -> str:
+    """Name the source of the kernels and of what launches them."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+def _finding(call: Call) -> str | None:
+    """Say what the kernels do wrong on a small problem of a call's kind; None if nothing."""
+    devices = [call.q.device] if call.q.is_cuda else []
+    with torch.random.fork_rng(devices=devices), torch.autocast(call.q.device.type, enabled=False):
+        torch.manual_seed(0)
+        problem = _small(call)
+        try:
+            got = dict(_results(problem, attention))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler, a driver or a launch: whatever it is, it must not stop a run
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+        usual = dict(_results(problem, reference.attention))
+        exact = dict(_results(_wide(problem), reference.attention))
+    slack = 16 * torch.finfo(call.q.dtype).eps
+    for name, right in exact.items():
+        error, bound = (_error(x[name], right) for x in (got, usual))
+        if not error <= SLACK * bound + slack:
+            return f"{name} has a relative error of {error:.1e}, the reference one of {bound:.1e}"
+    return None
+
+
+def _error(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right).norm() / right.norm().clamp_min(1e-30))
+
+
+def _small(call: Call) -> Call:
+    """Make a problem of a call's kind, of few tokens; its tensors are random."""
+    q, T, S = call.q, call.q.shape[2], call.k.shape[2]
+    few, many = (MANY, MANY) if T == S else (FEW, MANY)
+    T, S = (few, many) if T <= S else (many, few)
+
+    def rand(*shape: int, scale: float = 1.0) -> Tensor:
+        x = scale * torch.randn(shape, device=q.device)
+        return x.to(q.dtype).requires_grad_(torch.is_grad_enabled())
+
+    def side(weights: SideWeights, tokens: int) -> SideWeights:
+        return weights.map(lambda w: rand(ROWS, tokens, *w.shape[2:], scale=0.5))
+
+    def of(weights: ComposeWeights | None) -> ComposeWeights | None:
+        if weights is None:
+            return None
+        base = None if weights.base is None else rand(*weights.base.shape, scale=0.5)
+        return ComposeWeights(side(weights.query, T), side(weights.key, S), base)
+
+    D = min(q.shape[3], CHANNELS)
+    of_keys = (ROWS, call.k.shape[1], S, D)
+    visible = bias = None
+    if call.visible is not None:
+        visible = torch.rand(_pairs(call.visible, (ROWS, q.shape[1], T, S)), device=q.device) < 0.7
+    if call.bias is not None:
+        bias = rand(*_pairs(call.bias, (ROWS, q.shape[1], T, S)))
+        bias.requires_grad_(call.bias.requires_grad and torch.is_grad_enabled())
+    return call._replace(
+        q=rand(ROWS, q.shape[1], T, D),
+        k=rand(*of_keys),
+        v=rand(*of_keys),
+        pre=of(call.pre),
+        post=of(call.post),
+        visible=visible,
+        bias=bias,
+        documents=None if call.documents is None else _documents(S, q.device),
+        window=None if call.window is None else WINDOW,
+        scale=D**-0.5,
+    )
+
+
+def _pairs(mask: Tensor, full: tuple[int, ...]) -> list[int]:
+    """Give the axes of a mask the sizes of another problem."""
+    return [1 if n == 1 else wanted for n, wanted in zip(mask.shape, full[-mask.dim() :], strict=True)]
+
+
+def _documents(S: int, device: torch.device) -> Documents:
+    return documents_of((torch.arange(S, device=device) // 17).expand(ROWS, S))
+
+
+def _tensors(call: Call) -> Iterator[tuple[str, Tensor]]:
+    """List the floating tensors of a call by name."""
+    yield from (("q", call.q), ("k", call.k), ("v", call.v))
+    for composition, weights in (("pre", call.pre), ("post", call.post)):
+        if weights is None:
+            continue
+        for side in ("query", "key"):
+            for part, w in getattr(weights, side)._asdict().items():
+                if w is not None:
+                    yield f"{composition}.{side}.{part}", w
+        if weights.base is not None:
+            yield f"{composition}.base", weights.base
+    if call.bias is not None:
+        yield "attn_mask", call.bias
+
+
+def _wide(call: Call) -> Call:
+    """Widen a problem to float64."""
+
+    def widen(x: Tensor) -> Tensor:
+        return x.detach().double().requires_grad_(x.requires_grad)
+
+    wide = {name: widen(getattr(call, name)) for name in "qkv"}
+    wide |= {name: None if (w := getattr(call, name)) is None else w.map(widen) for name in ("pre", "post")}
+    return call._replace(**wide, bias=None if call.bias is None else widen(call.bias))
+
+
+def _results(call: Call, function) -> Iterator[tuple[str, Tensor]]:
+    """Compute the output, and the gradients of all that takes one, by name; dropout drops the same each time."""
+    torch.manual_seed(1)
+    out = function(call)
+    yield "out", out.detach()
+    wanted = {name: x for name, x in _tensors(call) if x.requires_grad}
+    if not wanted:
+        return
+    generator = torch.Generator(out.device).manual_seed(2)
+    cotangent = torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
+    grads = torch.autograd.grad(out, list(wanted.values()), cotangent)
+    yield from ((f"the gradient of {name}", grad) for name, grad in zip(wanted, grads, strict=True))

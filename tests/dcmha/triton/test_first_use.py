@@ -1,0 +1,155 @@
+"""The check on first use: it passes what is right, finds what is wrong, remembers, and keeps out of the way."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dcmha import resolve_impl
+from dcmha.folders import cache_dir
+from dcmha.impl.triton import first_use, launch
+from tests.dcmha.inputs import Case, make_mask, make_operands, run
+
+CASE = Case(B=1, T=9, S=9, H=4, D=8, is_causal=True)
+
+
+@pytest.fixture(autouse=True)
+def a_checked_cpu(monkeypatch, tmp_path):
+    """Check on a CPU, with a cache of its own; count the checks."""
+    checks, find = [], first_use._finding
+
+    def count(call):
+        checks.append(call)
+        return find(call)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(first_use, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(first_use, "_finding", count)
+    monkeypatch.setattr(first_use, "MANY", 21)
+    monkeypatch.setattr(first_use, "FEW", 10)
+    start_anew()
+    yield checks
+    start_anew()
+
+
+def start_anew() -> None:
+    """Forget what a process remembers."""
+    first_use._seen.clear()
+    first_use._findings.clear()
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Kernels whose composed weights are 2 % too large."""
+    mix = launch.Mixer.composed_weights
+
+    def wrong(self, chunk, x, log_sum):
+        mix(self, chunk, x, log_sum)
+        x *= 1.02
+
+    monkeypatch.setattr(launch.Mixer, "composed_weights", wrong)
+
+
+def call(case: Case = CASE) -> torch.Tensor:
+    return run(case, make_operands(case, torch.float32), "triton", make_mask(case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, T=4, window=3, compositions="pre"),
+        replace(CASE, T=9, S=5, is_causal=False, branches="qg", H=20),
+        replace(CASE, mask="float-inf", shared=2, R=1),
+        replace(CASE, mask="bias 1HTS", dropout_p=0.3, compositions="post"),
+        replace(CASE, mask="keys", has_documents=True, G=2, branches="kb"),
+    ],
+    ids=str,
+)
+def test_every_kind_of_call_passes_once(case, a_checked_cpu):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = call(case), call(case)
+    assert len(a_checked_cpu) == 1 and torch.equal(first, second)
+    start_anew()
+    call(case)  # a new process
+    assert len(a_checked_cpu) == 1
+    with torch.no_grad():
+        call(case)  # of another kind: without gradients
+    assert len(a_checked_cpu) == 2
+
+
+def test_random_numbers_are_left_alone():
+    operands = make_operands(CASE, torch.float32)
+    state = torch.random.get_rng_state()
+    run(CASE, operands, "triton")
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_broken_kernel_is_told_and_not_used(a_checked_cpu):
+    with (
+        pytest.warns(UserWarning, match="disagree with the reference on cpu: out has a relative error of"),
+        pytest.raises(ValueError, match="a check found that it is wrong on this device: out has a relative error"),
+    ):
+        call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        with pytest.raises(ValueError, match="a check found"):
+            call(replace(CASE, H=2))  # of another kind
+    assert len(a_checked_cpu) == 1
+    (report,) = (cache_dir() / "first_use").iterdir()
+    assert json.loads(report.read_text())["kind"]["environment"]["dtype"] == "torch.float32"
+    start_anew()
+    with pytest.warns(UserWarning, match=str(report)), pytest.raises(ValueError, match="a check found"):
+        call()  # a new process
+    assert len(a_checked_cpu) == 1
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    mix = launch.Mixer.pre_gradients
+
+    def wrong(self, chunk, x, da, *rest):
+        mix(self, chunk, x, da, *rest)
+        da *= 1.02
+
+    monkeypatch.setattr(launch.Mixer, "pre_gradients", wrong)
+    with pytest.warns(UserWarning, match="the gradient of q has"), pytest.raises(ValueError, match="a check found"):
+        call()
+
+
+@pytest.mark.usefixtures("broken")
+def test_it_can_be_switched_off(monkeypatch, a_checked_cpu):
+    monkeypatch.setenv(first_use.SWITCH, "0")
+    call()
+    assert not a_checked_cpu
+
+
+def test_a_launch_that_fails_is_a_finding(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(launch.Mixer, "run", fail)
+    with pytest.warns(UserWarning, match="RuntimeError: no kernel image"), pytest.raises(ValueError, match="a check"):
+        call()
+
+
+def test_never_while_something_is_traced(a_checked_cpu):
+    operands = make_operands(CASE, torch.float32)
+    torch.compile(lambda x: run(CASE, x, "triton"), backend="aot_eager", fullgraph=True)(operands)
+    assert not a_checked_cpu
+
+
+def test_auto_takes_what_is_right(monkeypatch):
+    """On a GPU, of which a check has found something."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(2, 6, 197, 64, device="cuda", dtype=torch.bfloat16)
+    assert resolve_impl("auto", q, is_composed=True).impl == "triton"
+    first_use._findings[first_use._environment(q.device, q.dtype)] = "out is wrong"
+    choice = resolve_impl("auto", q, is_composed=True)
+    assert choice.impl == "compiled" and "a check found that it is wrong on this device: out is wrong" in choice.reason
+    assert resolve_impl("auto", q.float(), is_composed=True).impl == "triton"
