@@ -29,6 +29,8 @@ from .places import (
     key_vectors,
     key_weight_places,
     load_statistics,
+    own_key_vectors,
+    own_query_vectors,
     query_side,
     query_step,
     query_tile,
@@ -39,10 +41,10 @@ from .places import (
 from .tiles import (
     LANES,
     SLOTS,
+    add_gradients,
     group_sum,
     load_tile,
     mix,
-    outer_sum,
     split_range,
     store_base_sum,
     store_tile,
@@ -52,7 +54,7 @@ from .tiles import (
     to_float,
     transposed,
     within_threads,
-    zero_matrices,
+    zero_gradients,
 )
 
 EMPTY = tl.constexpr(1e30)  # the log-sum of a query with no visible key: its weights become 0
@@ -89,8 +91,7 @@ def row_statistics(
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    _, pre_matrices = query_side(pre, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
-    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
+    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
     sums = group_sum(BQ, KIND)
     largest, total = (), ()
     for _ in tl.static_range(KIND.BLOCKS):
@@ -100,8 +101,8 @@ def row_statistics(
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
-        pre_keys = key_vectors(pre, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
-        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
+        pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         exponent = exponents(y, keys.bias, keys.pairs, KIND)
         larger, added = (), ()
         for b in tl.static_range(KIND.BLOCKS):
@@ -133,10 +134,8 @@ def composed_weights(
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    _, pre_matrices = query_side(pre, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
-    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
-    _, post_matrices = query_side(post, tile, sizes, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
-    HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
+    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
+    post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
     sums = group_sum(BQ, KIND)
     query = sizes.query0 + tile.query
     log_sums = _along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
@@ -145,13 +144,11 @@ def composed_weights(
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
-        pre_keys = key_vectors(pre, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
-        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
+        pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST.KEY_RANK, POST.KEY_GATE, KIND)
-        composed = mix(
-            weights, to_dot(weights, KIND), post_matrices, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE, KIND
-        )
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
+        composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
             composed = drop(composed, words, keys.words, sizes, KIND)
         store_tile(x, keys.place, keys.inside, composed, KIND)
@@ -171,11 +168,9 @@ def post_gradients(
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    _, pre_matrices = query_side(pre, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
-    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
-    post_vectors, post_matrices = query_side(post, tile, sizes, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
-    HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
-    post_back = transposed(post_matrices, KIND)
+    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
+    post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
+    post_back = transposed(post_matrices, POST, KIND)
     sums = group_sum(BQ, KIND)
     query = sizes.query0 + tile.query
     log_sums = _along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
@@ -183,7 +178,7 @@ def post_gradients(
     row_sum = ()
     for _ in tl.static_range(KIND.BLOCKS):
         row_sum = row_sum + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
-    d_post = zero_matrices(BQ, KIND)
+    d_post = zero_gradients(BQ, POST, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
@@ -191,29 +186,28 @@ def post_gradients(
         da_dot = load_tile(da, keys.place, keys.inside, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
-        pre_keys = key_vectors(pre, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
-        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
+        pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST.KEY_RANK, POST.KEY_GATE, KIND)
-        d_weights = mix(
-            to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE, KIND,
-            BACK=True,
-        )  # fmt: skip
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
+        d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
         added = ()
         for b in tl.static_range(KIND.BLOCKS):
             added = added + (row_sum[b] + tl.sum(within_threads(weights[b] * d_weights[b]), 1),)
         row_sum = added
-        if HAS_POST:
-            d_post = outer_sum(to_dot(weights, KIND), da_dot, d_post, KIND)
+        if POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0:
+            weights_dot, da_wide = to_dot(weights, KIND), to_float(da_dot, KIND)
+            d_post = add_gradients(weights, weights_dot, da_wide, da_dot, post_matrices, d_post, POST, True, KIND)
     whole = ()
     for b in tl.static_range(KIND.BLOCKS):
         whole = whole + (tl.sum(row_sum[b], 1),)
     store_statistics(row_sums, tile, sizes, whole, KIND)
     COUNT: tl.constexpr = 2 * POST.QUERY_RANK + POST.QUERY_GATE
     if COUNT > 0:
+        vectors = own_query_vectors(post, tile, sizes, POST, KIND, AGAIN=True)
         store_vector_gradients(
-            d_post, post_vectors, d_post_query, query_weight_places(tile, sizes, COUNT), tile.slots, tile.width,
-            tile.weight_mask, POST.QUERY_RANK, POST.QUERY_GATE, KIND,
+            d_post, vectors, d_post_query, query_weight_places(tile, sizes, COUNT), tile.slots, tile.width,
+            tile.weight_mask, POST, True, KIND,
         )  # fmt: skip
     if POST.BASE:
         store_base_sum(d_post, d_post_base, KIND)
@@ -235,45 +229,39 @@ def pre_gradients(
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_vectors, pre_matrices = query_side(pre, tile, sizes, BQ, PRE.QUERY_RANK, PRE.QUERY_GATE, PRE.BASE, KIND)
-    HAS_PRE: tl.constexpr = PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0
-    _, post_matrices = query_side(post, tile, sizes, BQ, POST.QUERY_RANK, POST.QUERY_GATE, POST.BASE, KIND)
-    HAS_POST: tl.constexpr = POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0
-    pre_back, post_back = transposed(pre_matrices, KIND), transposed(post_matrices, KIND)
+    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
+    post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
+    pre_back, post_back = transposed(pre_matrices, PRE, KIND), transposed(post_matrices, POST, KIND)
     sums = group_sum(BQ, KIND)
     query = sizes.query0 + tile.query
     log_sums = _along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
     row_sums = _along_keys(load_statistics(row_sum, tile.slots, query, tile.mask, sizes, 0.0, KIND), KIND)
     words = _along_keys(tile.words, KIND)
-    d_pre = zero_matrices(BQ, KIND)
+    d_pre = zero_gradients(BQ, PRE, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
-        pre_keys = key_vectors(pre, keys, tile, sizes, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
-        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE, KIND)
+        pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST.KEY_RANK, POST.KEY_GATE, KIND)
-        composed = mix(
-            weights, to_dot(weights, KIND), post_matrices, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE, KIND
-        )
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
+        composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
             composed = drop(composed, words, keys.words, sizes, KIND)
         store_tile(x, keys.place, keys.inside, composed, KIND)
         da_dot = load_tile(da, keys.place, keys.inside, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
-        d_weights = mix(
-            to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, HAS_POST, POST.KEY_RANK, POST.KEY_GATE, KIND,
-            BACK=True,
-        )  # fmt: skip
+        d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
         d_scores = _through_softmax(weights, d_weights, row_sums, KIND)
         if KIND.MASK_GRADIENT:
             store_tile(dy, keys.place, keys.inside, d_scores, KIND)
         d_dot = to_dot(d_scores, KIND)
-        if HAS_PRE:
-            d_pre = outer_sum(x_dot, d_dot, d_pre, KIND)
-        dx = mix(d_scores, d_dot, pre_back, pre_keys, sums, HAS_PRE, PRE.KEY_RANK, PRE.KEY_GATE, KIND, BACK=True)
+        if PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0:
+            x_wide = to_float(x_dot, KIND)
+            d_pre = add_gradients(x_wide, x_dot, d_scores, d_dot, pre_matrices, d_pre, PRE, True, KIND)
+        dx = mix(d_scores, d_dot, pre_back, pre_keys, sums, PRE, True, KIND, BACK=True)
         store_tile(da, keys.place, keys.inside, dx, KIND)
     _zero_rows(x, tile, num_keys, BK, KIND)
     _zero_rows(da, tile, num_keys, BK, KIND)
@@ -281,9 +269,10 @@ def pre_gradients(
         _zero_rows(dy, tile, num_keys, BK, KIND)
     COUNT: tl.constexpr = 2 * PRE.QUERY_RANK + PRE.QUERY_GATE
     if COUNT > 0:
+        vectors = own_query_vectors(pre, tile, sizes, PRE, KIND, AGAIN=True)
         store_vector_gradients(
-            d_pre, pre_vectors, d_pre_query, query_weight_places(tile, sizes, COUNT), tile.slots, tile.width,
-            tile.weight_mask, PRE.QUERY_RANK, PRE.QUERY_GATE, KIND,
+            d_pre, vectors, d_pre_query, query_weight_places(tile, sizes, COUNT), tile.slots, tile.width,
+            tile.weight_mask, PRE, True, KIND,
         )  # fmt: skip
     if PRE.BASE:
         store_base_sum(d_pre, d_pre_base, KIND)
@@ -305,50 +294,43 @@ def key_gradients(
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = key_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_vectors, pre_matrices = key_side(pre, tile, sizes, BK, PRE.KEY_RANK, PRE.KEY_GATE, PRE.BASE, KIND)
-    HAS_PRE: tl.constexpr = PRE.KEY_RANK + PRE.KEY_GATE + PRE.BASE > 0
-    post_vectors, post_matrices = key_side(post, tile, sizes, BK, POST.KEY_RANK, POST.KEY_GATE, POST.BASE, KIND)
-    HAS_POST: tl.constexpr = POST.KEY_RANK + POST.KEY_GATE + POST.BASE > 0
-    post_back = transposed(post_matrices, KIND)
+    pre_matrices = key_side(pre, tile, sizes, BK, PRE, KIND)
+    post_matrices = key_side(post, tile, sizes, BK, POST, KIND)
+    post_back = transposed(post_matrices, POST, KIND)
     sums = group_sum(BK, KIND)
     PRE_COUNT: tl.constexpr = 2 * PRE.KEY_RANK + PRE.KEY_GATE
     POST_COUNT: tl.constexpr = 2 * POST.KEY_RANK + POST.KEY_GATE
-    d_pre, d_post = zero_matrices(BK, KIND), zero_matrices(BK, KIND)
+    d_pre, d_post = zero_gradients(BK, PRE, KIND), zero_gradients(BK, POST, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BQ)
     for start in range(low, high, BQ):
         queries = query_step(start, tile, masks, sizes, num_keys, KIND, BQ)
         x_dot = load_tile(x, queries.place, queries.inside, KIND)
-        pre_queries = query_vectors(pre, queries, tile, sizes, PRE.QUERY_RANK, PRE.QUERY_GATE, KIND)
+        pre_queries = query_vectors(pre, queries, tile, sizes, PRE, KIND)
         log_sums = load_statistics(log_sum, tile.slots, queries.query, queries.mask, sizes, EMPTY, KIND)
-        y = mix(
-            to_float(x_dot, KIND), x_dot, pre_matrices, pre_queries, sums, HAS_PRE, PRE.QUERY_RANK, PRE.QUERY_GATE, KIND
-        )
+        y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_queries, sums, PRE, False, KIND)
         weights = weights_of(exponents(y, queries.bias, queries.pairs, KIND), _along_matrices(log_sums, KIND), KIND)
         da_dot = load_tile(da, queries.place, queries.inside, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, _along_matrices(queries.words, KIND), tile.words, sizes, KIND), KIND)
         if POST_COUNT > 0:
-            d_post = outer_sum(to_dot(weights, KIND), da_dot, d_post, KIND)
+            weights_dot, da_wide = to_dot(weights, KIND), to_float(da_dot, KIND)
+            d_post = add_gradients(weights, weights_dot, da_wide, da_dot, post_matrices, d_post, POST, False, KIND)
         if PRE_COUNT > 0:
-            post_queries = query_vectors(post, queries, tile, sizes, POST.QUERY_RANK, POST.QUERY_GATE, KIND)
-            d_weights = mix(
-                to_float(da_dot, KIND), da_dot, post_back, post_queries, sums, HAS_POST, POST.QUERY_RANK,
-                POST.QUERY_GATE, KIND, BACK=True,
-            )  # fmt: skip
+            post_queries = query_vectors(post, queries, tile, sizes, POST, KIND)
+            d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_queries, sums, POST, False, KIND, BACK=True)
             row_sums = load_statistics(row_sum, tile.slots, queries.query, queries.mask, sizes, 0.0, KIND)
             d_scores = _through_softmax(weights, d_weights, _along_matrices(row_sums, KIND), KIND)
-            d_pre = outer_sum(x_dot, to_dot(d_scores, KIND), d_pre, KIND)
+            x_wide, d_dot = to_float(x_dot, KIND), to_dot(d_scores, KIND)
+            d_pre = add_gradients(x_wide, x_dot, d_scores, d_dot, pre_matrices, d_pre, PRE, False, KIND)
     stored = (tile.key < num_keys)[:, None] & tile.slots.is_instance[None, :]
     if PRE_COUNT > 0:
         places = key_weight_places(tile, sizes, num_keys, PRE_COUNT)
-        store_vector_gradients(
-            d_pre, pre_vectors, d_pre_key, places, tile.slots, tile.width, stored, PRE.KEY_RANK, PRE.KEY_GATE, KIND
-        )
+        vectors = own_key_vectors(pre, tile, sizes, PRE, KIND, AGAIN=True)
+        store_vector_gradients(d_pre, vectors, d_pre_key, places, tile.slots, tile.width, stored, PRE, False, KIND)
     if POST_COUNT > 0:
         places = key_weight_places(tile, sizes, num_keys, POST_COUNT)
-        store_vector_gradients(
-            d_post, post_vectors, d_post_key, places, tile.slots, tile.width, stored, POST.KEY_RANK, POST.KEY_GATE, KIND
-        )
+        vectors = own_key_vectors(post, tile, sizes, POST, KIND, AGAIN=True)
+        store_vector_gradients(d_post, vectors, d_post_key, places, tile.slots, tile.width, stored, POST, False, KIND)
 
 
 @triton.jit

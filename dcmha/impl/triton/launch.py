@@ -79,7 +79,7 @@ class Mixer:
             **self.sizes(chunk, num_splits)._asdict(),
             num_keys=chunk.num_keys,
             KIND=self.kind,
-            **{composition.upper(): self.operands.form(composition) for composition in compositions},
+            **{composition.upper(): self.operands.form(composition, self.kind.BLOCKS) for composition in compositions},
             BQ=query_tile,
             BK=key_tile,
             num_warps=num_warps,

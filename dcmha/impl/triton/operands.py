@@ -14,6 +14,8 @@ from .chunks import round_up
 from .hiding import Masks
 from .tiles import Form, Kind, Packed
 
+WHOLE_BLOCKS = 2  # of a tile whose matrices fit into registers
+
 
 def slots_of_group(heads: int) -> int:
     """Return how many slots hold the heads of a group: 4, 8, or 16 for each block."""
@@ -37,10 +39,11 @@ class Operands(NamedTuple):
         """Take those of "pre" or "post"."""
         return Packed(*(self[:3] if composition == "pre" else self[3:]))
 
-    def form(self, composition: str) -> Form:
-        """Tell the kernels which branches "pre" or "post" has."""
+    def form(self, composition: str, blocks: int) -> Form:
+        """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
         query, key, base = self.packed(composition)
-        return Form(*rank_and_gate(query), *rank_and_gate(key), int(base is not None))
+        is_factored = blocks > WHOLE_BLOCKS and base is None
+        return Form(*rank_and_gate(query), *rank_and_gate(key), int(base is not None), int(is_factored))
 
     def to_columns(self, num_groups: int) -> "Operands":
         """Add empty columns [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""

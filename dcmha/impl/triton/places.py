@@ -367,40 +367,51 @@ def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.c
 
 
 @triton.jit
-def query_side(
-    packed, tile, sizes, BQ: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
-    KIND: tl.constexpr,
-):  # fmt: skip
-    """Load the packed weights of a tile's queries as vectors, and build their matrices [BQ, 16, 16]."""
+def query_side(packed, tile, sizes, BQ: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Build what composes a tile by its queries: `Matrices`."""
+    vectors = own_query_vectors(packed, tile, sizes, FORM, KIND)
+    return token_matrices(vectors, packed.base, tile.slots, BQ, FORM, True, KIND)
+
+
+@triton.jit
+def own_query_vectors(packed, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
+    """Load the packed weights of a tile's queries as vectors [BQ, 16]."""
     row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
     mask = tile.weight_mask
-    vectors = load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, RANK, GATE, KIND)
-    return vectors, token_matrices(vectors, packed.base, tile.slots, BQ, RANK, GATE, BASE, KIND)
+    R: tl.constexpr = FORM.QUERY_RANK
+    GATE: tl.constexpr = FORM.QUERY_GATE
+    return load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, R, GATE, KIND, AGAIN)
 
 
 @triton.jit
-def key_side(
-    packed, tile, sizes, BK: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
-    KIND: tl.constexpr,
-):  # fmt: skip
-    """Load the packed weights of a tile's keys as vectors, and build their matrices [BK, 16, 16]."""
-    row = tile.slots.row + sizes.row0
-    vectors = load_vectors(packed.key, row, sizes.S, tile.token, tile.real, tile.slots, tile.width, RANK, GATE, KIND)
-    return vectors, token_matrices(vectors, packed.base, tile.slots, BK, RANK, GATE, BASE, KIND)
+def key_side(packed, tile, sizes, BK: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Build what composes a tile by its keys: `Matrices`."""
+    vectors = own_key_vectors(packed, tile, sizes, FORM, KIND)
+    return token_matrices(vectors, packed.base, tile.slots, BK, FORM, False, KIND)
 
 
 @triton.jit
-def key_vectors(packed, step, tile, sizes, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):
+def own_key_vectors(packed, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
+    """Load the packed weights of a tile's keys as vectors [BK, 16]."""
+    row, token, mask = tile.slots.row + sizes.row0, tile.token, tile.real
+    R: tl.constexpr = FORM.KEY_RANK
+    return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, FORM.KEY_GATE, KIND, AGAIN)
+
+
+@triton.jit
+def key_vectors(packed, step, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
     """Load the packed weights of a step's keys as vectors [BK, 16]."""
-    row = tile.slots.row + sizes.row0
-    return load_vectors(packed.key, row, sizes.S, step.token, step.real, tile.slots, tile.width, RANK, GATE, KIND)
+    row, token, mask = tile.slots.row + sizes.row0, step.token, step.real
+    R: tl.constexpr = FORM.KEY_RANK
+    return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, FORM.KEY_GATE, KIND)
 
 
 @triton.jit
-def query_vectors(packed, step, tile, sizes, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):
+def query_vectors(packed, step, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
     """Load the packed weights of a step's queries as vectors [BQ, 16]."""
-    row, mask = tile.slots.row + sizes.row0, step.weight_mask
-    return load_vectors(packed.query, row, sizes.T, step.query, mask, tile.slots, tile.width, RANK, GATE, KIND)
+    row, token, mask = tile.slots.row + sizes.row0, step.query, step.weight_mask
+    R: tl.constexpr = FORM.QUERY_RANK
+    return load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, R, FORM.QUERY_GATE, KIND)
 
 
 @triton.jit

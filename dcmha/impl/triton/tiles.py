@@ -54,13 +54,40 @@ class Kind(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Which branches a composition has, known when a kernel is compiled: ranks, and 1 or 0 for gates and the base."""
+    """Which branches a composition has, known when a kernel is compiled: ranks, and 1 or 0 for the others.
+
+    Attributes:
+        QUERY_RANK: Rank of what the queries bring.
+        QUERY_GATE: Whether they bring a gate.
+        KEY_RANK: Rank of what the keys bring.
+        KEY_GATE: Whether they bring a gate.
+        BASE: Whether there is a base.
+        FACTORED: Whether the matrix side applies its low-rank factors, by two products of width 16, in place of whole
+            matrices: with three and four blocks these would not fit into registers.
+    """
 
     QUERY_RANK: int
     QUERY_GATE: int
     KEY_RANK: int
     KEY_GATE: int
     BASE: int
+    FACTORED: int
+
+
+class Matrices(NamedTuple):
+    """What the matrix side of a tile applies, either whole or in factors.
+
+    Attributes:
+        whole: Matrices [M, 16, 16] from each block to each.
+        down: Of each block, matrices [M, 16, 16] whose first R columns are the `down` vectors.
+        up: Of each block, matrices whose first R rows are the `up` vectors.
+        gate: Of each block [M, 1, 16].
+    """
+
+    whole: Any
+    down: Any
+    up: Any
+    gate: Any
 
 
 class Packed(NamedTuple):
@@ -128,25 +155,44 @@ def on_diagonal():
 
 @triton.jit
 def load_vectors(
-    packed, row, num_tokens, tokens, mask, slots, width, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
-):
-    """Load the packed weights [B, num_tokens, 2R + gate, width] of a tile's tokens: a tuple of vectors [tokens, 16]."""
+    packed, row, num_tokens, tokens, mask, slots, width, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr,
+    AGAIN: tl.constexpr = False,
+):  # fmt: skip
+    """Load the packed weights [B, num_tokens, 2R + gate, width] of a tile's tokens: a tuple of vectors [tokens, 16].
+
+    What is loaded AGAIN differs in its policy, so that the compiler does not keep the first load in registers for it.
+    """
+    POLICY: tl.constexpr = "evict_first" if AGAIN else ""
     COUNT: tl.constexpr = 2 * RANK + GATE
     rows = row.to(tl.int64) * num_tokens * COUNT * width  # [16]
     vectors = ()
     for n in tl.static_range(COUNT):
         for b in tl.static_range(KIND.BLOCKS):
             pointers = packed + (rows + slots.column[b])[None, :] + ((tokens * COUNT + n) * width)[:, None]
-            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)  # [tokens, 16]
+            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY),)  # [tokens, 16]
     return vectors
 
 
 @triton.jit
 def token_matrices(
+    vectors, base, slots, M: tl.constexpr, FORM: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
+):
+    """Build what composes a tile for each token of the matrix side, which is the QUERIES or the keys: `Matrices`."""
+    RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
+    GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
+    if FORM.FACTORED:
+        return _factors(vectors, M, RANK, GATE, KIND)
+    else:
+        whole = _whole_matrices(vectors, base, slots, M, RANK, GATE, FORM.BASE, KIND)
+        return Matrices(whole=whole, down=whole, up=whole, gate=whole)
+
+
+@triton.jit
+def _whole_matrices(
     vectors, base, slots, M: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, BASE: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Build sum_r down_r^T up_r + diag(gate) + base for each token of the matrix side: matrices [M, 16, 16]."""
+    """Build sum_r down_r^T up_r + diag(gate) + base, matrices [M, 16, 16] from each block to each."""
     result = ()
     for a in tl.static_range(KIND.BLOCKS):
         for b in tl.static_range(KIND.BLOCKS):
@@ -168,13 +214,40 @@ def token_matrices(
 
 
 @triton.jit
-def transposed(matrices, KIND: tl.constexpr):
-    """Transpose matrices of tokens, blocks and all."""
-    result = ()
-    for a in tl.static_range(KIND.BLOCKS):
+def _factors(vectors, M: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):
+    """Put the vectors of the matrix side into factors of which products are made."""
+    N: tl.constexpr = KIND.BLOCKS
+    slots = tl.arange(0, SLOTS)
+    downs, ups, gates = (), (), ()
+    for b in tl.static_range(N):
+        down = tl.zeros([M, SLOTS, SLOTS], tl.float32)
+        up = tl.zeros([M, SLOTS, SLOTS], tl.float32)
+        for r in tl.static_range(RANK):
+            down = tl.where((slots == r)[None, None, :], vectors[r * N + b].to(tl.float32)[:, :, None], down)
+            up = tl.where((slots == r)[None, :, None], vectors[(RANK + r) * N + b].to(tl.float32)[:, None, :], up)
+        downs, ups = downs + (down.to(KIND.DOT),), ups + (up.to(KIND.DOT),)
+        if GATE:
+            gates = gates + (vectors[2 * RANK * N + b].to(tl.float32)[:, None, :],)
+        else:
+            gates = gates + (tl.zeros([M, 1, SLOTS], tl.float32),)
+    return Matrices(whole=downs, down=downs, up=ups, gate=gates)
+
+
+@triton.jit
+def transposed(matrices, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Transpose what composes a tile, to take gradients back."""
+    if FORM.FACTORED:
+        downs, ups = (), ()
         for b in tl.static_range(KIND.BLOCKS):
-            result = result + (tl.permute(matrices[b * KIND.BLOCKS + a], (0, 2, 1)),)
-    return result
+            downs = downs + (tl.permute(matrices.up[b], (0, 2, 1)),)
+            ups = ups + (tl.permute(matrices.down[b], (0, 2, 1)),)
+        return Matrices(whole=downs, down=downs, up=ups, gate=matrices.gate)
+    else:
+        result = ()
+        for a in tl.static_range(KIND.BLOCKS):
+            for b in tl.static_range(KIND.BLOCKS):
+                result = result + (tl.permute(matrices.whole[b * KIND.BLOCKS + a], (0, 2, 1)),)
+        return Matrices(whole=result, down=result, up=result, gate=result)
 
 
 @triton.jit
@@ -196,15 +269,28 @@ def to_float(blocks, KIND: tl.constexpr):
 
 
 @triton.jit
+def to_rank(x_dot, factors, KIND: tl.constexpr):
+    """Sum a tile over the heads by `down` or `up` factors: column r is the sum of rank r [M, V, 16]."""
+    total = tl.zeros(x_dot[0].shape, tl.float32)
+    for a in tl.static_range(KIND.BLOCKS):
+        total = tl.dot(x_dot[a], factors[a], total, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
+    return total.to(KIND.DOT)
+
+
+@triton.jit
 def mix(
-    x, x_dot, matrices, vectors, sums, MATRIX: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr,
-    KIND: tl.constexpr, BACK: tl.constexpr = False,
+    x, x_dot, matrices, vectors, sums, FORM: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr,
+    BACK: tl.constexpr = False,
 ):  # fmt: skip
-    """Compose a tile: x by the matrix side's matrices, if MATRIX, and by the vector side's weights.
+    """Compose a tile by the matrices of the matrix side, the QUERIES or the keys, and by the vector side's weights.
 
     `x` is float32, `x_dot` the same in the dtype of products. To take gradients BACK matrices come transposed, and
     down and up vectors change places.
     """
+    RANK: tl.constexpr = FORM.KEY_RANK if QUERIES else FORM.QUERY_RANK
+    GATE: tl.constexpr = FORM.KEY_GATE if QUERIES else FORM.QUERY_GATE
+    OWN_RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
+    OWN_GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
     DOWN: tl.constexpr = RANK if BACK else 0
     UP: tl.constexpr = 0 if BACK else RANK
     N: tl.constexpr = KIND.BLOCKS
@@ -215,12 +301,19 @@ def mix(
             inner = x_dot[a] * vectors[(DOWN + r) * N + a].to(KIND.DOT)[None, :, :]
             total = tl.dot(inner, sums, total, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
         summed = summed + (total,)
+    if FORM.FACTORED and OWN_RANK > 0:
+        inner = to_rank(x_dot, matrices.down, KIND)
     result = ()
     for b in tl.static_range(N):
         y = x[b]  # [M, V, 16]
-        if MATRIX:
+        if FORM.FACTORED:
+            if OWN_RANK > 0:
+                y = tl.dot(inner, matrices.up[b], y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
+            if OWN_GATE:
+                y += x[b] * matrices.gate[b]
+        elif OWN_RANK + OWN_GATE + FORM.BASE > 0:
             for a in tl.static_range(N):
-                y = tl.dot(x_dot[a], matrices[a * N + b], y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
+                y = tl.dot(x_dot[a], matrices.whole[a * N + b], y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
         if GATE:
             y += x[b] * vectors[2 * RANK * N + b].to(tl.float32)[None, :, :]
         for r in tl.static_range(RANK):
@@ -230,23 +323,62 @@ def mix(
 
 
 @triton.jit
-def zero_matrices(M: tl.constexpr, KIND: tl.constexpr):
-    """Make matrices of tokens [M, 16, 16] of zeros, to add to."""
-    result = ()
-    for _ in tl.static_range(KIND.BLOCKS * KIND.BLOCKS):
-        result = result + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
-    return result
+def zero_gradients(M: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Make gradients of what composes a tile, of zeros, to add to: `Matrices`, gates [M, 8, 16]."""
+    whole, down, up, gate = (), (), (), ()
+    if FORM.FACTORED:
+        for _ in tl.static_range(KIND.BLOCKS):
+            down = down + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
+            up = up + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
+            gate = gate + (tl.zeros([M, LANES, SLOTS], tl.float32),)
+        whole = down
+    else:
+        for _ in tl.static_range(KIND.BLOCKS * KIND.BLOCKS):
+            whole = whole + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
+        down, up, gate = whole, whole, whole
+    return Matrices(whole=whole, down=down, up=up, gate=gate)
 
 
 @triton.jit
-def outer_sum(x, y, totals, KIND: tl.constexpr):
-    """Add the sums over the vector side of x^T y to matrices of tokens [M, 16, 16]."""
+def _outer(x, y, total):
+    """Add the sum over the vector side of x^T y to matrices [M, 16, 16]."""
+    return tl.dot(tl.permute(x, (0, 2, 1)), y, total, input_precision="ieee")  # [M, 16, V] @ [M, V, 16]
+
+
+@triton.jit
+def add_gradients(
+    x, x_dot, dy, dy_dot, matrices, totals, FORM: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
+):
+    """Add a tile's part to the gradients of what composes it: of x to y, of which `dy` is the gradient."""
+    RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
+    GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
+    if FORM.FACTORED:
+        down, up, gate = totals.down, totals.up, totals.gate
+        if RANK > 0:
+            inner, d_inner = to_rank(x_dot, matrices.down, KIND), to_rank(dy_dot, _back(matrices.up, KIND), KIND)
+            down, up = (), ()
+            for b in tl.static_range(KIND.BLOCKS):
+                down = down + (_outer(x_dot[b], d_inner, totals.down[b]),)
+                up = up + (_outer(inner, dy_dot[b], totals.up[b]),)
+        if GATE:
+            gate = ()
+            for b in tl.static_range(KIND.BLOCKS):
+                gate = gate + (totals.gate[b] + tl.sum(within_threads(x[b] * dy[b]), 1),)
+        return Matrices(whole=down, down=down, up=up, gate=gate)
+    else:
+        result = ()
+        for a in tl.static_range(KIND.BLOCKS):
+            for b in tl.static_range(KIND.BLOCKS):
+                result = result + (_outer(x_dot[a], dy_dot[b], totals.whole[a * KIND.BLOCKS + b]),)
+        return Matrices(whole=result, down=result, up=result, gate=result)
+
+
+@triton.jit
+def _back(factors, KIND: tl.constexpr):
+    """Transpose one kind of factors."""
     result = ()
-    for a in tl.static_range(KIND.BLOCKS):
-        for b in tl.static_range(KIND.BLOCKS):
-            total = totals[a * KIND.BLOCKS + b]
-            total = tl.dot(tl.permute(x[a], (0, 2, 1)), y[b], total, input_precision="ieee")  # [M, 16, V] @ [M, V, 16]
-            result = result + (total,)
+    for b in tl.static_range(KIND.BLOCKS):
+        result = result + (tl.permute(factors[b], (0, 2, 1)),)
     return result
 
 
@@ -258,39 +390,57 @@ def within_threads(x):
 
 @triton.jit
 def store_vector_gradients(
-    matrices, vectors, target, places, slots, width, mask, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
-):
-    """Reduce the gradients of token matrices to those of the packed weights, and store them at `places` [M, 16]."""
-    N: tl.constexpr = KIND.BLOCKS
-    for r in tl.static_range(RANK):
-        for a in tl.static_range(N):
-            d_down, d_up = tl.zeros(places.shape, tl.float32), tl.zeros(places.shape, tl.float32)
-            for b in tl.static_range(N):
-                forth, back = matrices[a * N + b], matrices[b * N + a]  # from block a to b, and from b to a
-                if KIND.GROUP_SLOTS < SLOTS:
-                    forth = tl.where(same_group(KIND)[None, :, :], forth, 0.0)
-                    back = forth
-                d_down += tl.sum(forth * vectors[(RANK + r) * N + b].to(tl.float32)[:, None, :], 2)
-                d_up += tl.sum(back * vectors[r * N + b].to(tl.float32)[:, :, None], 1)
-            pointers = target + places + slots.column[a][None, :]
+    gradients, vectors, target, places, slots, width, mask, FORM: tl.constexpr, QUERIES: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Reduce gradients of what composes a tile to those of the packed weights, and store them at `places` [M, 16]."""
+    RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
+    GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
+    rank = tl.arange(0, SLOTS)
+    for b in tl.static_range(KIND.BLOCKS):
+        pointers = target + places + slots.column[b][None, :]
+        for r in tl.static_range(RANK):
+            if FORM.FACTORED:
+                d_down = tl.sum(tl.where((rank == r)[None, None, :], gradients.down[b], 0.0), 2)
+                d_up = tl.sum(tl.where((rank == r)[None, :, None], gradients.up[b], 0.0), 1)
+            else:
+                d_down, d_up = _of_rank(gradients.whole, vectors, b, r, RANK, KIND)
             tl.store(pointers + r * width, d_down, mask=mask)
             tl.store(pointers + (RANK + r) * width, d_up, mask=mask)
-    if GATE:
-        for b in tl.static_range(N):
-            gates = tl.sum(tl.where(on_diagonal(), matrices[b * N + b], 0.0), 2)
-            tl.store(target + places + slots.column[b][None, :] + 2 * RANK * width, gates, mask=mask)
+        if GATE:
+            if FORM.FACTORED:
+                d_gate = tl.sum(gradients.gate[b], 1)
+            else:
+                diagonal = gradients.whole[b * KIND.BLOCKS + b]
+                d_gate = tl.sum(tl.where(on_diagonal(), diagonal, 0.0), 2)
+            tl.store(pointers + 2 * RANK * width, d_gate, mask=mask)
 
 
 @triton.jit
-def store_base_sum(matrices, sums, KIND: tl.constexpr):
-    """Store a program's share of a base's gradient, [slots, slots]; the launch adds them up."""
+def _of_rank(whole, vectors, B: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr):
+    """Reduce the gradients of whole matrices to those of the `down` and `up` vectors of one rank and block [M, 16]."""
+    N: tl.constexpr = KIND.BLOCKS
+    d_down, d_up = tl.zeros(vectors[0].shape, tl.float32), tl.zeros(vectors[0].shape, tl.float32)
+    for other in tl.static_range(N):
+        forth, back = whole[B * N + other], whole[other * N + B]  # from this block, and to it
+        if KIND.GROUP_SLOTS < SLOTS:
+            forth = tl.where(same_group(KIND)[None, :, :], forth, 0.0)
+            back = forth
+        d_down += tl.sum(forth * vectors[(RANK + R) * N + other].to(tl.float32)[:, None, :], 2)
+        d_up += tl.sum(back * vectors[R * N + other].to(tl.float32)[:, :, None], 1)
+    return d_down, d_up
+
+
+@triton.jit
+def store_base_sum(gradients, sums, KIND: tl.constexpr):
+    """Store a program's share of a base's gradient, of whole matrices; the launch adds them up [slots, slots]."""
     WIDTH: tl.constexpr = SLOTS * KIND.BLOCKS
     slots = tl.arange(0, SLOTS)
     place = tl.program_id(0).to(tl.int64) * WIDTH * WIDTH
     for a in tl.static_range(KIND.BLOCKS):
         for b in tl.static_range(KIND.BLOCKS):
             square = (slots + a * SLOTS)[:, None] * WIDTH + (slots + b * SLOTS)[None, :]
-            tl.store(sums + place + square, tl.sum(matrices[a * KIND.BLOCKS + b], 0))
+            tl.store(sums + place + square, tl.sum(gradients.whole[a * KIND.BLOCKS + b], 0))
 
 
 @triton.jit

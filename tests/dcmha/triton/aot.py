@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from dcmha.impl.triton import kernels, launch
 from dcmha.impl.triton.hiding import Masks
-from dcmha.impl.triton.operands import slots_of_group
+from dcmha.impl.triton.operands import WHOLE_BLOCKS, slots_of_group
 from dcmha.impl.triton.tiles import Form, Kind, Packed
 
 KERNELS = tuple(launch.TILES)
@@ -34,7 +34,7 @@ KIND = Kind(
     HAS_DROPOUT=False,
     DOT=None,
 )
-FORM = Form(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
+FORM = Form(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0, FACTORED=0)
 DOTS = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}
 
 
@@ -66,8 +66,8 @@ def compile_kernel(
 
     Both compositions are of `FORM`, the call of `KIND`, with other fields as given.
     """
-    kernel, form = getattr(kernels, name), FORM._replace(**form or {})
-    kind = _kind(dtype, **kind)
+    kernel, kind, form = getattr(kernels, name), _kind(dtype, **kind), FORM._replace(**form or {})
+    form = form._replace(FACTORED=int(kind.BLOCKS > WHOLE_BLOCKS and not form.BASE))
     shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
     query_tile, key_tile, num_warps, num_stages = tile or shipped
     constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": query_tile, "BK": key_tile}
