@@ -36,6 +36,7 @@ TWO_BLOCK_TILES = {  # up to 32 heads composed together
 WIDE_TILES = TWO_BLOCK_TILES | {  # up to 64
     "row_statistics": (4, 16, 4, 1),
     "composed_weights": (4, 16, 4, 1),
+    "key_gradients": (16, 4, 4, 1),
 }
 FLOAT32_TILES = {  # products in float32 take more registers
     "row_statistics": (8, 16, 4, 1),
@@ -44,13 +45,20 @@ FLOAT32_TILES = {  # products in float32 take more registers
     "pre_gradients": (4, 16, 8, 1),
     "key_gradients": (16, 4, 8, 1),
 }
+FLOAT32_WIDE_TILES = {
+    "row_statistics": (2, 16, 4, 1),
+    "composed_weights": (2, 16, 4, 1),
+    "post_gradients": (2, 16, 4, 1),
+    "pre_gradients": (2, 16, 4, 1),
+    "key_gradients": (16, 4, 8, 1),
+}
 EMPTY = kernels.EMPTY.value
 
 
 def tile_of(name: str, itemsize: int, kind: Kind) -> tuple[int, int, int, int]:
     """Return a kernel's tile (queries, keys), warps and stages, for workspaces of 2 or 4 bytes an element."""
     if itemsize == 4:
-        return FLOAT32_TILES[name]
+        return (FLOAT32_TILES if kind.BLOCKS == 1 else FLOAT32_WIDE_TILES)[name]
     if kind.BLOCKS > 1:
         return (TWO_BLOCK_TILES if kind.BLOCKS == 2 else WIDE_TILES)[name]
     return (MASKED_TILES if kind.MASK or kind.HAS_DROPOUT else TILES)[name]

@@ -160,16 +160,16 @@ def load_vectors(
 ):  # fmt: skip
     """Load the packed weights [B, num_tokens, 2R + gate, width] of a tile's tokens: a tuple of vectors [tokens, 16].
 
-    What is loaded AGAIN differs in its policy, so that the compiler does not keep the first load in registers for it.
+    What is loaded AGAIN names its cache, the usual one, so that the compiler does not keep the first load in registers.
     """
-    POLICY: tl.constexpr = "evict_first" if AGAIN else ""
+    CACHE: tl.constexpr = ".ca" if AGAIN else ""
     COUNT: tl.constexpr = 2 * RANK + GATE
     rows = row.to(tl.int64) * num_tokens * COUNT * width  # [16]
     vectors = ()
     for n in tl.static_range(COUNT):
         for b in tl.static_range(KIND.BLOCKS):
             pointers = packed + (rows + slots.column[b])[None, :] + ((tokens * COUNT + n) * width)[:, None]
-            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY),)  # [tokens, 16]
+            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE),)  # [tokens, 16]
     return vectors
 
 
