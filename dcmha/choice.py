@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .impl.call import Ranks, is_transformed
+from .impl.call import Ranks, is_exporting, is_transformed
 
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
@@ -80,7 +80,7 @@ def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
         return _NO_TRANSFORMS
     if q.dtype not in FUSED_DTYPES:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
-    if _is_exporting():
+    if is_exporting():
         return "an exported program must run where its library is not"
     if dropout_p > 0:
         return "it has no dropout"
@@ -106,12 +106,6 @@ def _constant(rank: int) -> int:
         if number == rank:
             return number
     return MAX_RANK
-
-
-@torch.compiler.assume_constant_result
-def _is_exporting() -> bool:
-    """Tell whether `torch.export` traces; the compiler of torch 2.9 takes its own traces for exports if it is asked."""
-    return torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result

@@ -79,6 +79,12 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Tell whether `torch.export` traces; the compiler of torch 2.9 takes its own traces for exports if it is asked."""
+    return torch.compiler.is_exporting()
+
+
 def refuse_derivative(impl: str, kind: str) -> NoReturn:
     """Raise for a derivative that an implementation does not have."""
     raise NotImplementedError(f"impl={impl!r} has no {kind} derivatives; use impl='reference'.")

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dcmha import ComposeWeights, SideWeights, composed_attention
-from dcmha.impl import compiled
-from dcmha.impl.call import Call
+from dcmha.impl.compiled.blocks import Block, attend
 
 from .inputs import (
     BRANCHES,
@@ -137,12 +136,12 @@ def test_traces_into_one_graph(case):
 
 def test_chunk_compiles_with_inductor():
     """The per-chunk function that CUDA compiles, compiled for this CPU with dynamic shapes, forward and backward."""
-    block = torch.compile(compiled._block, dynamic=True, fullgraph=True)
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True)
     for T, S in ((24, 40), (17, 31)):
         operands = make_operands(Case(T=T, S=S, H=4, D=8), torch.float32)
         pre, post = (weights_of(operands, composition) for composition in ("pre", "post"))
-        chunk = Call(*(operands[n] for n in "qkv"), pre, post, None, None, None, False, None, 0.3, 0.0, 1)
-        results = [f(chunk, 0, 0, may_be_empty=False, seed=None) for f in (compiled._block, block)]
+        block = Block(*(operands[n] for n in "qkv"), pre, post, None, None, 0.3, 1, True, False, 0.0, None)
+        results = [f(block) for f in (attend, compiled)]
         gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in results]
         for name, a, b in zip(
             ("out", *operands), *[(y, *g) for y, g in zip(results, gradients, strict=True)], strict=True

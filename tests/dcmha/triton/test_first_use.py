@@ -144,6 +144,7 @@ def test_never_while_something_is_traced(a_checked_cpu):
 
 def test_auto_takes_what_is_right(monkeypatch):
     """On a GPU, of which a check has found something."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     with torch._subclasses.FakeTensorMode():

@@ -1,0 +1,38 @@
+"""Composed attention whose memory grows with chunk x S, in the backward pass too: each chunk is computed again.
+
+Chunks of queries, whose composition is broadcasts with sums over the heads: `torch.compile` fuses them into few kernels
+(`blocks.py`). It runs on any device; on CUDA its chunks are compiled, elsewhere if the caller compiles, to whom a call
+of many chunks is one opaque operator (`opaque.py`). Sums over heads and the softmax are done in max(input dtype,
+float32).
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..call import Call, is_exporting, is_transformed
+from ..dropout import draw_seed
+from .blocks import attend, attend_compiled
+from .slices import is_one_block, list_blocks
+
+
+def attention(call: Call) -> Tensor:
+    """Compute composed attention chunk by chunk: [B, H, T, D]."""
+    is_compiling = torch.compiler.is_compiling()
+    seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
+    if not is_one_block(call) and is_compiling and not is_exporting() and not is_transformed():
+        from .opaque import opaque_attention
+
+        return opaque_attention(call, seed)
+    attend_here = attend_compiled if call.q.is_cuda and not is_transformed() and not is_compiling else attend
+    blocks = list_blocks(call, seed)
+    if len(blocks) == 1:
+        return attend_here(blocks[0])
+    if not torch.is_grad_enabled() or is_transformed():  # transforms know no recomputing
+        return torch.cat([attend_here(block) for block in blocks], dim=2)
+    recomputed = partial(checkpoint, attend_here, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([recomputed(block) for block in blocks], dim=2)

@@ -1,0 +1,99 @@
+"""A call of many blocks as one operator of torch: a compiler that traced them would unroll them all.
+
+Its backward pass computes each block again, and takes the gradient of that.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim
+
+import torch
+from torch import Tensor
+
+from ..call import Call, refuse_derivative
+from ..masking import Documents
+from .blocks import attend, attend_compiled, flat_weights, gradients, gradients_compiled, tensors_of, weights_from
+from .slices import list_blocks
+
+PARTS = tuple(f"{side}_{part}" for side in ("query", "key") for part in ("down", "up", "gate")) + ("base",)
+TENSORS = ("q", "k", "v", *(f"{c}_{part}" for c in ("pre", "post") for part in PARTS), "bias")  # that take gradients
+OTHERS = ("visible", "starts", "stops", "seed")
+OPERANDS = ", ".join(f"Tensor{'?' * (name not in 'qkv')} {name}" for name in (*TENSORS, *OTHERS))
+OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt num_groups"
+NUM_OPTIONS = 5
+
+
+def opaque_attention(call: Call, seed: Tensor | None) -> Tensor:
+    """Compute composed attention, of a call that a compiler traces: [B, H, T, D]."""
+    weights = [w for composition in (call.pre, call.post) for w in flat_weights(composition)]
+    starts, stops = (None, None) if call.documents is None else call.documents
+    tensors = (call.q, call.k, call.v, *weights, call.bias, call.visible, starts, stops, seed)
+    return _attend(*tensors, call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+
+
+def _call(arguments: tuple) -> tuple[Call, Tensor | None]:
+    """Put an operator's arguments together again: a call, and the seed of dropout."""
+    *tensors, is_causal, window, scale, dropout_p, num_groups = arguments
+    q, k, v, *weights, bias, visible, starts, stops, seed = tensors
+    pre, post = weights_from(weights[: len(PARTS)]), weights_from(weights[len(PARTS) :])
+    documents = None if starts is None else Documents(starts, stops)
+    options = (is_causal, window or None, scale, dropout_p, num_groups)
+    return Call(q, k, v, pre, post, visible, bias, documents, *options), seed
+
+
+@torch.library.custom_op("dcmha::chunked_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> Tensor")
+def _attend(*arguments):
+    """Compute the output [B, H, T, D]."""
+    blocks = list_blocks(*_call(arguments))
+    return torch.cat([(attend_compiled if block.q.is_cuda else attend)(block) for block in blocks], dim=2)
+
+
+@_attend.register_fake
+def _(q, *rest):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "dcmha::chunked_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, {OPERANDS}, {OPTIONS}) -> Tensor[]",
+)
+def _attend_backward(d_out, *arguments):
+    """Compute the gradients of all tensors but masks, indices and seeds; empty ones for those that there are not."""
+    sums = [None if x is None else torch.zeros_like(x, dtype=_wide(x)) for x in arguments[: len(TENSORS)]]
+    call, seed = _call(arguments)
+    places = list_blocks(_call((*sums, *arguments[len(TENSORS) :]))[0], seed)  # the same slices of the gradients
+    start = 0
+    for block, place in zip(list_blocks(call, seed), places, strict=True):
+        stop = start + block.q.shape[2]
+        found = (gradients_compiled if block.q.is_cuda else gradients)(block, d_out[:, :, start:stop])
+        for total, part in zip((x for x in tensors_of(place) if x is not None), found, strict=True):
+            total += part
+        start = stop
+    given = zip(sums, arguments[: len(TENSORS)], strict=True)
+    return [d_out.new_empty(0) if total is None else total.to(x.dtype) for total, x in given]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@_attend_backward.register_fake
+def _(d_out, *arguments):
+    return [
+        d_out.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in arguments[: len(TENSORS)]
+    ]
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.options = inputs[-NUM_OPTIONS:]
+    ctx.save_for_backward(*inputs[:-NUM_OPTIONS])
+
+
+def _backward(ctx, d_out: Tensor):
+    grads = _attend_backward(d_out, *ctx.saved_tensors, *ctx.options)
+    given = [g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)]
+    return *given, *(None,) * (len(OTHERS) + NUM_OPTIONS)
+
+
+_attend.register_autograd(_backward, setup_context=_setup)
+_attend_backward.register_autograd(lambda ctx, *grads: refuse_derivative("compiled", "second, compiled"))

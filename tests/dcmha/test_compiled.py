@@ -1,0 +1,146 @@
+"""The chunked implementation where it is compiled: how many graphs, and what a compiler sees of many blocks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from dcmha import composed_attention
+from dcmha.impl import compiled
+from dcmha.impl.compiled import blocks, opaque, slices
+from tests.dcmha.inputs import (
+    Case,
+    make_documents,
+    make_operands,
+    output_and_gradients,
+    relative_error,
+    run,
+    weights_of,
+)
+
+CASE = Case(B=2, T=40, S=40, H=4, D=8, is_causal=True)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compile blocks as on CUDA, with a backend that counts; blocks of 8 queries from 16 on."""
+    made = []
+
+    def count(graph, inputs):
+        made.append(graph)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(blocks, "BACKEND", aot_autograd(fw_compiler=count, bw_compiler=count))
+    monkeypatch.setattr(compiled, "attend", blocks.attend_compiled)
+    monkeypatch.setattr(slices, "WHOLE_LENGTH", 16)
+    monkeypatch.setattr(slices, "CHUNK", 8)
+    monkeypatch.setattr(blocks, "_static_shapes", set())
+    blocks._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield made
+    blocks._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def errors(case: Case) -> float:
+    expected, got = (output_and_gradients(case, impl) for impl in ("reference", "compiled"))
+    return max(relative_error(got[name], expected[name]) for name in expected)
+
+
+def test_a_training_run_needs_few_graphs(graphs):
+    """Training, evaluation and an odd last batch of texts: none for each block, none after the first epoch."""
+    training, last, short = CASE, replace(CASE, B=1), replace(CASE, T=13, S=13)
+    counts = []
+    for _ in range(2):
+        for case in (training, last, short):
+            assert errors(case) < 1e-12
+            with torch.no_grad():
+                run(case, make_operands(case), "compiled")
+        counts.append(len(graphs))
+    # of each batch size two kinds of blocks, of short texts their only one: forward, backward, without gradients
+    assert counts == [3 * (2 + 2 + 1)] * 2
+
+
+def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
+    monkeypatch.setattr(blocks, "STATIC_SHAPES", 2)
+    for T in range(3, 15):
+        assert errors(replace(CASE, T=T, S=T)) < 1e-12
+    assert len(graphs) <= 2 * (2 + 3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, mask="float-inf", shared=2, is_causal=False),
+        replace(CASE, mask="bias 1HTS", window=9, compositions="post"),
+        replace(CASE, has_documents=True, dropout_p=0.3, branches="qkg"),
+        replace(CASE, T=50, S=41, compositions="pre"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("graphs")
+def test_all_kinds_of_calls_compile(case):
+    assert errors(case) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, mask="bias 1HTS", has_documents=True, dropout_p=0.2, shared=2),
+        replace(CASE, T=25, window=9, branches="qg", is_causal=False),
+    ],
+    ids=str,
+)
+def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
+    monkeypatch.setattr(slices, "WHOLE_LENGTH", 16)
+    monkeypatch.setattr(slices, "CHUNK", 8)
+    operands, calls = make_operands(case), []
+
+    def count(graph, inputs):
+        calls.append([node.target for node in graph.graph.nodes if "chunked_attention" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    seed = torch.tensor([5, 7])
+    monkeypatch.setattr(compiled, "draw_seed", lambda device: seed)
+    monkeypatch.setattr("dcmha.impl.reference.draw_seed", lambda device: seed)
+    documents = make_documents(case) if case.has_documents else None
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    function = torch.compile(lambda x: call(case, x, "compiled", documents), backend=backend, fullgraph=True)
+    expected, got = call(case, operands, "reference", documents), function(operands)
+    assert relative_error(got, expected) < 1e-12
+    gradients = [torch.autograd.grad(y.sin().sum(), list(operands.values())) for y in (expected, got)]
+    for name, right, found in zip(operands, *gradients, strict=True):
+        assert relative_error(found, right) < 1e-12, name
+    assert [len(found) for found in calls] == [1, 1]  # forward and backward
+
+
+@pytest.mark.usefixtures("graphs")
+def test_gradients_of_blocks_compile(monkeypatch):
+    """What the operator's backward pass does on CUDA."""
+    monkeypatch.setattr(opaque, "attend", blocks.attend_compiled)
+    monkeypatch.setattr(opaque, "gradients", blocks.gradients_compiled)
+    operands = make_operands(CASE)
+    function = torch.compile(lambda x: call(CASE, x, "compiled", None), backend="aot_eager", fullgraph=True)
+    expected, got = call(CASE, operands, "reference", None), function(operands)
+    found = [torch.autograd.grad(y.sin().sum(), list(operands.values())) for y in (expected, got)]
+    for name, right, wrong in zip(operands, *found, strict=True):
+        assert relative_error(wrong, right) < 1e-12, name
+
+
+def call(case: Case, operands: dict[str, torch.Tensor], impl: str, documents: torch.Tensor | None) -> torch.Tensor:
+    """Call the operator, without a generator of random numbers: a compiler cannot trace that."""
+    weights = {c: weights_of(operands, c) if c in case.compositions else None for c in ("pre", "post")}
+    return composed_attention(
+        *(operands[name] for name in "qkv"),
+        **weights,
+        attn_mask=operands.get("mask"),
+        documents=documents,
+        dropout_p=case.dropout_p,
+        is_causal=case.is_causal,
+        window=case.window,
+        impl=impl,
+    )
