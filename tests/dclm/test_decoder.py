@@ -290,6 +290,7 @@ def test_compiles_whole_and_trains(tokens, recompute, backend):
         ("dcformer_pp_405m", {"mlp_groups": 5}, "mlp_groups=5 must be 0 or divide mlp_dim=2816"),
         ("dcpythia_2b8", {"rotary_fraction": 0.01}, "rotary_fraction=0.01 of head dim 80 is 0 channels"),
         ("dcpythia_2b8", {"num_groups": 3}, "num_groups=3 must be a positive divisor of num_heads=32"),
+        ("dcpythia_2b8", {"num_kv_heads": 5}, "num_kv_heads=5 must be a positive divisor of num_heads=32"),
         ("dcpythia_2b8", {"impl": "merged"}, "impl='merged' is unknown; accepted: 'auto'"),
         ("dcpythia_2b8", {"norm": "batch"}, "norm='batch'; accepted: 'layer', 'rms'"),
         ("dcpythia_2b8", {"vocab_size": 0}, "vocab_size=0 must be at least 1"),

@@ -37,6 +37,7 @@ def test_cached_logits_equal_full_ones(prompt, window):
         *((name, {}) for name in NAMES),
         ("dcformer_pp_debug", {"num_groups": 2}),
         ("dcformer_pp_debug", {"key_wise": False}),
+        ("dcformer_pp_debug", {"num_kv_heads": 1}),
         ("dcformer_pp_debug", {"query_wise": False, "post_compose": False}),
         ("dcformer_pp_debug", {"rank": 0, "static_base": True}),
         ("dcformer_pp_debug", {"dynamic_gate": False, "impl": "reference"}),

@@ -15,7 +15,7 @@ HALVES = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.tensor_paralle
 LAYERS = "num_layers: 2, dim: 32, mlp_dim: 48, num_heads: 4"
 KINDS = {
     "dcformer++": ("dcformer_pp_debug", "windows: [8, null], num_groups: 2"),
-    "dcpythia": ("dcpythia_debug", "num_groups: 2, static_base: true"),
+    "dcpythia": ("dcpythia_debug", "num_groups: 2, static_base: true, num_kv_heads: 2"),
     "dcformer": ("dcformer_debug", "num_groups: 4, mlp_groups: 4"),
     "twin": ("dcformer_pp_debug", "pre_compose: false, post_compose: false"),
 }

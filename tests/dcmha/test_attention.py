@@ -194,10 +194,11 @@ class GrowingCache:
         return k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None
 
 
+@pytest.mark.parametrize("num_kv_heads", [None, 2])
 @pytest.mark.parametrize("window", [None, 4])
-def test_decoding_with_a_cache_equals_the_full_call(window):
+def test_decoding_with_a_cache_equals_the_full_call(window, num_kv_heads):
     torch.manual_seed(0)
-    layer = DCAttention(32, 4, window=window).double()
+    layer = DCAttention(32, 4, window=window, num_kv_heads=num_kv_heads).double()
     with torch.no_grad():
         layer.compose.project.mul_(100)
         x = torch.randn(2, 11, 32, dtype=torch.float64)
@@ -225,12 +226,49 @@ def test_autocast_error_against_float64(dtype, bound):
     assert 1e-5 < error < bound
 
 
+@pytest.mark.parametrize("impl", ["reference", "compiled", "cpu", "triton"])
+@pytest.mark.parametrize("options", [{}, {"pre_compose": False, "post_compose": False}], ids=str)
+def test_shared_keys_are_repeated_keys(impl, options):
+    """Grouped-query attention equals attention whose rows of k and v are repeated, in gradients too."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if impl in ("cpu", "triton") else torch.float64
+    shared = DCAttention(48, 6, num_kv_heads=2, qkv_bias=True, impl=impl, dtype=dtype, **options)
+    whole = DCAttention(48, 6, qkv_bias=True, impl=impl, dtype=dtype, **options)
+    x = torch.randn(2, 11, 48, dtype=dtype, requires_grad=True)
+
+    def repeated(rows: torch.Tensor) -> torch.Tensor:
+        q, k, v = rows.unflatten(0, (-1, 8)).split([6, 2, 2])
+        return torch.cat([q, k.repeat_interleave(3, 0), v.repeat_interleave(3, 0)]).flatten(0, 1)
+
+    expected = torch.func.functional_call(
+        whole, dict(shared.named_parameters()) | {f"qkv.{n}": repeated(p) for n, p in shared.qkv.named_parameters()}, x
+    )
+    got, inputs = shared(x), [x, *shared.parameters()]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_documents_do_not_see_each_other():
+    layer = DCAttention(32, 4, window=5).double()
+    x, documents = torch.randn(2, 9, 32, dtype=torch.float64), torch.tensor([[7] * 4 + [3] * 5, [1] * 9])
+    got = layer(x, is_causal=True, documents=documents)
+    alone = torch.cat([layer(x[:1, :4], is_causal=True), layer(x[:1, 4:], is_causal=True)], 1)
+    torch.testing.assert_close(got, torch.cat([alone, layer(x[1:], is_causal=True)]), rtol=1e-11, atol=1e-11)
+    with pytest.raises(ValueError, match="documents are given with a cache"):
+        layer(x, documents=documents, cache=GrowingCache())
+
+
 def test_mistakes_are_named():
     for arguments, message in (
         ({"dim": 32, "num_heads": 5}, r"dim=32 must be divisible by num_heads=5"),
         ({"dim": 32, "num_heads": 4, "num_groups": 3}, r"num_groups=3 must be a positive divisor of num_heads=4"),
         ({"dim": 32, "num_heads": 4, "qk_norm": True}, r"norm_layer=None; qk_norm and scale_norm need a norm layer"),
         ({"dim": 32, "num_heads": 4, "impl": "fast"}, r"impl='fast' is unknown"),
+        ({"dim": 32, "num_heads": 4, "num_kv_heads": 3}, r"num_kv_heads=3 must be a positive divisor of num_heads=4"),
+        ({"dim": 32, "num_heads": 4, "num_kv_heads": 0}, r"num_kv_heads=0 must be a positive divisor"),
         ({"dim": 32, "num_heads": 4, "window": 0}, r"window=0 must be an integer, at least 1"),
         ({"dim": 32, "num_heads": 4, "window": 2.5}, r"window=2.5 must be an integer"),
         ({"dim": 32, "num_heads": 4, "ranks": 2}, r"unknown options \['ranks'\]; accepted: rank, "),

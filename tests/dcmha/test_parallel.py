@@ -13,6 +13,7 @@ from .inputs import relative_error
 LAYERS = {
     "plain": {"pre_compose": False, "post_compose": False},
     "groups": {"num_groups": 4, "window": 3},
+    "shared keys": {"num_groups": 4, "num_kv_heads": 4},
     "all": {"num_groups": 4, "static_base": True, "qk_norm": True, "norm_layer": nn.LayerNorm, "gated": True},
     "query alone": {"num_groups": 8, "key_wise": False, "post_compose": False, "rank": 1},
 }
@@ -22,7 +23,9 @@ def share(whole: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
     """A rank's share of a parameter, as the docstring of `Split` says."""
     if split.dim is None:
         return whole
-    return torch.cat([part.chunk(ranks, split.dim)[rank] for part in whole.chunk(split.parts, split.dim)], split.dim)
+    unit = whole.shape[split.dim] // sum(split.parts)
+    parts = whole.split([unit * part for part in split.parts], split.dim)
+    return torch.cat([part.chunk(ranks, split.dim)[rank] for part in parts], split.dim)
 
 
 def share_of(layer: DCAttention, rank: int, ranks: int) -> tuple[DCAttention, dict[str, Split]]:
@@ -67,6 +70,7 @@ def test_shares_add_up(kind, ranks):
     [
         ({}, "num_groups=1 cannot be split over 2 ranks: it must be a multiple of them"),
         ({"num_groups": 3}, "num_groups=3 cannot be split"),
+        ({"num_groups": 2, "num_kv_heads": 3}, "num_kv_heads=3 cannot be split over 2 ranks: it must be a multiple"),
         (LAYERS["plain"] | {"scale_norm": True, "norm_layer": nn.LayerNorm}, "scale_norm=True: a norm over all heads"),
     ],
 )

@@ -116,7 +116,8 @@ def row_statistics(
     result = ()
     for b in tl.static_range(KIND.BLOCKS):
         top = tl.max(largest[b], 1)
-        whole = tl.sum(total[b] * tl.exp2(largest[b] - top[:, None, :]), 1)
+        scaled = tl.maximum(total[b] * tl.exp2(largest[b] - top[:, None, :]), 0.0)  # no product within the sum: the
+        whole = tl.sum(scaled, 1)  # threads that add it up in other orders would store other bits
         result = result + (tl.where(whole > 0, top + tl.log2(tl.where(whole > 0, whole, 1.0)), nothing),)
     store_statistics(log_sums, tile, sizes, result, KIND)
 
