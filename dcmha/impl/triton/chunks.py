@@ -16,7 +16,9 @@ from ..masking import key_range
 
 WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two
 ALIGNMENT = 16  # a workspace's rows are multiples of so many elements: aligned loads and products
-CHUNK_QUERIES = 512  # queries of a chunk of causal attention
+CHUNK_QUERIES = 512  # queries of a chunk of causal attention, at most
+FEWEST_QUERIES = 128  # and at least, where a chunk has elements enough
+CHUNK_ELEMENTS = 2**25  # queries times visible keys times heads that are worth their launches, some 0.4 ms of a GPU
 BLOCK_QUERIES = 128  # queries of a block of windowed attention
 
 
@@ -108,6 +110,9 @@ def chunks(
 def _rectangles(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int) -> list[Chunk]:
     """Cut into chunks of one block; short ones where queries see different keys, to leave out what is hidden."""
     queries = min(T, CHUNK_QUERIES) if is_causal or window else T
+    worth = CHUNK_ELEMENTS // max(1, B * H * min(window or S, S // 2))  # queries of a chunk
+    if is_causal:  # products compute half a square of each chunk in vain
+        queries = min(queries, max(FEWEST_QUERIES, round_up(worth, FEWEST_QUERIES)))
     widest = min(S, queries + (1 if is_causal else 2) * window) if window else S
     per_query = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
     queries = max(1, min(queries, budget // per_query))

@@ -26,7 +26,7 @@ SHAPES = [
     {"B": 2, "T": 35, "S": 35, "H": 5},
     {"B": 1, "T": 9, "S": 9, "H": 24, "D": 8, "shared": 3},
     {"B": 1, "T": 6, "S": 10, "H": 40, "D": 8},
-    {"B": 2, "T": 5, "S": 5, "H": 64, "D": 8, "shared": 8},
+    {"B": 1, "T": 5, "S": 5, "H": 64, "D": 8, "shared": 8},
 ]
 WINDOWS = [  # of a size that leaves nothing out, and of one
     Case(T=9, S=9, H=4, window=2**31 - 1, is_causal=True),
