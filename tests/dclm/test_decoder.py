@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dclm
 from dclm.loss import next_token_loss
+from dcmha import resolve_impl
 from dctrain.recompute import set_recompute
 from tests.dcmha.inputs import relative_error
 
@@ -100,6 +102,15 @@ def test_every_named_model_has_its_pair_and_predicts():
         loss = decoder(ids(2, 9), targets=ids(2, 9, seed=2))
         loss.backward()
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in decoder.parameters()), name
+
+
+@pytest.mark.parametrize("name", [name for name, config in dclm.CONFIGS.items() if config.is_composed])
+def test_every_named_model_takes_the_fused_kernels(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config = dclm.CONFIGS[name]
+    with FakeTensorMode():
+        q = torch.empty(1, config.num_heads, 2048, 64, device="cuda", dtype=torch.bfloat16)
+    assert resolve_impl("auto", q, is_composed=True, num_groups=config.num_groups).impl == "triton"
 
 
 def test_initialisation():

@@ -13,6 +13,7 @@ from dcmha.impl.masking import key_range
 from dcmha.impl.triton import chunks, launch, passes
 from dcmha.impl.triton.op import composed
 from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, weights_of
+from tests.dcmha.triton import test_gpu
 
 SHAPES = [
     {"B": 1, "T": 17, "S": 17, "H": 16},
@@ -281,6 +282,15 @@ def test_compiled_and_checkpointed(how):
         out = torch.compile(call, backend=backend, dynamic=dynamic, fullgraph=True)(operands)
     for got, wanted in zip(torch.autograd.grad(out.square().sum(), list(operands.values())), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_what_waits_for_a_gpu_runs(monkeypatch):
+    """The tests of `test_gpu.py`, on this device and at a small size: that they say what they mean to."""
+    monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
+    shape = (2, 7, 7, 3, 1, 8)
+    test_gpu.test_as_exact_as_the_reference_in_the_same_dtype(shape, {"is_causal": True}, torch.float32)
+    for kind in ("documents", "slopes"):
+        test_gpu.test_masks_and_dropout(shape, kind, torch.float32)
 
 
 def test_opcheck():
