@@ -22,6 +22,9 @@ if wanted kernels; then
     python benchmarks/kernels.py "${vision[@]}" --json "$folder/kernels_vision.json"
     python benchmarks/kernels.py "${vision[@]}" --workspace-mib 32 --json "$folder/kernels_vision_32mib.json"
     python benchmarks/kernels.py "${causal[@]}" --workspace-mib 64 --json "$folder/kernels_causal_64mib.json"
+    for heads in 24 32 40 52; do
+        python benchmarks/kernels.py --batch-size 4 --heads $heads --tokens 2048 --causal --json "$folder/kernels_causal_$heads.json"
+    done
     python benchmarks/kernels.py "${causal[@]}" --json "$folder/kernels_causal_other_tiles.json" \
         --tile row_statistics=16,16,4,2 composed_weights=8,16,4,2 post_gradients=8,16,4,1 pre_gradients=8,16,4,1 \
         key_gradients=16,16,8,1
@@ -45,12 +48,12 @@ if wanted models; then
     python benchmarks/train_step_lm.py --batch-size 8 "${compiled[@]}" --impls triton \
         --overrides '{"key_wise": false}' --json "$folder/step_405m_query_wise.json"
     # 8 of the 24 layers, for time
-    groups=(--model dcformer_pp_1b4 --batch-size 4 "${compiled[@]}" --impls triton)
-    python benchmarks/train_step_lm.py "${groups[@]}" --overrides '{"num_groups": 4, "num_layers": 8}' \
-        --json "$folder/step_1b4_1to1.json"
-    python benchmarks/train_step_lm.py "${groups[@]}" \
-        --overrides '{"num_groups": 4, "num_layers": 8, "windows": [256, 256, 256, null]}' \
+    larger=(--model dcformer_pp_1b4 --batch-size 4 "${compiled[@]}" --impls triton)
+    python benchmarks/train_step_lm.py "${larger[@]}" --overrides '{"num_layers": 8}' --json "$folder/step_1b4_1to1.json"
+    python benchmarks/train_step_lm.py "${larger[@]}" --overrides '{"num_layers": 8, "windows": [256, 256, 256, null]}' \
         --json "$folder/step_1b4_3to1.json"
+    python benchmarks/train_step_lm.py "${larger[@]}" --overrides '{"num_layers": 8, "num_groups": 4}' \
+        --json "$folder/step_1b4_groups_of_8.json"
     python benchmarks/decode.py --model dcformer_pp_405m "${gpu[@]}" --compile --json "$folder/decode_405m.json"
 fi
 if wanted cifar10; then

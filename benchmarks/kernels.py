@@ -52,7 +52,8 @@ def apply(options: argparse.Namespace) -> None:
         values = tuple(map(int, numbers.split(",")))
         if name not in launch.TILES or len(values) != 4:
             raise SystemExit(f"--tile={tile}; accepted: NAME=queries,keys,warps,stages of {', '.join(launch.TILES)}.")
-        launch.TILES[name] = values
+        for table in (launch.TILES, launch.MASKED_TILES, launch.TWO_BLOCK_TILES, launch.WIDE_TILES):
+            table[name] = values
     if options.workspace_mib:
         chunks.WORKSPACE_MIB = options.workspace_mib
 

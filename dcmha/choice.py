@@ -14,9 +14,11 @@ Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
 MAX_GROUP_HEADS = 64  # heads that the fused kernels compose together, at most
+OLDEST_TRITON = (3, 5)  # that comes with the oldest torch
 MAX_RANK = 4  # that the C++ is compiled for
 PAPER_RANKS = Ranks()
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SINGLE_QUERY = "it does not repay a single query"
 _NO_TRANSFORMS = "transforms of torch.func (vmap, grad, jvp) cannot go through it"
 
 
@@ -64,7 +66,7 @@ def resolve_impl(
     is_cpu = name == "cpu"
     reason = why_not_cpu(q, dropout_p, ranks) if is_cpu else why_not_triton(q, num_groups)
     if reason is None and impl == "auto" and not is_cpu and q.shape[2] == 1:
-        reason = "it does not repay a single query"
+        reason = SINGLE_QUERY
     if reason is None:
         return Choice(name)
     if impl == "auto":
@@ -120,12 +122,15 @@ def _why_no_library(query_rank: int, key_rank: int | None) -> str | None:
 def _what_is_missing(device: torch.device) -> str | None:
     """Say what a device lacks to run the fused kernels."""
     if find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type == "cpu":
-        import triton
+        return "Triton is not installed (pip install triton)"
+    import triton
 
-        if triton.knobs.runtime.interpret:
-            return None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"it needs Triton {oldest}, got {triton.__version__} (a newer torch brings a newer one)"
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU (or, on a CPU, TRITON_INTERPRET=1), got q on {device}"
     capability = torch.cuda.get_device_capability(device)

@@ -96,6 +96,23 @@ def test_a_compiler_takes_the_operator_and_an_exported_program_the_form_that_run
     ]
 
 
+def test_an_old_triton(capability, monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.4.0+git")
+    choice = resolve_impl("auto", queries(2, 6, 197, 64), is_composed=True)
+    assert choice.impl == "compiled" and "it needs Triton 3.5, got 3.4.0+git (a newer torch brings" in choice.reason
+
+
+def test_a_choice_for_want_of_another_is_a_warning(caplog):
+    layer._log_choice.cache_clear()
+    attention = DCAttention(12, 3, dtype=torch.float64)
+    with caplog.at_level(logging.WARNING, "dcmha"):
+        attention(torch.zeros(1, 2, 12, dtype=torch.float64))
+    (record,) = caplog.records
+    assert "impl='auto' runs as 'compiled': 'cpu' does not take the call: it takes float32" in record.message
+
+
 def test_a_choice_is_logged_once_for_layers_alike(caplog):
     layer._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "dcmha"):
