@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .choice import Impl, check_impl, resolve_impl
 from .impl.call import Call, ranks_of
-from .impl.masking import both_visible, documents_of, same_document, visible_keys
+from .impl.masking import both_visible, documents_of, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights
 
 NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
@@ -134,7 +134,7 @@ def _plain_attention(call: Call) -> Tensor:
     T, S = q.shape[-2], k.shape[-2]
     options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if documents is not None:
-        visible = both_visible(visible, same_document(documents, slice(0, T), slice(0, S), T))
+        visible = both_visible(visible, mask_of_documents(documents, T))
     if visible is None and bias is None and window is None and (not is_causal or T == S):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
     block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Documents(NamedTuple):
@@ -25,7 +26,20 @@ class Documents(NamedTuple):
 
 
 def documents_of(numbers: Tensor) -> Documents:
-    """Find the documents, runs of equal numbers [B, S], that tokens belong to."""
+    """Find the documents, runs of equal numbers [B, S], that tokens belong to; remembered while the numbers live."""
+    if torch.compiler.is_compiling() or numbers.is_inference():
+        return _documents_of(numbers)
+    version, found = _known_documents.get(numbers, (None, None))
+    if version != numbers._version:
+        found = _documents_of(numbers)
+        _known_documents[numbers] = numbers._version, found
+    return found
+
+
+_known_documents = WeakTensorKeyDictionary()
+
+
+def _documents_of(numbers: Tensor) -> Documents:
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     is_same = numbers[:, 1:] == numbers[:, :-1]
     starts = places.clone()
@@ -33,6 +47,21 @@ def documents_of(numbers: Tensor) -> Documents:
     stops = places + 1
     stops[:, :-1].masked_fill_(is_same, numbers.shape[1])
     return Documents(starts.cummax(1).values.int(), stops.flip(1).cummin(1).values.flip(1).int())
+
+
+def mask_of_documents(documents: Documents, T: int) -> Tensor:
+    """Tell which keys are of the document of each query [B, 1, T, S]; remembered, so that layers share one mask."""
+    starts = documents.starts
+    block = slice(0, T), slice(0, starts.shape[1])
+    if torch.compiler.is_compiling() or starts.is_inference():
+        return same_document(documents, *block, T)
+    masks = _known_masks.setdefault(starts, {})
+    if T not in masks:
+        masks[T] = same_document(documents, *block, T)
+    return masks[T]
+
+
+_known_masks = WeakTensorKeyDictionary()
 
 
 def same_document(documents: Documents, queries: slice, keys: slice, T: int) -> Tensor:

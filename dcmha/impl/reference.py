@@ -14,7 +14,7 @@ from torch import Tensor
 from ..weights import ComposeWeights
 from .call import Call
 from .dropout import draw_seed, drop
-from .masking import both_visible, masked_softmax, same_document, visible_keys
+from .masking import both_visible, mask_of_documents, masked_softmax, visible_keys
 
 
 def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
@@ -72,7 +72,7 @@ def attention_maps(call: Call) -> AttentionMaps:
     block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
     visible = both_visible(block, visible)
     if documents is not None:
-        visible = both_visible(visible, same_document(documents, slice(0, T), slice(0, S), T))
+        visible = both_visible(visible, mask_of_documents(documents, T))
     weights = composed_weights = masked_softmax(composed_scores, visible, may_be_empty=True)
     if post is not None:
         composed_weights = compose(weights, post, num_groups)

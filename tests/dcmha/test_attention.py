@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dcmha import ComposeWeights, DCAttention, SideWeights
+from dcmha.impl import masking
 from dcmha.impl.reference import compose
 
 from .inputs import relative_error
@@ -257,8 +258,20 @@ def test_documents_do_not_see_each_other():
     got = layer(x, is_causal=True, documents=documents)
     alone = torch.cat([layer(x[:1, :4], is_causal=True), layer(x[:1, 4:], is_causal=True)], 1)
     torch.testing.assert_close(got, torch.cat([alone, layer(x[1:], is_causal=True)]), rtol=1e-11, atol=1e-11)
+    documents[0] = 1  # in place: one document after all
+    torch.testing.assert_close(layer(x, is_causal=True, documents=documents), layer(x, is_causal=True))
     with pytest.raises(ValueError, match="documents are given with a cache"):
         layer(x, documents=documents, cache=GrowingCache())
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_compose": False, "post_compose": False}], ids=str)
+def test_layers_share_one_mask_of_documents(options, monkeypatch):
+    made, make = [], masking.same_document
+    monkeypatch.setattr(masking, "same_document", lambda *args: made.append(make(*args)) or made[-1])
+    documents = torch.tensor([[1, 1, 2, 2, 2]])
+    for _ in range(3):
+        DCAttention(32, 4, **options)(torch.randn(1, 5, 32), documents=documents)
+    assert len(made) == 1
 
 
 def test_mistakes_are_named():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...weights import ComposeWeights
 from ..call import Call
-from ..masking import both_visible, same_document
+from ..masking import both_visible, mask_of_documents
 from .arguments import WEIGHTS
 from .op import ComposedAttention, composed
 
@@ -19,8 +19,7 @@ def attention(call: Call) -> Tensor:
     weights = [*_weights(call.pre), *_weights(call.post)]
     visible = call.visible
     if call.documents is not None:
-        T, S = call.q.shape[2], call.k.shape[2]
-        visible = both_visible(visible, same_document(call.documents, slice(0, T), slice(0, S), T))
+        visible = both_visible(visible, mask_of_documents(call.documents, call.q.shape[2]))
     bias, visible = (m if m is None else m[(None,) * (4 - m.dim())] for m in (call.bias, visible))
     options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
     operator = composed if torch.compiler.is_compiling() else ComposedAttention.apply
