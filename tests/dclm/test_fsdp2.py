@@ -76,8 +76,10 @@ def test_parameters_are_gathered_in_half(corpus, tmp_path):
     assert {tensor.dtype for tensor in weights(tmp_path / "fsdp2").values()} == {torch.float32}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["dcformer_pp_debug", "dcpythia_debug"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param("dcformer_pp_debug", marks=pytest.mark.slow), pytest.param("dcpythia_debug", marks=pytest.mark.long)],
+)
 def test_shards_are_drawn_as_one_process_draws(corpus, tmp_path, model):
     """Bit for bit, though no process ever holds the model; a learning rate of 0 leaves the weights as they are."""
     still = [f"--model.model={model}", "--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]

@@ -31,7 +31,7 @@ def of_kind(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in WAYS else pytest.mark.long) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "dcformer++" else pytest.mark.long) for kind in KINDS]
 )
 def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
     few = [*FEW, EXACT, *of_kind(kind)]

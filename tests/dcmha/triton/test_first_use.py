@@ -60,11 +60,16 @@ def call(case: Case = CASE) -> torch.Tensor:
     "case",
     [
         CASE,
-        replace(CASE, T=4, window=3, compositions="pre"),
-        replace(CASE, T=9, S=5, is_causal=False, branches="qg", H=20),
-        replace(CASE, mask="float-inf", shared=2, R=1),
         replace(CASE, mask="bias 1HTS", dropout_p=0.3, compositions="post"),
-        replace(CASE, mask="keys", has_documents=True, G=2, branches="kb"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                replace(CASE, T=4, window=3, compositions="pre"),
+                replace(CASE, T=9, S=5, is_causal=False, branches="qg", H=6),
+                replace(CASE, mask="float-inf", shared=2, R=1),
+                replace(CASE, mask="keys", has_documents=True, G=2, branches="kb"),
+            )
+        ),
     ],
     ids=str,
 )
