@@ -111,7 +111,7 @@ def composed_attention(
     if choice.impl == "triton" and not torch.compiler.is_compiling():
         from .impl.triton.first_use import check
 
-        check(call)
+        check(call, torch.is_grad_enabled())
         choice = resolve_impl(impl, q, **options)  # it may have found something
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:

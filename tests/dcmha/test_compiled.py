@@ -64,6 +64,15 @@ def test_a_training_run_needs_few_graphs(graphs):
     assert counts == [3 * (2 + 2 + 1)] * 2
 
 
+def test_a_growing_cache_needs_one_graph(graphs):
+    with torch.no_grad():
+        for S in range(5, 40):
+            case = Case(B=1, T=1, S=S, H=2, D=4, branches="qkg")
+            operands = make_operands(case)
+            assert relative_error(run(case, operands, "compiled"), run(case, operands, "reference")) < 1e-12
+    assert len(graphs) == 1
+
+
 def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
     monkeypatch.setattr(blocks, "STATIC_SHAPES", 2)
     for T in range(3, 9):

@@ -38,7 +38,7 @@ class Block(NamedTuple):
         bias: Added to the composed scores, likewise; or None.
         scale: Factor on q k^T.
         num_groups: Groups of heads.
-        is_part: Whether it is one of several blocks, which differ in the number of keys.
+        has_open_keys: Whether blocks like it differ in the number of keys: one of several, or of a cache's keys.
         may_be_empty: Whether a query may see no key.
         dropout_p: Probability of dropping a composed weight.
         seed: Of dropout, and the first query and key [4], int64; or None.
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     bias: Tensor | None
     scale: float
     num_groups: int
-    is_part: bool
+    has_open_keys: bool
     may_be_empty: bool
     dropout_p: float
     seed: Tensor | None
@@ -122,11 +122,11 @@ def gradients_compiled(block: Block, d_out: Tensor) -> list[Tensor]:
 
 
 def _run_compiled(name: str, block: Block, *rest: Tensor):
-    shape = (*block.q.shape, block.k.shape[1], None if block.is_part else block.k.shape[2])
+    shape = (*block.q.shape, block.k.shape[1], None if block.has_open_keys else block.k.shape[2])
     is_known = shape in _static_shapes or len(_static_shapes) < STATIC_SHAPES
     if is_known:
         _static_shapes.add(shape)
-        if block.is_part:
+        if block.has_open_keys:
             _open_keys(block)
     is_wide = block.q.shape[1] // block.num_groups >= WIDE_GROUP
     with torch._dynamo.config.patch(

@@ -39,11 +39,36 @@ def _call(arguments: tuple) -> tuple[Call, Tensor | None]:
     return Call(q, k, v, pre, post, visible, bias, documents, *options), seed
 
 
+def attend_blocks(call: Call, seed: Tensor | None) -> Tensor:
+    """Compute the output [B, H, T, D] block by block."""
+    blocks = list_blocks(call, seed)
+    return torch.cat([(attend_compiled if block.q.is_cuda else attend)(block) for block in blocks], dim=2)
+
+
+def gradients_of_blocks(d_out: Tensor, call: Call, seed: Tensor | None) -> list[Tensor | None]:
+    """Compute the gradients of a call's tensors, those of `tensors_of`, block by block."""
+    tensors = (call.q, call.k, call.v, *flat_weights(call.pre), *flat_weights(call.post), call.bias)
+    sums = [None if x is None else torch.zeros_like(x, dtype=_wide(x)) for x in tensors]
+    pre, post = weights_from(sums[3 : 3 + len(PARTS)]), weights_from(sums[3 + len(PARTS) : -1])
+    places = call._replace(q=sums[0], k=sums[1], v=sums[2], pre=pre, post=post, bias=sums[-1])
+    start = 0
+    for block, place in zip(list_blocks(call, seed), list_blocks(places, seed), strict=True):  # the same slices
+        stop = start + block.q.shape[2]
+        found = (gradients_compiled if block.q.is_cuda else gradients)(block, d_out[:, :, start:stop])
+        for total, part in zip((x for x in tensors_of(place) if x is not None), found, strict=True):
+            total += part
+        start = stop
+    return [None if x is None else total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 @torch.library.custom_op("dcmha::chunked_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> Tensor")
 def _attend(*arguments):
     """Compute the output [B, H, T, D]."""
-    blocks = list_blocks(*_call(arguments))
-    return torch.cat([(attend_compiled if block.q.is_cuda else attend)(block) for block in blocks], dim=2)
+    return attend_blocks(*_call(arguments))
 
 
 @_attend.register_fake
@@ -58,22 +83,8 @@ def _(q, *rest):
 )
 def _attend_backward(d_out, *arguments):
     """Compute the gradients of all tensors but masks, indices and seeds; empty ones for those that there are not."""
-    sums = [None if x is None else torch.zeros_like(x, dtype=_wide(x)) for x in arguments[: len(TENSORS)]]
-    call, seed = _call(arguments)
-    places = list_blocks(_call((*sums, *arguments[len(TENSORS) :]))[0], seed)  # the same slices of the gradients
-    start = 0
-    for block, place in zip(list_blocks(call, seed), places, strict=True):
-        stop = start + block.q.shape[2]
-        found = (gradients_compiled if block.q.is_cuda else gradients)(block, d_out[:, :, start:stop])
-        for total, part in zip((x for x in tensors_of(place) if x is not None), found, strict=True):
-            total += part
-        start = stop
-    given = zip(sums, arguments[: len(TENSORS)], strict=True)
-    return [d_out.new_empty(0) if total is None else total.to(x.dtype) for total, x in given]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    found = gradients_of_blocks(d_out, *_call(arguments))
+    return [d_out.new_empty(0) if grad is None else grad for grad in found]
 
 
 @_attend_backward.register_fake

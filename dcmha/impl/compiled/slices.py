@@ -54,7 +54,7 @@ def _block(call: Call, seed: Tensor | None, start: int, stop: int) -> Block:
         bias=_slice_mask(call.bias, queries, keys),
         scale=call.scale,
         num_groups=call.num_groups,
-        is_part=stop - start < T,
+        has_open_keys=stop - start < S,
         may_be_empty=call.visible is not None or T > S,
         dropout_p=call.dropout_p,
         seed=None if seed is None else torch.cat([seed, torch.tensor([start, first], device=seed.device)]),

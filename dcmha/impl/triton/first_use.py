@@ -2,8 +2,8 @@
 
 That all is well is remembered for each kind of call, in the process and in `first_use` of the cache folder; that
 something is not, for all calls of a dtype on that kind of device, until torch, Triton or the kernels change. The check
-never runs while something is traced or captured; what is remembered counts then, too. `DCMHA_FIRST_USE_CHECK=0` in the
-environment switches it off.
+never runs while something is traced or captured; what was traced unchecked is checked when it first runs.
+`DCMHA_FIRST_USE_CHECK=0` in the environment switches it off.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
@@ -11,8 +11,10 @@ environment switches it off.
 import hashlib
 import json
 import os
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -44,31 +46,66 @@ def finding_of(device: torch.device, dtype: torch.dtype) -> str | None:
 
     Warns of it once in a process.
     """
-    return None if _is_off(device) else _remembered_finding(device, dtype)
+    return None if is_off(device) else _remembered_finding(device, dtype)
 
 
-def check(call: Call) -> None:
-    """Check the kernels on a small problem of a call's kind, unless that was done, or nothing can be run now."""
+def check(call: Call, gradients: bool) -> None:
+    """Check the kernels on a small problem of a call's kind, unless that was done, or nothing can be run now.
+
+    Args:
+        call: The call.
+        gradients: Whether gradients are wanted, too.
+    """
     q = call.q
-    if _is_off(q.device) or _is_recording(q):
+    if is_off(q.device) or _is_recording(q) or _is_checking.is_set():
         return
-    kind = _kind(call)
-    path = _path(kind)
-    if kind in _seen or (path is not None and path.exists()):
-        _seen.add(kind)
+    kind = _kind(call, gradients)
+    if any(_is_known(known) for known in {kind, _kind(call, True)}):  # gradients contain what there is without
         return
-    finding = _finding(call)
+    finding = _find(call, gradients)
     if finding is None:
         _seen.add(kind)
-        _write(path, {"kind": json.loads(kind)})
+        _write(_path(kind), {"kind": json.loads(kind)})
         return
-    path = _path(_environment(q.device, q.dtype))
-    _write(path, {"finding": finding, "kind": json.loads(kind)})
-    _findings[_environment(q.device, q.dtype)] = finding
+    environment = _environment(q.device, q.dtype)
+    _write(_path(environment), {"finding": finding, "kind": json.loads(kind)})
+    _findings[environment] = finding
     _warn(q.device, q.dtype, finding)
 
 
-def _is_off(device: torch.device) -> bool:
+def is_trusted(q: Tensor) -> bool:
+    """Tell whether calls like one of these queries may take the kernels; those of a check do."""
+    return _is_checking.is_set() or finding_of(q.device, q.dtype) is None
+
+
+def _is_known(kind: str) -> bool:
+    if kind not in _seen:
+        path = _path(kind)
+        if path is None or not path.exists():
+            return False
+        _seen.add(kind)
+    return True
+
+
+_is_checking = threading.Event()
+
+
+def _find(call: Call, gradients: bool) -> str | None:
+    """Check in a thread of its own: inside of an operator there is no autograd."""
+
+    def run() -> str | None:
+        with torch.set_grad_enabled(gradients), torch.cuda.device_of(call.q):
+            return _finding(call)
+
+    _is_checking.set()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(run).result()
+    finally:
+        _is_checking.clear()
+
+
+def is_off(device: torch.device) -> bool:
     """Tell whether a device is not checked: it is none of a GPU's, is not there, or the check is switched off."""
     is_there = device.type != "cuda" or torch.cuda.is_available()
     return device.type not in DEVICES or not is_there or os.environ.get(SWITCH, "1") == "0"
@@ -127,7 +164,7 @@ def _write(path: Path | None, content: dict) -> None:
         part.unlink(missing_ok=True)
 
 
-def _kind(call: Call) -> str:
+def _kind(call: Call, gradients: bool) -> str:
     """Describe all that kernels are compiled anew for, and where they run."""
     q, T, S = call.q, call.q.shape[2], call.k.shape[2]
     of_mask = [None if m is None else [n > 1 for n in m.shape] for m in (call.visible, call.bias)]
@@ -138,7 +175,7 @@ def _kind(call: Call) -> str:
         "queries": "T = S" if T == S else "T < S" if T < S else "T > S",
         "masks": [call.is_causal, call.window is not None, call.documents is not None, of_mask],
         "dropout": call.dropout_p > 0,
-        "gradients": [torch.is_grad_enabled(), call.bias is not None and call.bias.requires_grad],
+        "gradients": gradients,
     }
     return json.dumps(kind, sort_keys=True)
 
@@ -227,7 +264,6 @@ def _small(call: Call) -> Call:
         visible = torch.rand(_pairs(call.visible, (ROWS, q.shape[1], T, S)), device=q.device) < 0.7
     if call.bias is not None:
         bias = rand(*_pairs(call.bias, (ROWS, q.shape[1], T, S)))
-        bias.requires_grad_(call.bias.requires_grad and torch.is_grad_enabled())
     return call._replace(
         q=rand(ROWS, q.shape[1], T, D),
         k=rand(*of_keys),

@@ -1,0 +1,61 @@
+"""Calls that a compiler traced before a check on first use found something: the operator computes them by chunks."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
+
+import torch
+from torch import Tensor
+
+from ...weights import ComposeWeights, SideWeights
+from ..call import Call
+from ..compiled.opaque import attend_blocks, gradients_of_blocks
+from ..masking import Documents
+from .operands import Hiding, Operands, Options, rank_and_gate
+from .passes import Gradients
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, operands: Operands, hiding: Hiding, options: Options) -> Call:
+    """Put an operator's arguments together again."""
+    visible = bias = None
+    if hiding.mask is not None:
+        is_boolean = hiding.mask.dtype == torch.bool
+        visible = hiding.mask if is_boolean else hiding.mask != -torch.inf
+        bias = None if is_boolean else hiding.mask.masked_fill(~visible, 0.0)
+    documents = None if hiding.starts is None else Documents(hiding.starts, hiding.stops)
+    pre, post = (_weights(*operands.packed(composition)) for composition in ("pre", "post"))
+    rest = (options.is_causal, options.window or None, options.scale, options.dropout_p, options.num_groups)
+    return Call(q, k, v, pre, post, visible, bias, documents, *rest)
+
+
+def forward(call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the output [B, H, T, D], and in place of log-sums [B, H, T] what nobody reads."""
+    return attend_blocks(call, seed), call.q.new_zeros(call.q.shape[:3], dtype=torch.float32)
+
+
+def backward(d_out: Tensor, call: Call, seed: Tensor | None, mask_gradient: bool) -> Gradients:
+    """Compute the gradients of q, k, v, of the operands, and of the mask if it is asked for."""
+    dq, dk, dv, *weights, d_mask = gradients_of_blocks(d_out, call, seed)
+    sides = [_pack(weights[start : start + 3]) for start in (0, 3, 7, 10)]
+    operands = Operands(sides[0], sides[1], weights[6], sides[2], sides[3], weights[13])
+    return Gradients(dq, dk, dv, operands, d_mask if mask_gradient else None)
+
+
+def _weights(query: Tensor | None, key: Tensor | None, base: Tensor | None) -> ComposeWeights | None:
+    if query is None and key is None and base is None:
+        return None
+    return ComposeWeights(_side(query), _side(key), base)
+
+
+def _side(packed: Tensor | None) -> SideWeights:
+    """Take packed weights [B, T or S, 2R + gate, H] apart."""
+    if packed is None:
+        return SideWeights()
+    rank, gate = rank_and_gate(packed)
+    down, up, rest = packed.split([rank, rank, gate], 2)
+    return SideWeights(*((down, up) if rank else (None, None)), rest.squeeze(2) if gate else None)
+
+
+def _pack(parts: list[Tensor | None]) -> Tensor | None:
+    """Put the gradients of down, up and gate into one tensor."""
+    down, up, gate = parts
+    there = [part for part in (down, up, None if gate is None else gate.unsqueeze(2)) if part is not None]
+    return torch.cat(there, 2) if there else None
