@@ -38,7 +38,7 @@ WARNING = (
     "the fused kernels disagree with the reference on {device}: {finding}. Calls in {dtype} take impl='compiled' "
     "there, which is slower but right. Please report this, with {path}."
 )
-_seen: set[str] = set()  # kinds of calls that were checked
+_seen: set[tuple] = set()  # kinds of calls that were checked
 
 
 def finding_of(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -59,16 +59,19 @@ def check(call: Call, gradients: bool) -> None:
     q = call.q
     if is_off(q.device) or _is_recording(q) or _is_checking.is_set():
         return
-    kind = _kind(call, gradients)
-    if any(_is_known(known) for known in {kind, _kind(call, True)}):  # gradients contain what there is without
+    kinds = [_kind(call, True), _kind(call, gradients)]
+    if not _seen.isdisjoint(kinds) or finding_of(q.device, q.dtype) is not None:
         return
-    finding = _find(call, gradients)
+    if any(_is_written(kind) for kind in kinds):  # gradients contain what there is without
+        _seen.add(kinds[-1])
+        return
+    finding, text = _find(call, gradients), _text(kinds[-1])
     if finding is None:
-        _seen.add(kind)
-        _write(_path(kind), {"kind": json.loads(kind)})
+        _seen.add(kinds[-1])
+        _write(_path(text), {"kind": json.loads(text)})
         return
     environment = _environment(q.device, q.dtype)
-    _write(_path(environment), {"finding": finding, "kind": json.loads(kind)})
+    _write(_path(environment), {"finding": finding, "kind": json.loads(text)})
     _findings[environment] = finding
     _warn(q.device, q.dtype, finding)
 
@@ -78,13 +81,10 @@ def is_trusted(q: Tensor) -> bool:
     return _is_checking.is_set() or finding_of(q.device, q.dtype) is None
 
 
-def _is_known(kind: str) -> bool:
-    if kind not in _seen:
-        path = _path(kind)
-        if path is None or not path.exists():
-            return False
-        _seen.add(kind)
-    return True
+def _is_written(kind: tuple) -> bool:
+    """Tell whether another process has checked a kind of call."""
+    path = _path(_text(kind))
+    return path is not None and path.exists()
 
 
 _is_checking = threading.Event()
@@ -164,29 +164,33 @@ def _write(path: Path | None, content: dict) -> None:
         part.unlink(missing_ok=True)
 
 
-def _kind(call: Call, gradients: bool) -> str:
+def _kind(call: Call, gradients: bool) -> tuple:
     """Describe all that kernels are compiled anew for, and where they run."""
     q, T, S = call.q, call.q.shape[2], call.k.shape[2]
-    of_mask = [None if m is None else [n > 1 for n in m.shape] for m in (call.visible, call.bias)]
-    kind = {
-        "environment": json.loads(_environment(q.device, q.dtype)),
-        "heads": [q.shape[1] // call.num_groups, call.num_groups > 1, q.shape[1] // call.k.shape[1]],
-        "weights": [_branches(weights) for weights in (call.pre, call.post)],
-        "queries": "T = S" if T == S else "T < S" if T < S else "T > S",
-        "masks": [call.is_causal, call.window is not None, call.documents is not None, of_mask],
-        "dropout": call.dropout_p > 0,
-        "gradients": gradients,
-    }
-    return json.dumps(kind, sort_keys=True)
+    heads = (q.shape[1] // call.num_groups, call.num_groups > 1, q.shape[1] // call.k.shape[1])
+    mask = call.visible if call.bias is None else call.bias
+    differs = (
+        () if mask is None else (call.bias is not None, *(False,) * (4 - mask.dim()), *(n > 1 for n in mask.shape))
+    )
+    hiding = (call.is_causal, call.window is not None, call.documents is not None, differs, call.dropout_p > 0)
+    branches = (_branches(call.pre), _branches(call.post))
+    return q.device, q.dtype, heads, branches, (T > S) - (T < S), hiding, gradients
 
 
-def _branches(weights: ComposeWeights | None) -> list[int | bool] | None:
+def _branches(weights: ComposeWeights | None) -> tuple | None:
     if weights is None:
         return None
     parts = [part for side in (weights.query, weights.key) for part in (side.down, side.gate)]
-    return [0 if part is None else part.shape[2] if part.dim() == 4 else 1 for part in parts] + [
-        weights.base is not None
-    ]
+    sizes = [0 if part is None else part.shape[2] if part.dim() == 4 else 1 for part in parts]
+    return *sizes, weights.base is not None
+
+
+def _text(kind: tuple) -> str:
+    """Write a kind of call down, of any device of its sort."""
+    device, dtype, *rest = kind
+    names = ("heads", "branches", "more queries than keys", "hiding", "gradients")
+    environment = {"environment": json.loads(_environment(device, dtype))}
+    return json.dumps(environment | dict(zip(names, rest, strict=True)), sort_keys=True)
 
 
 @cache
