@@ -57,7 +57,7 @@ def test_gradients_are_reduced_once_a_step(corpus, tmp_path):
         assert [json.loads(line)["has_gradients"] for line in lines] == [False, True] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parameters_are_gathered_in_half(corpus, tmp_path):
     """Under bf16-mixed: in 16 bits, while shards and checkpoints stay in 32; the losses are those of DDP but for
     rounding.

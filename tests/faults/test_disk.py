@@ -49,8 +49,9 @@ def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
     succeed("dcvision", *arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("auto", marks=pytest.mark.long), pytest.param("fsdp2", marks=pytest.mark.slow)]
+)
 def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
     """The optimiser's state makes later checkpoints larger than the first, which stays."""
     common = [*small(shards, tmp_path / "root"), f"--trainer.strategy={strategy}"]

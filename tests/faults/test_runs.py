@@ -201,9 +201,18 @@ def test_an_export_without_a_tensor_is_refused(stopped, tmp_path, capsys):
 TWO_SHARDS = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
 
 
-@pytest.mark.parametrize("strategy", [[], TWO_SHARDS], ids=["", "sharded"])
 @pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 8))]
+    ("seed", "strategy"),
+    [
+        pytest.param(
+            seed,
+            strategy,
+            marks=pytest.mark.slow if seed == 0 and strategy else pytest.mark.long,
+            id=f"{seed}-{'sharded' if strategy else 'whole'}",
+        )
+        for seed in range(8)
+        for strategy in ([], TWO_SHARDS)
+    ],
 )
 def test_killed_at_a_random_moment(shards, tmp_path, seed, strategy):
     """Wherever a kill falls, every checkpoint that is left loads, and the run goes on to the same end."""
