@@ -7,7 +7,7 @@ in which all sizes are open. Nothing ever runs uncompiled unseen.
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
+from ..call import Call
 from ..dropout import drop
 from ..masking import masked_softmax
 
@@ -82,14 +83,19 @@ def attend(block: Block) -> Tensor:
 def gradients(block: Block, d_out: Tensor) -> list[Tensor]:
     """Compute the gradients of a block's tensors, of those there are in the order of `tensors_of`."""
     given = [x for x in tensors_of(block) if x is not None]
-    _, back = torch.func.vjp(lambda *tensors: attend(_with_tensors(block, tensors)), *given)
+
+    def of_given(*tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        return attend(with_tensors(block, [None if x is None else next(rest) for x in tensors_of(block)]))
+
+    _, back = torch.func.vjp(of_given, *given)
     return list(back(d_out))
 
 
-def tensors_of(block: Block) -> list[Tensor | None]:
-    """List a block's tensors that have gradients: q, k, v, the weights of both compositions, the bias."""
-    weights = [w for composition in (block.pre, block.post) for w in flat_weights(composition)]
-    return [block.q, block.k, block.v, *weights, block.bias]
+def tensors_of(call: Call | Block) -> list[Tensor | None]:
+    """List the tensors that have gradients, of a call or a block: q, k, v, both compositions' weights, the bias."""
+    weights = [w for composition in (call.pre, call.post) for w in flat_weights(composition)]
+    return [call.q, call.k, call.v, *weights, call.bias]
 
 
 def flat_weights(weights: ComposeWeights | None) -> list[Tensor | None]:
@@ -104,11 +110,11 @@ def weights_from(flat: list[Tensor | None]) -> ComposeWeights | None:
     return ComposeWeights(SideWeights(*flat[:3]), SideWeights(*flat[3:6]), flat[6])
 
 
-def _with_tensors(block: Block, given: tuple[Tensor, ...]) -> Block:
-    rest = iter(given)
-    q, k, v, *weights, bias = (None if x is None else next(rest) for x in tensors_of(block))
+def with_tensors(call: Call | Block, tensors: Sequence[Tensor | None]) -> Call | Block:
+    """Put others in the place of those that `tensors_of` lists."""
+    q, k, v, *weights, bias = tensors
     pre, post = weights_from(weights[:7]), weights_from(weights[7:])
-    return block._replace(q=q, k=k, v=v, pre=pre, post=post, bias=bias)
+    return call._replace(q=q, k=k, v=v, pre=pre, post=post, bias=bias)
 
 
 def attend_compiled(block: Block) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call import Call, refuse_derivative
 from ..masking import Documents
-from .blocks import attend, attend_compiled, flat_weights, gradients, gradients_compiled, tensors_of, weights_from
+from .blocks import attend, attend_compiled, gradients, gradients_compiled, tensors_of, weights_from, with_tensors
 from .slices import list_blocks
 
 PARTS = tuple(f"{side}_{part}" for side in ("query", "key") for part in ("down", "up", "gate")) + ("base",)
@@ -23,10 +23,19 @@ NUM_OPTIONS = 5
 
 def opaque_attention(call: Call, seed: Tensor | None) -> Tensor:
     """Compute composed attention, of a call that a compiler traces: [B, H, T, D]."""
-    weights = [w for composition in (call.pre, call.post) for w in flat_weights(composition)]
     starts, stops = (None, None) if call.documents is None else call.documents
-    tensors = (call.q, call.k, call.v, *weights, call.bias, call.visible, starts, stops, seed)
-    return _attend(*tensors, call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+    return _attend(
+        *tensors_of(call),
+        call.visible,
+        starts,
+        stops,
+        seed,
+        call.is_causal,
+        call.window or 0,
+        call.scale,
+        call.dropout_p,
+        call.num_groups,
+    )
 
 
 def _call(arguments: tuple) -> tuple[Call, Tensor | None]:
@@ -47,12 +56,11 @@ def attend_blocks(call: Call, seed: Tensor | None) -> Tensor:
 
 def gradients_of_blocks(d_out: Tensor, call: Call, seed: Tensor | None) -> list[Tensor | None]:
     """Compute the gradients of a call's tensors, those of `tensors_of`, block by block."""
-    tensors = (call.q, call.k, call.v, *flat_weights(call.pre), *flat_weights(call.post), call.bias)
+    tensors = tensors_of(call)
     sums = [None if x is None else torch.zeros_like(x, dtype=_wide(x)) for x in tensors]
-    pre, post = weights_from(sums[3 : 3 + len(PARTS)]), weights_from(sums[3 + len(PARTS) : -1])
-    places = call._replace(q=sums[0], k=sums[1], v=sums[2], pre=pre, post=post, bias=sums[-1])
+    places = list_blocks(with_tensors(call, sums), seed)  # the same slices of them
     start = 0
-    for block, place in zip(list_blocks(call, seed), list_blocks(places, seed), strict=True):  # the same slices
+    for block, place in zip(list_blocks(call, seed), places, strict=True):
         stop = start + block.q.shape[2]
         found = (gradients_compiled if block.q.is_cuda else gradients)(block, d_out[:, :, start:stop])
         for total, part in zip((x for x in tensors_of(place) if x is not None), found, strict=True):

@@ -10,10 +10,11 @@ on CPU tensors.
 import torch
 from torch import Tensor
 
-from ...weights import ComposeWeights, SideWeights
+from ...weights import ComposeWeights
 from ..call import Call
 from ..dropout import draw_seed
 from .op import composed
+from .operands import pack
 
 
 def attention(call: Call) -> Tensor:
@@ -37,11 +38,4 @@ def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | N
     """Pack the query side, the key side, and give the base of a composition."""
     if weights is None:
         return None, None, None
-    return _pack(weights.query), _pack(weights.key), weights.base
-
-
-def _pack(side: SideWeights) -> Tensor | None:
-    """Put one side's weights into one tensor [B, T or S, 2R + gate, H]."""
-    gate = side.gate if side.gate is None else side.gate.unsqueeze(2)
-    parts = [part for part in (side.down, side.up, gate) if part is not None]
-    return torch.cat(parts, 2) if parts else None
+    return pack(weights.query), pack(weights.key), weights.base

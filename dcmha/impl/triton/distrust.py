@@ -9,7 +9,7 @@ from ...weights import ComposeWeights, SideWeights
 from ..call import Call
 from ..compiled.opaque import attend_blocks, gradients_of_blocks
 from ..masking import Documents
-from .operands import Hiding, Operands, Options, rank_and_gate
+from .operands import Hiding, Operands, Options, pack, unpack
 from .passes import Gradients
 
 
@@ -42,7 +42,7 @@ def forward(call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor]:
 def backward(d_out: Tensor, call: Call, seed: Tensor | None, mask_gradient: bool) -> Gradients:
     """Compute the gradients of q, k, v, of the operands, and of the mask if it is asked for."""
     dq, dk, dv, *weights, d_mask = gradients_of_blocks(d_out, _split(call), seed)
-    sides = [_pack(weights[start : start + 3]) for start in (0, 3, 7, 10)]
+    sides = [pack(SideWeights(*weights[start : start + 3])) for start in (0, 3, 7, 10)]
     operands = Operands(sides[0], sides[1], weights[6], sides[2], sides[3], weights[13])
     return Gradients(dq, dk, dv, operands, d_mask if mask_gradient else None)
 
@@ -50,20 +50,4 @@ def backward(d_out: Tensor, call: Call, seed: Tensor | None, mask_gradient: bool
 def _weights(query: Tensor | None, key: Tensor | None, base: Tensor | None) -> ComposeWeights | None:
     if query is None and key is None and base is None:
         return None
-    return ComposeWeights(_side(query), _side(key), base)
-
-
-def _side(packed: Tensor | None) -> SideWeights:
-    """Take packed weights [B, T or S, 2R + gate, H] apart."""
-    if packed is None:
-        return SideWeights()
-    rank, gate = rank_and_gate(packed)
-    down, up, rest = packed.split([rank, rank, gate], 2)
-    return SideWeights(*((down, up) if rank else (None, None)), rest.squeeze(2) if gate else None)
-
-
-def _pack(parts: list[Tensor | None]) -> Tensor | None:
-    """Put the gradients of down, up and gate into one tensor."""
-    down, up, gate = parts
-    there = [part for part in (down, up, None if gate is None else gate.unsqueeze(2)) if part is not None]
-    return torch.cat(there, 2) if there else None
+    return ComposeWeights(unpack(query), unpack(key), base)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...weights import SideWeights
 from ..dropout import threshold_of
 from .chunks import round_up
 from .hiding import Masks
@@ -67,6 +68,22 @@ class Operands(NamedTuple):
             return w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
 
         return Operands(*map(cut, self))
+
+
+def pack(side: SideWeights) -> Tensor | None:
+    """Put one side's weights into one tensor [B, T or S, 2R + gate, H]."""
+    gate = side.gate if side.gate is None else side.gate.unsqueeze(2)
+    parts = [part for part in (side.down, side.up, gate) if part is not None]
+    return torch.cat(parts, 2) if parts else None
+
+
+def unpack(packed: Tensor | None) -> SideWeights:
+    """Take packed weights [B, T or S, 2R + gate, H] apart."""
+    if packed is None:
+        return SideWeights()
+    rank, gate = rank_and_gate(packed)
+    down, up, rest = packed.split([rank, rank, gate], 2)
+    return SideWeights(*((down, up) if rank else (None, None)), rest.squeeze(2) if gate else None)
 
 
 def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:
