@@ -18,7 +18,6 @@ OLDEST_TRITON = (3, 5)  # that comes with the oldest torch
 MAX_RANK = 4  # that the C++ is compiled for
 PAPER_RANKS = Ranks()
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SINGLE_QUERY = "it does not repay a single query"
 _NO_TRANSFORMS = "transforms of torch.func (vmap, grad, jvp) cannot go through it"
 
 
@@ -63,10 +62,7 @@ def resolve_impl(
     if impl in ("reference", "compiled"):
         return Choice(impl)
     name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
-    is_cpu = name == "cpu"
-    reason = why_not_cpu(q, dropout_p, ranks) if is_cpu else why_not_triton(q, num_groups)
-    if reason is None and impl == "auto" and not is_cpu and q.shape[2] == 1:
-        reason = SINGLE_QUERY
+    reason = why_not_cpu(q, dropout_p, ranks) if name == "cpu" else why_not_triton(q, num_groups)
     if reason is None:
         return Choice(name)
     if impl == "auto":

@@ -65,7 +65,7 @@ def composed_attention(
         num_groups: G; heads mix within G equal groups (section 3.2).
         impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "cpu" (C++,
             compiled on first use, float32 inside), "triton" (fused kernels; CUDA), or "auto": "triton" on CUDA
-            (more than one query) and "cpu" on a CPU where they can run, else "compiled". `resolve_impl` tells which.
+            and "cpu" on a CPU where they can run, else "compiled". `resolve_impl` tells which.
             "reference" and "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others
             raise. Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there
             "compiled" recomputes nothing, so that it keeps T x S.
@@ -109,9 +109,10 @@ def composed_attention(
     ranges = None if documents is None else documents_of(documents)
     call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, window, scale, dropout_p, num_groups)
     if choice.impl == "triton" and not torch.compiler.is_compiling():
+        from .impl.triton import is_decoding
         from .impl.triton.first_use import check
 
-        check(call, torch.is_grad_enabled())
+        check(call, torch.is_grad_enabled(), is_decoding(call))
         choice = resolve_impl(impl, q, **options)  # it may have found something
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:

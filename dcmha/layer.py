@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .choice import SINGLE_QUERY, Choice, Impl, ResolvedImpl, check_impl, resolve_impl
+from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import NO_TORCHSCRIPT, composed_attention
 from .impl.call import Ranks
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
@@ -137,6 +137,7 @@ class ComposedLayer(nn.Module):
 
 @cache
 def _log_choice(impl: Impl, choice: Choice) -> None:
-    is_as_meant = choice.reason is None or SINGLE_QUERY in choice.reason
     because = "" if choice.reason is None else f": {choice.reason}"
-    logger.log(logging.INFO if is_as_meant else logging.WARNING, "impl=%r runs as %r%s.", impl, choice.impl, because)
+    logger.log(
+        logging.INFO if choice.reason is None else logging.WARNING, "impl=%r runs as %r%s.", impl, choice.impl, because
+    )

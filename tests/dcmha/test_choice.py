@@ -34,7 +34,7 @@ def capability(monkeypatch):
         (queries(2, 6, 197, 64), {"dropout_p": 0.1}, "triton", None),
         (queries(2, 64, 197, 64), {}, "triton", None),
         (queries(2, 130, 197, 64), {"num_groups": 2}, "compiled", "130 heads in 2 groups"),
-        (queries(2, 6, 1, 64), {}, "compiled", "single query"),
+        (queries(2, 6, 1, 64), {}, "triton", None),
         (queries(2, 6, 9, 64, dtype=torch.float64), {}, "compiled", "float64"),
         (queries(2, 6, 197, 64, device="cpu"), {}, "cpu", None),
         (queries(2, 6, 1, 64, device="cpu"), {}, "cpu", None),

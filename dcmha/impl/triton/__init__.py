@@ -1,6 +1,7 @@
 """Composed attention in Triton kernels that only mix heads, with library products between them.
 
 Nothing of size T x S is kept: queries are worked through in chunks on a workspace of fixed size, forward and backward.
+Few queries without a gradient, as in decoding, have kernels of their own.
 Imported only when `impl="triton"` is chosen. `TRITON_INTERPRET=1` in the environment before the first use makes it run
 on CPU tensors.
 """
@@ -13,17 +14,41 @@ from torch import Tensor
 from ...weights import ComposeWeights
 from ..call import Call
 from ..dropout import draw_seed
+from .decode import MOST_QUERIES
+from .decode_op import decoded, flat
 from .op import composed
 from .operands import pack
 
 
 def attention(call: Call) -> Tensor:
     """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
+    if is_decoding(call):
+        return _decode(call)
     operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
-    starts, stops = (None, None) if call.documents is None else call.documents
     seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
     options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
-    return composed(call.q, call.k, call.v, *operands, _mask(call), starts, stops, seed, *options)[0]
+    return composed(call.q, call.k, call.v, *operands, _mask(call), *_documents(call), seed, *options)[0]
+
+
+def is_decoding(call: Call) -> bool:
+    """Tell whether a call goes through the kernels of few queries, which have no gradient and drop nothing."""
+    if call.q.shape[2] > MOST_QUERIES or call.dropout_p > 0.0:
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(call)))
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    """List the tensors that may want a gradient."""
+    return [x for x in (call.q, call.k, call.v, call.bias, *flat(call.pre), *flat(call.post)) if x is not None]
+
+
+def _decode(call: Call) -> Tensor:
+    options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
+    return decoded(call.q, call.k, call.v, *flat(call.pre), *flat(call.post), _mask(call), *_documents(call), *options)
+
+
+def _documents(call: Call) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    return (None, None) if call.documents is None else call.documents
 
 
 def _mask(call: Call) -> Tensor | None:

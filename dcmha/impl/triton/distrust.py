@@ -9,17 +9,29 @@ from ...weights import ComposeWeights, SideWeights
 from ..call import Call
 from ..compiled.opaque import attend_blocks, gradients_of_blocks
 from ..masking import Documents
-from .operands import Hiding, Operands, Options, pack, unpack
+from .operands import Hiding, Operands, Options, pack
 from .passes import Gradients
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, operands: Operands, hiding: Hiding, options: Options) -> Call:
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None, hiding: Hiding,
+    options: Options,
+) -> Call:  # fmt: skip
     """Put an operator's arguments together again; what a floating mask hides stays in it."""
     visible, bias = (hiding.mask, None) if _is_boolean(hiding.mask) else (None, hiding.mask)
     documents = None if hiding.starts is None else Documents(hiding.starts, hiding.stops)
-    pre, post = (_weights(*operands.packed(composition)) for composition in ("pre", "post"))
     rest = (options.is_causal, options.window or None, options.scale, options.dropout_p, options.num_groups)
     return Call(q, k, v, pre, post, visible, bias, documents, *rest)
+
+
+def is_trusted(call: Call, gradients: bool, is_few: bool = False) -> bool:
+    """Check on first use what a compiler traced unchecked, and look up what was found."""
+    from . import first_use
+
+    if first_use.is_off(call.q.device):
+        return True
+    first_use.check(call, gradients, is_few)
+    return first_use.is_trusted(call.q)
 
 
 def _is_boolean(mask: Tensor | None) -> bool:
@@ -45,9 +57,3 @@ def backward(d_out: Tensor, call: Call, seed: Tensor | None, mask_gradient: bool
     sides = [pack(SideWeights(*weights[start : start + 3])) for start in (0, 3, 7, 10)]
     operands = Operands(sides[0], sides[1], weights[6], sides[2], sides[3], weights[13])
     return Gradients(dq, dk, dv, operands, d_mask if mask_gradient else None)
-
-
-def _weights(query: Tensor | None, key: Tensor | None, base: Tensor | None) -> ComposeWeights | None:
-    if query is None and key is None and base is None:
-        return None
-    return ComposeWeights(unpack(query), unpack(key), base)

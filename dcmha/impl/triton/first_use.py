@@ -32,7 +32,7 @@ from . import attention
 
 SWITCH = "DCMHA_FIRST_USE_CHECK"
 DEVICES = ("cuda",)  # that are checked
-ROWS, MANY, FEW, WINDOW, CHANNELS = 2, 72, 40, 20, 64  # sizes of the small problem
+ROWS, MANY, FEW, VERY_FEW, WINDOW, CHANNELS = 2, 72, 40, 3, 20, 64  # sizes of the small problem
 SLACK = 4  # times the reference's own error in the dtype
 WARNING = (
     "the fused kernels disagree with the reference on {device}: {finding}. Calls in {dtype} take impl='compiled' "
@@ -49,23 +49,25 @@ def finding_of(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if is_off(device) else _remembered_finding(device, dtype)
 
 
-def check(call: Call, gradients: bool) -> None:
+def check(call: Call, gradients: bool, is_few: bool) -> None:
     """Check the kernels on a small problem of a call's kind, unless that was done, or nothing can be run now.
 
     Args:
         call: The call.
         gradients: Whether gradients are wanted, too.
+        is_few: Whether it goes through the kernels of few queries, which have none.
     """
     q = call.q
     if is_off(q.device) or _is_recording(q) or _is_checking.is_set():
         return
-    kinds = [_kind(call, True), _kind(call, gradients)]
+    gradients = gradients and not is_few
+    kinds = [_kind(call, gradients, is_few)] if is_few else [_kind(call, True, False), _kind(call, gradients, False)]
     if not _seen.isdisjoint(kinds) or finding_of(q.device, q.dtype) is not None:
         return
     if any(_is_written(kind) for kind in kinds):  # gradients contain what there is without
         _seen.add(kinds[-1])
         return
-    finding, text = _find(call, gradients), _text(kinds[-1])
+    finding, text = _find(call, gradients, is_few), _text(kinds[-1])
     if finding is None:
         _seen.add(kinds[-1])
         _write(_path(text), {"kind": json.loads(text)})
@@ -90,12 +92,12 @@ def _is_written(kind: tuple) -> bool:
 _is_checking = threading.Event()
 
 
-def _find(call: Call, gradients: bool) -> str | None:
+def _find(call: Call, gradients: bool, is_few: bool) -> str | None:
     """Check in a thread of its own: inside of an operator there is no autograd."""
 
     def run() -> str | None:
         with torch.set_grad_enabled(gradients), torch.cuda.device_of(call.q):
-            return _finding(call)
+            return _finding(call, is_few)
 
     _is_checking.set()
     try:
@@ -164,7 +166,7 @@ def _write(path: Path | None, content: dict) -> None:
         part.unlink(missing_ok=True)
 
 
-def _kind(call: Call, gradients: bool) -> tuple:
+def _kind(call: Call, gradients: bool, is_few: bool) -> tuple:
     """Describe all that kernels are compiled anew for, and where they run."""
     q, T, S = call.q, call.q.shape[2], call.k.shape[2]
     heads = (q.shape[1] // call.num_groups, call.num_groups > 1, q.shape[1] // call.k.shape[1])
@@ -174,7 +176,7 @@ def _kind(call: Call, gradients: bool) -> tuple:
     )
     hiding = (call.is_causal, call.window is not None, call.documents is not None, differs, call.dropout_p > 0)
     branches = (_branches(call.pre), _branches(call.post))
-    return q.device, q.dtype, heads, branches, (T > S) - (T < S), hiding, gradients
+    return q.device, q.dtype, heads, branches, (T > S) - (T < S), hiding, gradients, is_few and min(T, 2)
 
 
 def _branches(weights: ComposeWeights | None) -> tuple | None:
@@ -188,7 +190,7 @@ def _branches(weights: ComposeWeights | None) -> tuple | None:
 def _text(kind: tuple) -> str:
     """Write a kind of call down, of any device of its sort."""
     device, dtype, *rest = kind
-    names = ("heads", "branches", "more queries than keys", "hiding", "gradients")
+    names = ("heads", "branches", "more queries than keys", "hiding", "gradients", "few queries")
     environment = {"environment": json.loads(_environment(device, dtype))}
     return json.dumps(environment | dict(zip(names, rest, strict=True)), sort_keys=True)
 
@@ -216,12 +218,12 @@ def _fingerprint() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-def _finding(call: Call) -> str | None:
+def _finding(call: Call, is_few: bool) -> str | None:
     """Say what the kernels do wrong on a small problem of a call's kind; None if nothing."""
     devices = [call.q.device] if call.q.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.autocast(call.q.device.type, enabled=False):
         torch.manual_seed(0)
-        problem = _small(call)
+        problem = _small(call, is_few)
         try:
             got = dict(_results(problem, attention))
         except torch.OutOfMemoryError:
@@ -242,11 +244,14 @@ def _error(got: Tensor, right: Tensor) -> float:
     return float((got.double() - right).norm() / right.norm().clamp_min(1e-30))
 
 
-def _small(call: Call) -> Call:
+def _small(call: Call, is_few: bool) -> Call:
     """Make a problem of a call's kind, of few tokens; its tensors are random."""
     q, T, S = call.q, call.q.shape[2], call.k.shape[2]
-    few, many = (MANY, MANY) if T == S else (FEW, MANY)
-    T, S = (few, many) if T <= S else (many, few)
+    if is_few:
+        T, S = (1 if T == 1 else VERY_FEW), MANY
+    else:
+        few, many = (MANY, MANY) if T == S else (FEW, MANY)
+        T, S = (few, many) if T <= S else (many, few)
 
     def rand(*shape: int, scale: float = 1.0) -> Tensor:
         x = scale * torch.randn(shape, device=q.device)

@@ -28,7 +28,6 @@ from .places import (
     key_tile,
     key_vectors,
     key_weight_places,
-    load_statistics,
     own_key_vectors,
     own_query_vectors,
     query_side,
@@ -36,6 +35,14 @@ from .places import (
     query_tile,
     query_vectors,
     query_weight_places,
+)
+from .statistics import (
+    EMPTY,
+    along_keys,
+    load_statistics,
+    log_sums_of,
+    nothing_seen,
+    see,
     store_statistics,
 )
 from .tiles import (
@@ -56,17 +63,6 @@ from .tiles import (
     within_threads,
     zero_gradients,
 )
-
-EMPTY = tl.constexpr(1e30)  # the log-sum of a query with no visible key: its weights become 0
-
-
-@triton.jit
-def _along_keys(blocks, KIND: tl.constexpr):
-    """Give numbers of a tile's queries, of each block [BQ, 16], an axis of keys."""
-    result = ()
-    for b in tl.static_range(KIND.BLOCKS):
-        result = result + (blocks[b][:, None, :],)
-    return result
 
 
 @triton.jit
@@ -93,33 +89,16 @@ def row_statistics(
     tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
     pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
     sums = group_sum(BQ, KIND)
-    largest, total = (), ()
-    for _ in tl.static_range(KIND.BLOCKS):
-        largest = largest + (tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32),)
-        total = total + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
+    running = nothing_seen(BQ, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
-        exponent = exponents(y, keys.bias, keys.pairs, KIND)
-        larger, added = (), ()
-        for b in tl.static_range(KIND.BLOCKS):
-            here = within_threads(exponent[b])  # [BQ, BK / 8, 8, 16]
-            top = tl.maximum(largest[b], tl.max(here, 1))
-            larger = larger + (top,)
-            rescaled = total[b] * tl.exp2(largest[b] - top)
-            added = added + (rescaled + tl.sum(tl.exp2(here - top[:, None, :, :]), 1),)
-        largest, total = larger, added
+        running = see(running, exponents(y, keys.bias, keys.pairs, KIND), KIND)
     nothing = tl.where(num_splits == 1, EMPTY, -EMPTY)  # so that parts can be added first
-    result = ()
-    for b in tl.static_range(KIND.BLOCKS):
-        top = tl.max(largest[b], 1)
-        scaled = tl.maximum(total[b] * tl.exp2(largest[b] - top[:, None, :]), 0.0)  # no product within the sum: the
-        whole = tl.sum(scaled, 1)  # threads that add it up in other orders would store other bits
-        result = result + (tl.where(whole > 0, top + tl.log2(tl.where(whole > 0, whole, 1.0)), nothing),)
-    store_statistics(log_sums, tile, sizes, result, KIND)
+    store_statistics(log_sums, tile, sizes, log_sums_of(running, nothing, KIND), KIND)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
@@ -139,8 +118,8 @@ def composed_weights(
     post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
     sums = group_sum(BQ, KIND)
     query = sizes.query0 + tile.query
-    log_sums = _along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
-    words = _along_keys(tile.words, KIND)
+    log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
+    words = along_keys(tile.words, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
@@ -174,8 +153,8 @@ def post_gradients(
     post_back = transposed(post_matrices, POST, KIND)
     sums = group_sum(BQ, KIND)
     query = sizes.query0 + tile.query
-    log_sums = _along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
-    words = _along_keys(tile.words, KIND)
+    log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
+    words = along_keys(tile.words, KIND)
     row_sum = ()
     for _ in tl.static_range(KIND.BLOCKS):
         row_sum = row_sum + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
@@ -235,9 +214,9 @@ def pre_gradients(
     pre_back, post_back = transposed(pre_matrices, PRE, KIND), transposed(post_matrices, POST, KIND)
     sums = group_sum(BQ, KIND)
     query = sizes.query0 + tile.query
-    log_sums = _along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
-    row_sums = _along_keys(load_statistics(row_sum, tile.slots, query, tile.mask, sizes, 0.0, KIND), KIND)
-    words = _along_keys(tile.words, KIND)
+    log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
+    row_sums = along_keys(load_statistics(row_sum, tile.slots, query, tile.mask, sizes, 0.0, KIND), KIND)
+    words = along_keys(tile.words, KIND)
     d_pre = zero_gradients(BQ, PRE, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import kernels
+from . import kernels, statistics
 from .chunks import Chunk, Heads, fold
 from .operands import Hiding, Operands, Options, drop_sizes, kind_of
 from .places import Sizes
@@ -52,7 +52,7 @@ FLOAT32_WIDE_TILES = {
     "pre_gradients": (2, 16, 4, 1),
     "key_gradients": (16, 4, 8, 1),
 }
-EMPTY = kernels.EMPTY.value
+EMPTY = statistics.EMPTY.value
 
 
 def tile_of(name: str, itemsize: int, kind: Kind) -> tuple[int, int, int, int]:
@@ -92,7 +92,7 @@ class Mixer:
             BK=key_tile,
             num_warps=num_warps,
             num_stages=num_stages,
-            **_fused_multiply_add(self.q),
+            **fused_multiply_add(self.q),
         )
 
     def sizes(self, chunk: Chunk, num_splits: int) -> Sizes:
@@ -235,6 +235,6 @@ def _log_add(parts: Tensor) -> Tensor:
     return torch.where(top > -EMPTY / 2, top + (parts - top).exp2().sum(0).log2(), EMPTY)
 
 
-def _fused_multiply_add(q: Tensor) -> dict[str, bool]:
+def fused_multiply_add(q: Tensor) -> dict[str, bool]:
     """Ask for fused multiply-add, which Triton will not choose by itself for ever; the interpreter has no options."""
     return {"enable_fp_fusion": True} if q.is_cuda else {}

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from ..call import refuse_derivative
+from ..call import Call, refuse_derivative
 from . import distrust
 from .operands import Hiding, Operands, Options
 from .passes import backward, forward
@@ -27,19 +27,14 @@ def composed(q, k, v, *rest):
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
     weights, hiding, options = _split(q, k, rest)
     with torch.cuda.device_of(q):
-        if not _is_trusted(q, k, v, (weights, hiding, options), False):
-            return distrust.forward(distrust.call_of(q, k, v, weights, hiding, options), hiding.seed)
+        call = _call_of(q, k, v, weights, hiding, options)
+        if not distrust.is_trusted(call, False):
+            return distrust.forward(call, hiding.seed)
         return forward(q.contiguous(), k.contiguous(), v.contiguous(), weights, hiding, options)
 
 
-def _is_trusted(q: Tensor, k: Tensor, v: Tensor, rest: tuple, gradients: bool) -> bool:
-    """Check on first use what a compiler traced unchecked, and look up what was found."""
-    from . import first_use
-
-    if first_use.is_off(q.device):
-        return True
-    first_use.check(distrust.call_of(q, k, v, *rest), gradients)
-    return first_use.is_trusted(q)
+def _call_of(q: Tensor, k: Tensor, v: Tensor, weights: Operands, hiding: Hiding, options: Options) -> Call:
+    return distrust.call_of(q, k, v, weights.weights("pre"), weights.weights("post"), hiding, options)
 
 
 def _split(q: Tensor, k: Tensor, rest: tuple) -> tuple[Operands, Hiding, Options]:
@@ -65,10 +60,10 @@ def composed_backward(d_out, q, k, v, *rest):
     weights, hiding, options = _split(q, k, tuple(rest))
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
-        if _is_trusted(q, k, v, (weights, hiding, options), True):
+        call = _call_of(q, k, v, weights, hiding, options)
+        if distrust.is_trusted(call, True):
             grads = backward(*tensors, weights, hiding, log_sum, options, mask_gradient)
         else:
-            call = distrust.call_of(q, k, v, weights, hiding, options)
             grads = distrust.backward(tensors[0], call, hiding.seed, mask_gradient)
     of_weights = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads.operands, weights, strict=True)]
     return [

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...weights import SideWeights
+from ...weights import ComposeWeights, SideWeights
 from ..dropout import threshold_of
 from .chunks import round_up
 from .hiding import Masks
@@ -40,11 +40,17 @@ class Operands(NamedTuple):
         """Take those of "pre" or "post"."""
         return Packed(*(self[:3] if composition == "pre" else self[3:]))
 
+    def weights(self, composition: str) -> ComposeWeights | None:
+        """Take those of "pre" or "post" apart."""
+        query, key, base = self.packed(composition)
+        if query is None and key is None and base is None:
+            return None
+        return ComposeWeights(unpack(query), unpack(key), base)
+
     def form(self, composition: str, blocks: int) -> Form:
         """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
         query, key, base = self.packed(composition)
-        is_factored = blocks > WHOLE_BLOCKS and base is None
-        return Form(*rank_and_gate(query), *rank_and_gate(key), int(base is not None), int(is_factored))
+        return form_of(rank_and_gate(query), rank_and_gate(key), base is not None, blocks)
 
     def to_columns(self, num_groups: int) -> "Operands":
         """Add empty columns [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""
@@ -68,6 +74,11 @@ class Operands(NamedTuple):
             return w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
 
         return Operands(*map(cut, self))
+
+
+def form_of(query: tuple[int, int], key: tuple[int, int], has_base: bool, blocks: int) -> Form:
+    """Describe a composition, of which each side has a rank and a gate (1 or 0), in a tile of so many blocks."""
+    return Form(*query, *key, int(has_base), int(blocks > WHOLE_BLOCKS and not has_base))
 
 
 def pack(side: SideWeights) -> Tensor | None:

@@ -415,27 +415,6 @@ def query_vectors(packed, step, tile, sizes, FORM: tl.constexpr, KIND: tl.conste
 
 
 @triton.jit
-def load_statistics(statistics, slots, query, mask, sizes, EMPTY, KIND: tl.constexpr):
-    """Load numbers of queries and heads from [B, H, T], of each block [queries, 16]."""
-    result = ()
-    for b in tl.static_range(KIND.BLOCKS):
-        plane = (slots.row + sizes.row0).to(tl.int64) * sizes.H + slots.head[b]
-        places = (plane * sizes.T)[None, :] + query[:, None]
-        result = result + (tl.load(statistics + places, mask=mask[b], other=EMPTY),)
-    return result
-
-
-@triton.jit
-def store_statistics(statistics, tile, sizes, values, KIND: tl.constexpr):
-    """Store numbers of a tile's queries and heads, of each block [BQ, 16], to [num_splits, rows, H, num_queries]."""
-    num_rows = sizes.num_instances // sizes.num_groups
-    for b in tl.static_range(KIND.BLOCKS):
-        plane = (tile.split * num_rows + tile.slots.row) * sizes.H + tile.slots.head[b]
-        places = (plane * sizes.num_queries)[None, :] + tile.query[:, None]
-        tl.store(statistics + places, values[b], mask=tile.mask[b])
-
-
-@triton.jit
 def query_weight_places(tile, sizes, COUNT: tl.constexpr):
     """Give the places of the queries' packed weights, of column 0, in what each split stores: [BQ, 16]."""
     num_rows = sizes.num_instances // sizes.num_groups

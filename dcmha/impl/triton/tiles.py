@@ -91,7 +91,10 @@ class Matrices(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed weights [B, T or S, 2R + gate, width] of both sides of a composition, and its base [G, H/G, H/G]."""
+    """Packed weights [B, T or S, 2R + gate, width] of both sides of a composition, and its base [G, H/G, H/G].
+
+    The kernels of few queries take a `SideWeights` of each side.
+    """
 
     query: Any
     key: Any
@@ -170,6 +173,28 @@ def load_vectors(
         for b in tl.static_range(KIND.BLOCKS):
             pointers = packed + (rows + slots.column[b])[None, :] + ((tokens * COUNT + n) * width)[:, None]
             vectors = vectors + (tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE),)  # [tokens, 16]
+    return vectors
+
+
+@triton.jit
+def load_side(
+    side, row, num_tokens, tokens, inside, slots, H, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Load a `SideWeights`, [B, num_tokens, R, H] and [B, num_tokens, H], as `load_vectors` does packed weights.
+
+    What is there to be loaded is said of each block [tokens, 16].
+    """
+    rows = row.to(tl.int64)[None, :] * num_tokens + tokens[:, None]  # [tokens, 16]
+    vectors = ()
+    for n in tl.static_range(2 * RANK + GATE):
+        for b in tl.static_range(KIND.BLOCKS):
+            if n < RANK:
+                pointers = side.down + (rows * RANK + n) * H
+            elif n < 2 * RANK:
+                pointers = side.up + (rows * RANK + n - RANK) * H
+            else:
+                pointers = side.gate + rows * H
+            vectors = vectors + (tl.load(pointers + slots.head[b][None, :], mask=inside[b], other=0.0),)
     return vectors
 
 

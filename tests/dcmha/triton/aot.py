@@ -12,14 +12,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcmha.impl.triton import kernels, launch
+from dcmha import SideWeights
+from dcmha.impl.triton import decode, decode_kernels, kernels, launch
 from dcmha.impl.triton.hiding import Masks
 from dcmha.impl.triton.operands import WHOLE_BLOCKS, slots_of_group
 from dcmha.impl.triton.tiles import Form, Kind, Packed
 
 KERNELS = tuple(launch.TILES)
-FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums")
-ALIGNED = ("num_keys",)  # sizes that are multiples of 16; the others are not specialised
+FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums", "outputs")
+STRIDES = tuple(f"{x}_{axis}" for x in "kv" for axis in ("row", "head", "token"))
+ALIGNED = ("num_keys", *STRIDES)  # sizes that are multiples of 16; the others are not specialised
 KIND = Kind(
     GROUP_SLOTS=16,
     HEADS=16,
@@ -66,18 +68,39 @@ def compile_kernel(
 
     Both compositions are of `FORM`, the call of `KIND`, with other fields as given.
     """
-    kernel, kind, form = getattr(kernels, name), _kind(dtype, **kind), FORM._replace(**form or {})
-    form = form._replace(FACTORED=int(kind.BLOCKS > WHOLE_BLOCKS and not form.BASE))
+    kind, form = _kind(dtype, **kind), _form(form or {}, dtype, **kind)
     shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
     query_tile, key_tile, num_warps, num_stages = tile or shipped
     constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": query_tile, "BK": key_tile}
+    return _compile(getattr(kernels, name), capability, dtype, constants, num_warps, num_stages)
+
+
+def compile_decoding(
+    name: str,
+    capability: int,
+    dtype: str = "bf16",
+    num_queries: int = 1,
+    head_dim: int = 128,
+    form: dict[str, int] | None = None,
+    **kind,
+) -> Resources:
+    """Compile a kernel of few queries likewise, with a mask of keys."""
+    kind, form = _kind(dtype, MASK=1, **kind), _form(form or {}, dtype, **kind)
+    constants = decode.decode_tile(name, num_queries, head_dim, kind) | {"KIND": kind, "PRE": form, "POST": form}
+    num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
+    return _compile(getattr(decode_kernels, name), capability, dtype, constants, num_warps, num_stages)
+
+
+def _compile(
+    kernel, capability: int, dtype: str, constants: dict, num_warps: int, num_stages: int
+) -> Resources:  # fmt: skip
     signature, constexprs, attributes = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], constexprs[(index,)] = "constexpr", constants[argument]
             continue
-        signature[argument] = kind_of = _type_of(argument, dtype, kind, form)
-        for place, part in _parts(index, kind_of):
+        signature[argument] = kind_of = _type_of(argument, dtype, constants)
+        for place, part in _parts((index,), kind_of):
             if part == "constexpr":
                 constexprs[place] = None
             elif part.startswith("*") or argument in ALIGNED:
@@ -86,13 +109,19 @@ def compile_kernel(
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
-    elements = query_tile * key_tile * 16 * kind.BLOCKS / (32 * num_warps)  # of a thread
+    elements = constants["BQ"] * constants["BK"] * 16 * constants["KIND"].BLOCKS / (32 * num_warps)  # of a thread
     return Resources(
         int(re.search(r"REG:(\d+)", usage)[1]),
         int(re.search(r"STACK:(\d+)", usage)[1]),
         compiled.metadata.shared,
         round(_main_loop(code) / elements, 1),
     )
+
+
+def _form(fields: dict[str, int], dtype: str, **kind) -> Form:
+    """Complete the description of a composition."""
+    form = FORM._replace(**fields)
+    return form._replace(FACTORED=int(_kind(dtype, **kind).BLOCKS > WHOLE_BLOCKS and not form.BASE))
 
 
 def _kind(dtype: str, **kind) -> Kind:
@@ -102,29 +131,35 @@ def _kind(dtype: str, **kind) -> Kind:
     return kind._replace(GROUP_SLOTS=slots, BLOCKS=max(1, slots // 16))
 
 
-def _type_of(argument: str, dtype: str, kind: Kind, form: Form) -> str | tuple[str, ...]:
+def _type_of(argument: str, dtype: str, constants: dict) -> str | tuple:
     """Tell the type of an argument, as it is launched; tuples have one for each field."""
+    kind, pointer = constants["KIND"], f"*{dtype}"
     if argument in ("pre", "post"):
-        there = (form.QUERY_RANK + form.QUERY_GATE, form.KEY_RANK + form.KEY_GATE, form.BASE)
-        return Packed(*(f"*{dtype}" if part else "constexpr" for part in there))
+        form = constants[argument.upper()]
+        sides = [(form.QUERY_RANK, form.QUERY_GATE), (form.KEY_RANK, form.KEY_GATE)]
+        if "D" in constants:
+            sides = [SideWeights(*(pointer if part else "constexpr" for part in (r, r, gate))) for r, gate in sides]
+        else:
+            sides = [pointer if any(side) else "constexpr" for side in sides]
+        return Packed(*sides, pointer if form.BASE else "constexpr")
     if argument == "masks":
         documents = "*i32" if kind.HAS_DOCUMENTS else "constexpr"
-        pairs = ("constexpr", "*u8", f"*{dtype}")[kind.MASK]
+        pairs = ("constexpr", "*u8", pointer)[kind.MASK]
         return Masks(pairs, documents, documents, "*i64" if kind.HAS_DROPOUT else "constexpr")
-    if argument in FLOATS or argument.startswith("d_"):
+    if argument in FLOATS or argument.startswith("d_") or (argument == "x" and "D" in constants):
         return "*fp32"
     if argument == "dy" and not kind.MASK_GRADIENT:
         return "constexpr"
-    if argument in ("x", "da", "dy"):
-        return f"*{dtype}"
-    return "fp32" if argument == "keep_scale" else "i32"
+    if argument in ("x", "da", "dy", "q", "k", "v"):
+        return pointer
+    return "fp32" if argument in ("keep_scale", "scale") else "i32"
 
 
-def _parts(index: int, kind_of: str | tuple[str, ...]) -> list[tuple[tuple[int, ...], str]]:
+def _parts(place: tuple[int, ...], kind_of: str | tuple) -> list[tuple[tuple[int, ...], str]]:
     """List the places of an argument and their types."""
     if isinstance(kind_of, tuple):
-        return [((index, number), part) for number, part in enumerate(kind_of)]
-    return [((index,), kind_of)]
+        return [part for number, inner in enumerate(kind_of) for part in _parts((*place, number), inner)]
+    return [(place, kind_of)]
 
 
 def _dump(cubin: bytes, what: str) -> str:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dcmha import resolve_impl
+from dcmha import functional, resolve_impl
+from dcmha.choice import Choice
 from dcmha.folders import cache_dir
-from dcmha.impl.triton import first_use, launch
+from dcmha.impl.triton import decode, first_use, launch
 from tests.dcmha.inputs import Case, make_mask, make_operands, run
 
 CASE = Case(B=1, T=9, S=9, H=4, D=8, is_causal=True)
@@ -20,9 +21,9 @@ def a_checked_cpu(monkeypatch, tmp_path):
     """Check on a CPU, with a cache of its own; count the checks."""
     checks, find = [], first_use._finding
 
-    def count(call):
+    def count(call, is_few):
         checks.append(call)
-        return find(call)
+        return find(call, is_few)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(first_use, "DEVICES", ("cuda", "cpu"))
@@ -64,7 +65,7 @@ def call(case: Case = CASE) -> torch.Tensor:
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
-                replace(CASE, T=4, window=3, compositions="pre"),
+                replace(CASE, S=12, window=3, compositions="pre"),
                 replace(CASE, T=9, S=5, is_causal=False, branches="qg", H=6),
                 replace(CASE, mask="float-inf", shared=2, R=1),
                 replace(CASE, mask="keys", has_documents=True, G=2, branches="kb"),
@@ -84,6 +85,38 @@ def test_every_kind_of_call_passes_once(case, a_checked_cpu):
     with torch.no_grad():
         call(case)  # what was checked with gradients is right without
     assert len(a_checked_cpu) == 1
+
+
+@torch.no_grad()
+def test_few_queries_are_a_kind_of_their_own(a_checked_cpu):
+    one, few = replace(CASE, T=1, compositions="pre"), replace(CASE, T=3)
+    for case in (one, one, few, replace(few, T=5)):
+        call(case)
+    assert [checked.q.shape[2] for checked in a_checked_cpu] == [1, 3]
+    compiled = torch.compile(lambda case: call(case), backend="eager")
+    compiled(one), compiled(few)  # what is traced runs through the operator alone
+    assert len(a_checked_cpu) == 2
+
+
+@torch.no_grad()
+def test_a_broken_kernel_of_few_queries_is_not_used(monkeypatch, a_checked_cpu):
+    launch_kernel = decode._launch
+
+    def wrong(name, mixer, chunk, num_splits, composition, arguments):
+        launch_kernel(name, mixer, chunk, num_splits, composition, arguments)
+        if name == "decode_outputs":
+            arguments[3] *= 1.02
+
+    monkeypatch.setattr(decode, "_launch", wrong)
+    case = replace(CASE, T=1)
+    with pytest.warns(UserWarning, match="out has a relative error"), pytest.raises(ValueError, match="a check found"):
+        call(case)
+    start_anew()
+    operands = make_operands(case, torch.float32)
+    monkeypatch.setattr(functional, "resolve_impl", lambda *args, **kwargs: Choice("triton"))  # as if it were traced
+    with pytest.warns(UserWarning, match="Calls in torch.float32 take impl='compiled'"):
+        got = run(case, operands, "triton")
+    torch.testing.assert_close(got, run(case, operands, "compiled"))
 
 
 def test_random_numbers_are_left_alone():

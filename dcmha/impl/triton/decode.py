@@ -1,0 +1,113 @@
+"""Few queries over many keys, as in decoding: two kernels read a cache as it lies; nothing is packed or copied.
+
+Keys are split between programs until they fill a GPU. What these find apart, the launch adds up in a fixed order.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...weights import ComposeWeights, SideWeights
+from . import decode_kernels
+from .chunks import Chunk, chunks
+from .launch import FILL_PROGRAMS, Mixer, fused_multiply_add
+from .operands import WHOLE_BLOCKS, Hiding, Options, form_of
+from .tiles import Form, Kind, Packed
+
+MOST_QUERIES = 8  # of a call that these kernels take: more repay products of a library
+TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole
+TILE_KEYS = 16
+NUM_WARPS = 4
+STEPS = {"decode_scores": 64, "decode_outputs": 32}  # channels of keys or values that are loaded at once, at most
+NUM_STAGES = 1  # of loads: a step has enough of them in flight
+MOST_SPLITS = 128  # every program of the second kernel reads the log-sums of all
+
+
+class Unpacked(NamedTuple):
+    """Both compositions, their sides apart, as they lie."""
+
+    pre: ComposeWeights
+    post: ComposeWeights
+
+    def packed(self, composition: str) -> Packed:
+        """Take those of "pre" or "post"."""
+        return Packed(*getattr(self, composition))
+
+    def form(self, composition: str, blocks: int) -> Form:
+        """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
+        query, key, base = getattr(self, composition)
+        return form_of(_rank_and_gate(query), _rank_and_gate(key), base is not None, blocks)
+
+
+def _rank_and_gate(side: SideWeights) -> tuple[int, int]:
+    return 0 if side.down is None else side.down.shape[2], int(side.gate is not None)
+
+
+def _tile_queries(num_queries: int, kind: Kind) -> int:
+    return min(num_queries, TILE_QUERIES if kind.BLOCKS <= WHOLE_BLOCKS else 1)
+
+
+def decode_tile(name: str, num_queries: int, head_dim: int, kind: Kind) -> dict[str, int]:
+    """Return the sizes that a kernel is compiled for."""
+    return {
+        "BQ": _tile_queries(num_queries, kind),
+        "BK": TILE_KEYS,
+        "D": head_dim,
+        "STEP": min(STEPS[name], triton.next_power_of_2(head_dim)),
+        "num_warps": NUM_WARPS,
+        "num_stages": NUM_STAGES,
+    }
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pre: ComposeWeights, post: ComposeWeights, hiding: Hiding, options: Options
+) -> Tensor:
+    """Compute the output [B, H, T, D]. Queries and weights are contiguous, and the channels of keys and values."""
+    mixer = Mixer(q, k.shape[1:3], Unpacked(pre, post), hiding, options)
+    B, H, T, D = q.shape
+    out = torch.zeros_like(q) if k.shape[2] == 0 else torch.empty_like(q)
+    for chunk in chunks(B, H, T, k.shape[2], 4, options.is_causal, options.window, has_bands=False):
+        out[chunk.rows, :, chunk.queries] = _attend_chunk(q, k, v, mixer, chunk)
+    return out
+
+
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, chunk: Chunk) -> Tensor:
+    """Compute a chunk's output [rows, H, queries, D] in float32."""
+    num_splits = _num_splits(mixer, chunk)
+    x = q.new_empty(chunk.workspace_size(mixer.heads.count), dtype=torch.float32)
+    log_sums = mixer.statistics(chunk, num_splits)
+    outputs = q.new_empty(*log_sums.shape, q.shape[3], dtype=torch.float32)
+    scale = mixer.options.scale
+    _launch("decode_scores", mixer, chunk, num_splits, "pre", [q, k, x, log_sums, *k.stride()[:3], scale])
+    _launch("decode_outputs", mixer, chunk, num_splits, "post", [x, log_sums, v, outputs, *v.stride()[:3]])
+    return outputs[0] if num_splits == 1 else outputs.sum(0)
+
+
+def _launch(name: str, mixer: Mixer, chunk: Chunk, num_splits: int, composition: str, arguments: list) -> None:
+    """Launch one kernel; `arguments` are those of its signature, compositions and masks left out."""
+    getattr(decode_kernels, name)[(_num_programs(mixer, chunk) * num_splits,)](
+        *arguments,
+        mixer.operands.packed(composition),
+        mixer.hiding.masks(),
+        *mixer.sizes(chunk, num_splits),
+        num_keys=chunk.num_keys,
+        KIND=mixer.kind,
+        **{composition.upper(): mixer.operands.form(composition, mixer.kind.BLOCKS)},
+        **decode_tile(name, chunk.block, mixer.q.shape[3], mixer.kind),
+        **fused_multiply_add(mixer.q),
+    )
+
+
+def _num_programs(mixer: Mixer, chunk: Chunk) -> int:
+    """Count the programs of a kernel whose keys are not split."""
+    return mixer.num_slot_sets(chunk) * triton.cdiv(chunk.block, _tile_queries(chunk.block, mixer.kind))
+
+
+def _num_splits(mixer: Mixer, chunk: Chunk) -> int:
+    """Tell between how many programs the keys are split, so that few rows fill a GPU too."""
+    wanted = triton.cdiv(FILL_PROGRAMS, _num_programs(mixer, chunk))
+    return min(wanted, MOST_SPLITS, triton.cdiv(chunk.num_keys, TILE_KEYS))

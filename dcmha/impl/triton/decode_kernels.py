@@ -1,0 +1,187 @@
+"""The two kernels of few queries over many keys, as in decoding: each reads its part of a cache once, as it lies.
+
+    decode_scores     q, k -> composed exponents of 2, and the log-sums of each split of the keys
+    decode_outputs    exponents, log-sums, v -> what each split of the keys adds to the output
+
+Weights of the compositions are not packed: in `pre` and `post` a side is a `SideWeights`. Keys and values are read from
+memory where some query of a tile sees them, and not else: the empty places of a cache cost nothing.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim; of a tile: BQ queries, BK keys, STEP channels
+
+import triton
+import triton.language as tl
+
+from .hiding import exponents, weights_of
+from .places import Sizes, key_step, query_tile
+from .statistics import EMPTY, along_keys, log_sums_of, nothing_seen, see, store_statistics
+from .tiles import SLOTS, group_sum, load_side, mix, split_range, to_dot, token_matrices
+
+
+@triton.jit
+def _query_vectors(side, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Load the weights of a tile's queries as vectors [BQ, 16]."""
+    row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
+    R: tl.constexpr = FORM.QUERY_RANK
+    return load_side(side, row, sizes.T, token, tile.mask, tile.slots, sizes.H, R, FORM.QUERY_GATE, KIND)
+
+
+@triton.jit
+def _key_vectors(side, step, seen, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Load the weights of a step's keys as vectors [BK, 16]."""
+    row = tile.slots.row + sizes.row0
+    R: tl.constexpr = FORM.KEY_RANK
+    return load_side(side, row, sizes.S, step.token, seen, tile.slots, sizes.H, R, FORM.KEY_GATE, KIND)
+
+
+@triton.jit
+def _seen_keys(step, tile, KIND: tl.constexpr):
+    """Tell which keys some query of a tile may see, of each block [BK, 16]."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        seen = step.real & tile.slots.is_real[b][None, :]
+        if KIND.MASK == 1:
+            seen = seen & (tl.max((step.pairs[b] != 0).to(tl.int32), 0) > 0)
+        result = result + (seen,)
+    return result
+
+
+@triton.jit
+def _head_places(tile, sizes, row_stride, head_stride, B: tl.constexpr):
+    """Give the places of block B's heads in keys or values [16]; heads that share keys have the same."""
+    row, head = (tile.slots.row + sizes.row0).to(tl.int64), (tile.slots.head[B] // sizes.shared).to(tl.int64)
+    return row * row_stride + head * head_stride
+
+
+@triton.jit
+def _load_channels(x, heads, tokens, token_stride, seen, C: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):
+    """Load part C of the channels of keys or values [1, BK, 16, STEP]."""
+    channel = C * STEP + tl.arange(0, STEP)
+    rows = (tokens.to(tl.int64) * token_stride)[:, None] + heads[None, :]
+    pointers = x + rows[None, :, :, None] + channel[None, None, None, :]
+    inside = seen[None, :, :, None]
+    if D % STEP != 0:
+        inside = inside & (channel < D)[None, None, None, :]
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scores(
+    q, k, strides, scale, tile, step, seen, sizes, BQ: tl.constexpr, BK: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Multiply queries and keys: of each block [BQ, BK, 16]."""
+    result = ()
+    for b in tl.static_range(KIND.BLOCKS):
+        heads = _head_places(tile, sizes, strides[0], strides[1], b)
+        plane = (tile.slots.row + sizes.row0).to(tl.int64) * sizes.H + tile.slots.head[b]
+        queries = (plane * sizes.T)[None, :] + (sizes.query0 + tile.query)[:, None]
+        total = tl.zeros([BQ, BK, SLOTS], tl.float32)
+        for c in tl.static_range(tl.cdiv(D, STEP)):
+            channel = c * STEP + tl.arange(0, STEP)
+            inside = tile.mask[b][:, None, :, None] & (channel < D)[None, None, None, :]
+            pointers = q + (queries * D)[:, None, :, None] + channel[None, None, None, :]  # [BQ, 1, 16, STEP]
+            of_keys = _load_channels(k, heads, step.token, strides[2], seen[b], c, D, STEP)
+            total += tl.sum(of_keys * tl.load(pointers, mask=inside, other=0.0).to(tl.float32), 3)
+        result = result + (total * scale,)
+    return result
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def decode_scores(
+    q, k, x, log_sums, k_row, k_head, k_token, scale, pre, masks,
+    num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
+    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Exponents of 2 of the composed scores, to `x`, and their log-sums of each split, -inf where no key is visible."""
+    sizes = Sizes(
+        num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
+        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    )  # fmt: skip
+    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
+    matrices = token_matrices(
+        _query_vectors(pre.query, tile, sizes, PRE, KIND), pre.base, tile.slots, BQ, PRE, True, KIND
+    )
+    sums = group_sum(BQ, KIND)
+    running = nothing_seen(BQ, KIND)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
+    for start in range(low, high, BK):
+        step = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+        seen = _seen_keys(step, tile, KIND)
+        scores = _scores(q, k, (k_row, k_head, k_token), scale, tile, step, seen, sizes, BQ, BK, D, STEP, KIND)
+        vectors = _key_vectors(pre.key, step, seen, tile, sizes, PRE, KIND)
+        y = mix(scores, to_dot(scores, KIND), matrices, vectors, sums, PRE, True, KIND)
+        exponent = exponents(y, step.bias, step.pairs, KIND)
+        running = see(running, exponent, KIND)
+        for b in tl.static_range(KIND.BLOCKS):
+            tl.store(x + step.place[b], exponent[b], mask=step.inside[b])
+    store_statistics(log_sums, tile, sizes, log_sums_of(running, -float("inf"), KIND), KIND)
+
+
+@triton.jit
+def _whole_log_sums(log_sums, tile, sizes, BQ: tl.constexpr, KIND: tl.constexpr):
+    """Add up the log-sums of all splits: of each block [BQ, 1, 16]."""
+    num_rows = sizes.num_instances // sizes.num_groups
+    running = nothing_seen(BQ, KIND)
+    for start in range(0, sizes.num_splits, SLOTS):
+        split = start + tl.arange(0, SLOTS)
+        parts = ()
+        for b in tl.static_range(KIND.BLOCKS):
+            plane = (split[:, None] * num_rows + tile.slots.row[None, :]) * sizes.H + tile.slots.head[b][None, :]
+            places = (plane * sizes.num_queries)[None, :, :] + tile.query[:, None, None]
+            inside = tile.mask[b][:, None, :] & (split < sizes.num_splits)[None, :, None]
+            parts = parts + (tl.load(log_sums + places, mask=inside, other=-float("inf")),)
+        running = see(running, parts, KIND)
+    return along_keys(log_sums_of(running, EMPTY, KIND), KIND)
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def decode_outputs(
+    x, log_sums, v, outputs, v_row, v_head, v_token, post, masks,
+    num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
+    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    num_keys, KIND: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Composed weights times values of each split, to `outputs` [num_splits, rows, H, queries, D]."""
+    sizes = Sizes(
+        num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
+        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    )  # fmt: skip
+    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
+    matrices = token_matrices(
+        _query_vectors(post.query, tile, sizes, POST, KIND), post.base, tile.slots, BQ, POST, True, KIND
+    )
+    sums = group_sum(BQ, KIND)
+    whole = _whole_log_sums(log_sums, tile, sizes, BQ, KIND)
+    COUNT: tl.constexpr = tl.cdiv(D, STEP)
+    totals = ()
+    for _ in tl.static_range(KIND.BLOCKS * COUNT):
+        totals = totals + (tl.zeros([BQ, SLOTS, STEP], tl.float32),)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
+    for start in range(low, high, BK):
+        step = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+        seen = _seen_keys(step, tile, KIND)
+        exponent = ()
+        for b in tl.static_range(KIND.BLOCKS):
+            exponent = exponent + (tl.load(x + step.place[b], mask=step.inside[b], other=-float("inf")),)
+        weights = weights_of(exponent, whole, KIND)
+        vectors = _key_vectors(post.key, step, seen, tile, sizes, POST, KIND)
+        composed = mix(weights, to_dot(weights, KIND), matrices, vectors, sums, POST, True, KIND)
+        added = ()
+        for b in tl.static_range(KIND.BLOCKS):
+            heads = _head_places(tile, sizes, v_row, v_head, b)
+            for c in tl.static_range(COUNT):
+                values = _load_channels(v, heads, step.token, v_token, seen[b], c, D, STEP)
+                added = added + (totals[b * COUNT + c] + tl.sum(composed[b][:, :, :, None] * values, 1),)
+        totals = added
+    num_rows = num_instances // num_groups
+    for b in tl.static_range(KIND.BLOCKS):
+        plane = (tile.split * num_rows + tile.slots.row).to(tl.int64) * H + tile.slots.head[b]
+        places = ((plane * num_queries)[None, :] + tile.query[:, None]) * D
+        for c in tl.static_range(COUNT):
+            channel = c * STEP + tl.arange(0, STEP)
+            inside = tile.mask[b][:, :, None] & (channel < D)[None, None, :]
+            tl.store(outputs + places[:, :, None] + channel[None, None, :], totals[b * COUNT + c], mask=inside)

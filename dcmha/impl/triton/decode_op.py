@@ -1,0 +1,54 @@
+"""Few queries over many keys as an operator of torch: opaque to compilers, without a gradient."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...weights import ComposeWeights, SideWeights
+from . import distrust
+from .decode import attend
+from .operands import Hiding, Options
+
+PARTS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "base")
+WEIGHTS = ", ".join(f"Tensor? {composition}_{part}" for composition in ("pre", "post") for part in PARTS)
+OPTIONS = "Tensor? mask, Tensor? starts, Tensor? stops, bool is_causal, SymInt window, float scale, SymInt num_groups"
+
+
+@torch.library.custom_op(
+    "dcmha::decode_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {WEIGHTS}, {OPTIONS}) -> Tensor"
+)
+def decoded(q, k, v, *rest):
+    """Compute the output [B, H, T, D]; weights are those of `flat`."""
+    count = len(PARTS)
+    pre, post, (mask, starts, stops, is_causal, window, scale, num_groups) = (
+        rest[:count], rest[count : 2 * count], rest[2 * count :],
+    )  # fmt: skip
+    hiding = Hiding(mask, starts, stops, None)
+    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, 0.0, num_groups)
+    pre, post = _of_flat(pre), _of_flat(post)
+    with torch.cuda.device_of(q):
+        call = distrust.call_of(q, k, v, pre, post, hiding, options)
+        if not distrust.is_trusted(call, False, is_few=True):
+            return distrust.forward(call, None)[0]
+        pre, post = (ComposeWeights() if w is None else w.map(Tensor.contiguous) for w in (pre, post))
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+        return attend(q.contiguous(), k, v, pre, post, hiding, options)
+
+
+@decoded.register_fake
+def _(q, *rest):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def flat(weights: ComposeWeights | None) -> list[Tensor | None]:
+    """List a composition's tensors as the operator takes them."""
+    return [None] * len(PARTS) if weights is None else [*weights.query, *weights.key, weights.base]
+
+
+def _of_flat(parts: Sequence[Tensor | None]) -> ComposeWeights | None:
+    if all(part is None for part in parts):
+        return None
+    return ComposeWeights(SideWeights(*parts[:3]), SideWeights(*parts[3:6]), parts[6])
