@@ -54,7 +54,10 @@ if wanted models; then
         --json "$folder/step_1b4_3to1.json"
     python benchmarks/train_step_lm.py "${larger[@]}" --overrides '{"num_layers": 8, "num_groups": 4}' \
         --json "$folder/step_1b4_groups_of_8.json"
-    python benchmarks/decode.py --model dcformer_pp_405m "${gpu[@]}" --compile --json "$folder/decode_405m.json"
+    decode=("${gpu[@]}" --compile --impls triton compiled)
+    python benchmarks/decode.py --model dcformer_pp_405m "${decode[@]}" --json "$folder/decode_405m.json"
+    python benchmarks/decode.py --model dcformer_pp_2b8 "${decode[@]}" --prompt 8192 --new 32 --batch-size 8 \
+        --overrides '{"num_layers": 8, "context_length": 8224}' --json "$folder/decode_2b8_long.json"
 fi
 if wanted cifar10; then
     compare=(python -m dcvision compare --config configs/vision/cifar10.yaml --out runs/cifar10)

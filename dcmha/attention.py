@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from .cache import Seen
 from .impl.masking import combine_masks
 from .layer import LAYER_OPTIONS, ComposedLayer, check_kv_heads, check_options
 from .options import compose_options_of
@@ -20,15 +21,8 @@ Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class AttentionCache(Protocol):
     """What the layer asks of a decoding cache."""
 
-    def update(
-        self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
-    ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None, Tensor | None]:
-        """Add the keys and values [B, num_kv_heads, T, D] of new tokens and the key side of their compose weights.
-
-        Returns:
-            All keys and values that the new queries may see, the weights with the key side of all those, and a mask
-            for `composed_attention`, or None.
-        """
+    def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> Seen:
+        """Add the keys and values [B, num_kv_heads, T, D] of new tokens and the key side of their compose weights."""
 
 
 class DCAttention(ComposedLayer):
@@ -163,11 +157,13 @@ class DCAttention(ComposedLayer):
             [B, T, dim_out].
 
         Raises:
-            ValueError: If a shape does not fit, or both a cache and documents are given.
+            ValueError: If a shape does not fit, both a cache and documents are given, or a cache without `is_causal`.
         """
         self._check_input(x)
         if cache is not None and documents is not None:
             raise ValueError("documents are given with a cache; accepted: one of the two.")
+        if cache is not None and not is_causal:
+            raise ValueError("is_causal=False is given with a cache; accepted: True, as tokens come after another.")
         if cache is not None:
             return self._attend_within(x, attn_mask, is_causal, rope, None, cache)
         return self._run(self._attend_within, x, attn_mask, is_causal, rope, documents)
@@ -186,10 +182,12 @@ class DCAttention(ComposedLayer):
         if rope is not None:
             q, k = rope(q, k)
         pre, post = (None, None) if self.compose is None else self.compose(x)
+        window = self.window
         if cache is not None:
-            k, v, pre, post, cache_mask = cache.update(k, v, pre, post)
-            attn_mask = combine_masks(attn_mask, cache_mask)
-        out = self.attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal)
+            k, v, pre, post, seen, is_ordered = cache.update(k, v, pre, post)
+            attn_mask = combine_masks(attn_mask, seen)
+            is_causal, window = is_causal and is_ordered, window if is_ordered else None
+        out = self.attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal, window=window)
         out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()

@@ -7,11 +7,35 @@ take 2 H^2. Buffers have a fixed size and the position is a tensor, so that a de
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .weights import ComposeWeights, SideWeights
+
+FEW_TOKENS = 8  # of a call, at most, that are attended to where they lie in the buffers
+
+
+class Seen(NamedTuple):
+    """What the queries of new tokens are given.
+
+    Attributes:
+        k: Keys [B, num_kv_heads, S, D].
+        v: Values, likewise.
+        pre: Composition of the scores, with the key side of all those; or None.
+        post: Composition of the weights, likewise.
+        mask: Which keys may be seen, broadcastable to [B, H, T, S]; or None.
+        is_ordered: Whether keys come in the order of their tokens up to the newest, so that `is_causal` and `window` of
+            `composed_attention` hold, besides the mask. Else the mask says all, for causal attention.
+    """
+
+    k: Tensor
+    v: Tensor
+    pre: ComposeWeights | None
+    post: ComposeWeights | None
+    mask: Tensor | None
+    is_ordered: bool
 
 
 class Clock:
@@ -25,6 +49,30 @@ class Clock:
     def __init__(self, padding: Tensor | None) -> None:
         self.end: Tensor | None = None
         self.padding = padding
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def advance(self, num_tokens: int) -> None:
+        """Set the tokens up to and with the next call."""
+        self.end.fill_(num_tokens)
+        self._masks.clear()
+
+    def mask(self, positions: Tensor, size: int, window: int | None) -> Tensor:
+        """Tell which places of ring buffers new tokens at `positions` [T] may see [B or 1, 1, T, size].
+
+        Layers alike share one mask.
+        """
+        if torch.compiler.is_compiling():
+            return self._mask(positions, size, window)
+        if (size, window) not in self._masks:
+            self._masks[size, window] = self._mask(positions, size, window)
+        return self._masks[size, window]
+
+    def _mask(self, positions: Tensor, size: int, window: int | None) -> Tensor:
+        newest = self.end - 1
+        held = newest - (newest - torch.arange(size, device=positions.device)) % size  # negative for empty places
+        distance = positions[:, None] - held
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return self.real(held) & seen
 
     def real(self, positions: Tensor) -> Tensor:
         """Tell which positions [S] hold a token of each row: [B, 1, 1, S], or [1, 1, 1, S] without padding."""
@@ -34,53 +82,51 @@ class Clock:
 
 
 class LayerCache:
-    """The cache of one layer; fulfils `AttentionCache`. For inference: what it keeps carries no gradient.
+    """The cache of one layer of causal attention; fulfils `AttentionCache`. What it keeps carries no gradient.
 
     Args:
-        size: Tokens kept; older ones are overwritten. A window of W needs W.
+        capacity: Most tokens of a row.
+        window: Keys that a query sees, its own included; None for all. Older ones are overwritten.
         clock: Shared with the other layers.
     """
 
-    def __init__(self, size: int, clock: Clock) -> None:
-        self.size, self.clock = size, clock
+    def __init__(self, capacity: int, window: int | None, clock: Clock) -> None:
+        self.size = capacity if window is None else min(window + FEW_TOKENS - 1, capacity)
+        self.window, self.clock = window, clock
         self.kept: list[Tensor] | None = None
 
-    def update(
-        self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
-    ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None, Tensor | None]:
+    def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> Seen:
         """Add new tokens and return all that they may see, as `AttentionCache` says.
 
-        Keys come in the order of their tokens, or for T = 1 in any order, so that the layer's own `is_causal` and
-        `window` hold; the mask [B or 1, 1, 1, S] hides empty places and padding.
+        Few tokens after others are given the buffers themselves, in which nothing is moved.
 
         Raises:
             ValueError: If the dtype is another than before.
             MemoryError: If there is no room for the cache.
         """
         new = [k.transpose(1, 2), v.transpose(1, 2), *_key_parts(pre), *_key_parts(post)]
-        seen, mask = self._see(new)
+        seen, mask, is_ordered = self._see(new)
         keys, values, *parts = seen
         rest = iter(parts)
         pre, post = (_with_key_parts(weights, rest) for weights in (pre, post))
-        return keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask
+        return Seen(keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask, is_ordered)
 
-    def _see(self, new: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        """Keep what new tokens bring, [B, T, ...] each; return what they see [B, S, ...], and a mask of it."""
+    def _see(self, new: list[Tensor]) -> tuple[list[Tensor], Tensor | None, bool]:
+        """Keep what new tokens bring, [B, T, ...] each; return what they see [B, S, ...], a mask, if it is ordered."""
         T = new[0].shape[1]
         positions = self.clock.end - T + torch.arange(T, device=new[0].device)
         if self.kept is None:
             self.kept = self._make_room(new)
             self._write(new, positions)
-            return new, None if self.clock.padding is None else self.clock.real(positions)
+            return new, None if self.clock.padding is None else self.clock.real(positions), True
         if self.kept[0].dtype != new[0].dtype:
             raise ValueError(f"the cache holds {self.kept[0].dtype}; got {new[0].dtype}.")
-        if T == 1:
+        if T <= FEW_TOKENS:
             self._write(new, positions)
-            places = torch.arange(self.size, device=positions.device)
-            return self.kept, self.clock.real(positions - (positions - places) % self.size)
+            return self.kept, self.clock.mask(positions, self.size, self.window), False
         seen, seen_positions = self._after_kept(new, positions)
         self._write(new, positions)
-        return seen, self.clock.real(seen_positions)
+        return seen, self.clock.real(seen_positions), True
 
     def _make_room(self, new: list[Tensor]) -> list[Tensor]:
         try:
@@ -122,7 +168,7 @@ class DecodingCache:
         self.num_rows: int | None = None
         self.is_broken = False
         self.clock = Clock(padding)
-        self.layers = [LayerCache(min(window or capacity, capacity), self.clock) for window in windows]
+        self.layers = [LayerCache(capacity, window, self.clock) for window in windows]
 
     def advance(self, num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
         """Make room for new tokens, before the layers see them; return their positions in the text.
@@ -153,7 +199,7 @@ class DecodingCache:
             self.clock.end = torch.zeros((), dtype=torch.long, device=device)
             if self.clock.padding is not None:
                 self.clock.padding = self.clock.padding.to(device)
-        self.clock.end.fill_(self.num_tokens)
+        self.clock.advance(self.num_tokens)
         positions = self.clock.end - num_tokens + torch.arange(num_tokens, device=device)
         if self.clock.padding is None:
             return positions

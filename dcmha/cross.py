@@ -113,7 +113,7 @@ class DCCrossAttention(ComposedLayer):
         if context_mask is not None:
             attn_mask = combine_masks(attn_mask, context_mask[:, None, None])
         pre, post = self.compose(x, context)
-        out = self.attend(q, self.k_norm(k), v, pre, post, attn_mask)
+        out = self.attend(q, self.k_norm(k), v, pre, post, attn_mask, window=self.window)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:

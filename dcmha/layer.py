@@ -104,6 +104,7 @@ class ComposedLayer(nn.Module):
         attn_mask: Tensor | None,
         documents: Tensor | None = None,
         is_causal: bool = False,
+        window: int | None = None,
     ) -> Tensor:
         """Call the operator with this layer's options: [B, H, T, D]."""
         dropout_p = self.attn_drop.p if self.training else 0.0
@@ -116,7 +117,7 @@ class ComposedLayer(nn.Module):
             attn_mask=attn_mask,
             documents=documents,
             is_causal=is_causal,
-            window=self.window,
+            window=window,
             scale=self.scale,
             dropout_p=dropout_p,
             num_groups=self.num_groups,

@@ -6,6 +6,7 @@ import torch
 import dclm
 from dclm.generate import check_prompts, stream
 from dclm.sampling import Sampling
+from dcmha import composed_attention, layer
 
 from .test_decoder import NAMES, ids, small
 
@@ -21,12 +22,13 @@ def recomputed_greedy(decoder: dclm.Decoder, prompt: torch.Tensor, count: int) -
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 8, 11])
 @torch.no_grad()
 def test_cached_logits_equal_full_ones(prompt, window):
-    """Any prompt length against any window, token by token and several at once."""
+    """Any prompt length against any window, token by token, few and many at once."""
     decoder = small("dcformer_pp_debug", windows=(window, None))
-    text = ids(2, 17)
+    text = ids(2, 33)
     full = decoder(text)
-    for parts in ([prompt] + [1] * (17 - prompt), [prompt, 2, 1, 17 - prompt - 3]):
-        cache = decoder.make_cache(17)
+    for parts in ([prompt] + [1] * (33 - prompt), [prompt, 2, 8, 1, 33 - prompt - 11], [prompt, 9, 8, 3]):
+        parts += [33 - sum(parts)] * (sum(parts) < 33)
+        cache = decoder.make_cache(33)
         got = torch.cat([decoder.decode(part, cache) for part in text.split(parts, 1)], 1)
         torch.testing.assert_close(got, full, rtol=1e-10, atol=1e-10)
 
@@ -69,13 +71,34 @@ def test_the_cache_keeps_low_rank_factors_and_only_the_window():
     cache = decoder.make_cache(20)
     decoder.decode(ids(2, 5), cache)
     H, D, R = 4, 8, 2
-    for layer, size in zip(cache.layers, (4, 20, 4), strict=True):
-        kept = sum(tensor[0].numel() for tensor in layer.kept)
+    for part, size in zip(cache.layers, (4 + 7, 20, 4 + 7), strict=True):  # and room for 8 tokens at once
+        kept = sum(tensor[0].numel() for tensor in part.kept)
         assert kept == size * (2 * H * D + 2 * (2 * R + 1) * H)
     query_wise = small("dcformer_pp_debug", key_wise=False)
     cache = query_wise.make_cache(20)
     query_wise.decode(ids(2, 5), cache)
-    assert sum(tensor[0].numel() for tensor in cache.layers[0].kept) == 4 * 2 * H * D
+    assert sum(tensor[0].numel() for tensor in cache.layers[0].kept) == (4 + 7) * 2 * H * D
+
+
+@torch.no_grad()
+def test_few_tokens_are_given_the_buffers_as_they_lie(monkeypatch):
+    """Nothing of the length of the cache is copied between calls, for the fused kernels least of all."""
+    seen = []
+
+    def attend(q, k, v, pre, post, **options):
+        seen.append((k, v, *(part for weights in (pre, post) for part in weights.key)))
+        return composed_attention(q, k, v, pre, post, **options)
+
+    monkeypatch.setattr(layer, "composed_attention", attend)
+    decoder = small("dcformer_pp_debug", windows=(3, None), impl="triton").float()
+    text = ids(2, 16)
+    full = decoder(text)
+    cache = decoder.make_cache(16)
+    parts = [5, 1, 2, 8]
+    got = torch.cat([decoder.decode(part, cache) for part in text.split(parts, 1)], 1)
+    torch.testing.assert_close(got, full, rtol=1e-4, atol=1e-4)
+    for kept, given in zip([part.kept for part in cache.layers] * 3, seen[2 * len(cache.layers) :], strict=True):
+        assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in given]
 
 
 @torch.no_grad()

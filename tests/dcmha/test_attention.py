@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dcmha import ComposeWeights, DCAttention, SideWeights
+from dcmha.cache import Seen
 from dcmha.impl import masking
 from dcmha.impl.reference import compose
 
@@ -192,7 +193,7 @@ class GrowingCache:
                 for old, new in zip(self.keys, keys, strict=True)
             ]
         self.k, self.v, self.keys = k, v, keys
-        return k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None
+        return Seen(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True)
 
 
 @pytest.mark.parametrize("num_kv_heads", [None, 2])
@@ -262,6 +263,8 @@ def test_documents_do_not_see_each_other():
     torch.testing.assert_close(layer(x, is_causal=True, documents=documents), layer(x, is_causal=True))
     with pytest.raises(ValueError, match="documents are given with a cache"):
         layer(x, documents=documents, cache=GrowingCache())
+    with pytest.raises(ValueError, match="is_causal=False is given with a cache"):
+        layer(x, cache=GrowingCache())
 
 
 @pytest.mark.parametrize("options", [{}, {"pre_compose": False, "post_compose": False}], ids=str)

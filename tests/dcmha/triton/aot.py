@@ -213,10 +213,24 @@ VARIANTS = {
 }
 
 
+DECODING = {  # few queries over many keys
+    "decoding, 16 heads": {"head_dim": 64},
+    "decoding, 6 heads": {"HEADS": 6, "head_dim": 64},
+    "decoding, 32 heads": {"HEADS": 32, "head_dim": 80},
+    "decoding, 32 heads, 8 queries": {"HEADS": 32, "num_queries": 8},
+    "decoding, 40 heads": {"HEADS": 40},
+    "decoding, float32": {"dtype": "fp32"},
+}
+
+
 def main(capability: str, *variants: str) -> None:
     """Print, as JSON, the resources of every kernel in some variants."""
     rows = {}
     for variant in variants:
+        if variant in DECODING:
+            for name in decode.STEPS:
+                rows[f"{variant}: {name}"] = compile_decoding(name, int(capability), **DECODING[variant])._asdict()
+            continue
         for name in KERNELS:
             if "query-wise" not in variant or name != "key_gradients":
                 rows[f"{variant}: {name}"] = compile_kernel(name, int(capability), **VARIANTS[variant])._asdict()

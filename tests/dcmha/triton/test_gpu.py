@@ -74,6 +74,22 @@ def test_as_exact_as_the_reference_in_the_same_dtype(shape, kind, dtype):
         assert relative_error(got[name].double(), exact[name]) < bound, name
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_queries_as_exact_as_the_reference(shape, queries, dtype):
+    B, _, S, H, G, D = shape
+    low = operands((B, queries, S, H, G, D), dtype)
+    visible = torch.rand(B, 1, 1, S, device=DEVICE) < 0.8
+    exact, expected, got = (
+        forward({n: x.to(wanted) for n, x in low.items()}, impl, G, is_causal=True, attn_mask=visible).double()
+        for impl, wanted in (("reference", torch.float64), ("reference", dtype), ("triton", dtype))
+    )
+    bound = 2 * relative_error(expected, exact) + SLACK * torch.finfo(dtype).eps
+    assert relative_error(got, exact) < bound
+
+
 def mask_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
     """The options of a call with some mask; one that is an operand is `attn_mask`."""
     B, T, S, H, _, _ = shape

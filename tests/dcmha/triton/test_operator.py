@@ -289,6 +289,7 @@ def test_what_waits_for_a_gpu_runs(monkeypatch):
     monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
     shape = (2, 7, 7, 3, 1, 8)
     test_gpu.test_as_exact_as_the_reference_in_the_same_dtype(shape, {"is_causal": True}, torch.float32)
+    test_gpu.test_few_queries_as_exact_as_the_reference(shape, 2, torch.float32)
     for kind in ("documents", "slopes"):
         test_gpu.test_masks_and_dropout(shape, kind, torch.float32)
 

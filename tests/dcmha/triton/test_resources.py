@@ -9,7 +9,7 @@ import pytest
 
 from tests.dctrain.commands import ROOT
 
-from .aot import VARIANTS
+from .aot import DECODING, VARIANTS
 
 MAX_SHARED = 99 * 1024  # of a block, on GPUs that have least
 MAX_SPILLS = {"16 heads": 64, "24 heads": 256, "32 heads": 256, "40 heads": 1024, "52 heads": 1536}  # bytes of a thread
@@ -44,6 +44,18 @@ def test_twice_the_heads_cost_little_more():
         assert_fits(variant, rows)
         instructions[variant] = sum(row["instructions"] for row in rows.values())
     assert instructions["32 heads"] <= 1.25 * instructions["16 heads"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_decoding_is_bound_by_memory(capability):
+    """Kernels issue no more than what an H100's memory leaves time for: 14 bytes a clock of 128 lanes."""
+    for variant, options in DECODING.items():
+        itemsize = 4 if options.get("dtype") == "fp32" else 2
+        for name, row in resources(capability, variant).items():
+            assert row["spills"] <= 640 and row["shared"] <= MAX_SHARED, (name, row)
+            if "num_queries" not in options:
+                assert row["instructions"] < options.get("head_dim", 128) * itemsize * 128 / 14, (name, row)
 
 
 @pytest.mark.long
