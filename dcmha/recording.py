@@ -70,20 +70,20 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, Recorded]]:
 def _recording(layer: DCAttention, name: str, recorded: dict[str, Recorded]):
     attend = layer.attend
 
-    def record(q, k, v, pre, post, attn_mask, documents=None, is_causal=False) -> Tensor:
+    def record(q, k, v, pre, post, attn_mask, documents=None, is_causal=False, window=None) -> Tensor:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             visible, bias = split_mask(attn_mask, q, k)
             q32, k32 = q.float(), k.float()
             bias = None if bias is None else bias.float()
             wide = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))
-            options = (is_causal, layer.window, layer.scale, 0.0, layer.num_groups)
+            options = (is_causal, window, layer.scale, 0.0, layer.num_groups)
             ranges = None if documents is None else documents_of(documents)
             call = Call(q32, k32, v, *wide, visible, bias, ranges, *options)
             maps = attention_maps(call)
             uncomposed = attention_maps(call._replace(pre=None, post=None)).weights
             means = (mean_composition(w, layer.num_heads, layer.num_groups) for w in (pre, post))
             recorded[name] = Recorded(maps, uncomposed, *means)
-        return attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal)
+        return attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal, window=window)
 
     return record
 
