@@ -29,10 +29,13 @@ def forward_flops(model: nn.Module, example: Tensor) -> int:
     return counter.get_total_flops() + sum(counts)
 
 
-def _count(layer: ComposedLayer, counts: list[int], q: Tensor, k: Tensor, v: Tensor, *_, is_causal: bool = False):
+def _count(
+    layer: ComposedLayer, counts: list[int], q: Tensor, k: Tensor, v: Tensor, *_, is_causal: bool = False,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """Add what a call of the operator costs, in place of making it."""
     B, H, T, D = q.shape
-    pairs = B * visible_pairs(T, k.shape[2], is_causal=is_causal, window=layer.window)
+    pairs = B * visible_pairs(T, k.shape[2], is_causal=is_causal, window=window)
     counts.append(attention_flops(D, H, pairs, **compose_options_of(layer.options)))
     return torch.empty_like(q)
 
