@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...weights import ComposeWeights
 from ..call import Call
+from ..compiled.blocks import flat_weights, tensors_of
 from ..dropout import draw_seed
 from .decode import MOST_QUERIES
-from .decode_op import decoded, flat
+from .decode_op import decoded
 from .op import composed
 from .operands import pack
 
@@ -34,17 +35,21 @@ def is_decoding(call: Call) -> bool:
     """Tell whether a call goes through the kernels of few queries, which have no gradient and drop nothing."""
     if call.q.shape[2] > MOST_QUERIES or call.dropout_p > 0.0:
         return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(call)))
-
-
-def _tensors(call: Call) -> list[Tensor]:
-    """List the tensors that may want a gradient."""
-    return [x for x in (call.q, call.k, call.v, call.bias, *flat(call.pre), *flat(call.post)) if x is not None]
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors_of(call)))
 
 
 def _decode(call: Call) -> Tensor:
     options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
-    return decoded(call.q, call.k, call.v, *flat(call.pre), *flat(call.post), _mask(call), *_documents(call), *options)
+    return decoded(
+        call.q,
+        call.k,
+        call.v,
+        *flat_weights(call.pre),
+        *flat_weights(call.post),
+        _mask(call),
+        *_documents(call),
+        *options,
+    )
 
 
 def _documents(call: Call) -> tuple[Tensor, Tensor] | tuple[None, None]:

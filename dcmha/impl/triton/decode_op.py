@@ -2,12 +2,11 @@
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ...weights import ComposeWeights, SideWeights
+from ...weights import ComposeWeights
+from ..compiled.blocks import weights_from
 from . import distrust
 from .decode import attend
 from .operands import Hiding, Options
@@ -21,14 +20,14 @@ OPTIONS = "Tensor? mask, Tensor? starts, Tensor? stops, bool is_causal, SymInt w
     "dcmha::decode_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {WEIGHTS}, {OPTIONS}) -> Tensor"
 )
 def decoded(q, k, v, *rest):
-    """Compute the output [B, H, T, D]; weights are those of `flat`."""
+    """Compute the output [B, H, T, D]; weights are those of `flat_weights`."""
     count = len(PARTS)
     pre, post, (mask, starts, stops, is_causal, window, scale, num_groups) = (
         rest[:count], rest[count : 2 * count], rest[2 * count :],
     )  # fmt: skip
     hiding = Hiding(mask, starts, stops, None)
     options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, 0.0, num_groups)
-    pre, post = _of_flat(pre), _of_flat(post)
+    pre, post = weights_from(pre), weights_from(post)
     with torch.cuda.device_of(q):
         call = distrust.call_of(q, k, v, pre, post, hiding, options)
         if not distrust.is_trusted(call, False, is_few=True):
@@ -41,14 +40,3 @@ def decoded(q, k, v, *rest):
 @decoded.register_fake
 def _(q, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-def flat(weights: ComposeWeights | None) -> list[Tensor | None]:
-    """List a composition's tensors as the operator takes them."""
-    return [None] * len(PARTS) if weights is None else [*weights.query, *weights.key, weights.base]
-
-
-def _of_flat(parts: Sequence[Tensor | None]) -> ComposeWeights | None:
-    if all(part is None for part in parts):
-        return None
-    return ComposeWeights(SideWeights(*parts[:3]), SideWeights(*parts[3:6]), parts[6])

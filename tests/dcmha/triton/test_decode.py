@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dcmha import composed_attention
+from dcmha.impl.compiled.blocks import flat_weights
 from dcmha.impl.triton import chunks, decode, decode_op
 from tests.dcmha.inputs import Case, make_mask, make_operands, relative_error, run, weights_of
 
@@ -139,7 +140,7 @@ def test_the_operator_fulfils_what_torch_asks_for():
     case = Case(B=2, T=2, S=9, H=4, D=8)
     operands = {n: x.detach().float() for n, x in make_operands(case).items()}
     pre, post = (weights_of(operands, composition) for composition in ("pre", "post"))
-    weights = [*decode_op.flat(pre), *decode_op.flat(post)]
+    weights = [*flat_weights(pre), *flat_weights(post)]
     arguments = (*(operands[n] for n in "qkv"), *weights, None, None, None, True, 0, 0.3, 1)
     torch.library.opcheck(decode_op.decoded, arguments, test_utils=("test_schema", "test_faketensor"))
 
