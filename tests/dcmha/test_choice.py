@@ -58,6 +58,14 @@ def test_auto(q, options, impl, reason):
     assert resolve_impl("reference", q, is_composed=True, **options).impl == "reference"
 
 
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("tokens", [1, 2048])
+@pytest.mark.parametrize("heads", [3, 6, 12, 16, 24, 32, 40, 48, 52, 64])
+def test_named_models_and_swapped_ones_are_fused(heads, tokens):
+    """Decoders of 405M to 33B and DCPythia (16 to 52), DCViT (6 to 12), the models of timm (up to 48: Swin-L)."""
+    assert resolve_impl("auto", queries(1, heads, tokens, 64), is_composed=True) == ("triton", None)
+
+
 def test_an_old_gpu(capability):
     capability["capability"] = (7, 5)
     choice = resolve_impl("auto", queries(2, 6, 197, 64), is_composed=True)
