@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
 from dcmha import composed_attention
@@ -32,7 +32,8 @@ def graphs(monkeypatch):
         made.append(graph)
         return make_boxed_func(graph.forward)
 
-    monkeypatch.setattr(blocks, "BACKEND", aot_autograd(fw_compiler=count, bw_compiler=count))
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    monkeypatch.setattr(blocks, "BACKEND", backend)
     monkeypatch.setattr(compiled, "attend", blocks.attend_compiled)
     monkeypatch.setattr(slices, "WHOLE_LENGTH", 16)
     monkeypatch.setattr(slices, "CHUNK", 8)

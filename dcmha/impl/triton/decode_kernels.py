@@ -38,7 +38,7 @@ def _key_vectors(side, step, seen, tile, sizes, FORM: tl.constexpr, KIND: tl.con
 def _seen_keys(step, tile, KIND: tl.constexpr):
     """Tell which keys some query of a tile may see, of each block [BK, 16]."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         seen = step.real & tile.slots.is_real[b][None, :]
         if KIND.MASK == 1:
             seen = seen & (tl.max((step.pairs[b] != 0).to(tl.int32), 0) > 0)
@@ -55,10 +55,14 @@ def _head_places(tile, sizes, row_stride, head_stride, B: tl.constexpr):
 
 @triton.jit
 def _load_channels(x, heads, tokens, token_stride, seen, C: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr):
-    """Load part C of the channels of keys or values [1, BK, 16, STEP]."""
+    """Load part C of the channels of keys or values [1, BK, 16, STEP].
+
+    Heads are said to be more contiguous than keys, so that every Triton lays threads along them first: sums over keys
+    stay within threads.
+    """
     channel = C * STEP + tl.arange(0, STEP)
     rows = (tokens.to(tl.int64) * token_stride)[:, None] + heads[None, :]
-    pointers = x + rows[None, :, :, None] + channel[None, None, None, :]
+    pointers = tl.max_contiguous(x + rows[None, :, :, None] + channel[None, None, None, :], [1, 1, 2, STEP])
     inside = seen[None, :, :, None]
     if D % STEP != 0:
         inside = inside & (channel < D)[None, None, None, :]
@@ -71,13 +75,14 @@ def _scores(
     STEP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Multiply queries and keys: of each block [BQ, BK, 16]."""
+    COUNT: tl.constexpr = (D + STEP - 1) // STEP
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         heads = _head_places(tile, sizes, strides[0], strides[1], b)
         plane = (tile.slots.row + sizes.row0).to(tl.int64) * sizes.H + tile.slots.head[b]
         queries = (plane * sizes.T)[None, :] + (sizes.query0 + tile.query)[:, None]
         total = tl.zeros([BQ, BK, SLOTS], tl.float32)
-        for c in tl.static_range(tl.cdiv(D, STEP)):
+        for c in tl.static_range(COUNT):
             channel = c * STEP + tl.arange(0, STEP)
             inside = tile.mask[b][:, None, :, None] & (channel < D)[None, None, None, :]
             pointers = q + (queries * D)[:, None, :, None] + channel[None, None, None, :]  # [BQ, 1, 16, STEP]
@@ -115,7 +120,7 @@ def decode_scores(
         y = mix(scores, to_dot(scores, KIND), matrices, vectors, sums, PRE, True, KIND)
         exponent = exponents(y, step.bias, step.pairs, KIND)
         running = see(running, exponent, KIND)
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             tl.store(x + step.place[b], exponent[b], mask=step.inside[b])
     store_statistics(log_sums, tile, sizes, log_sums_of(running, -float("inf"), KIND), KIND)
 
@@ -128,7 +133,7 @@ def _whole_log_sums(log_sums, tile, sizes, BQ: tl.constexpr, KIND: tl.constexpr)
     for start in range(0, sizes.num_splits, SLOTS):
         split = start + tl.arange(0, SLOTS)
         parts = ()
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             plane = (split[:, None] * num_rows + tile.slots.row[None, :]) * sizes.H + tile.slots.head[b][None, :]
             places = (plane * sizes.num_queries)[None, :, :] + tile.query[:, None, None]
             inside = tile.mask[b][:, None, :] & (split < sizes.num_splits)[None, :, None]
@@ -156,29 +161,29 @@ def decode_outputs(
     )
     sums = group_sum(BQ, KIND)
     whole = _whole_log_sums(log_sums, tile, sizes, BQ, KIND)
-    COUNT: tl.constexpr = tl.cdiv(D, STEP)
+    COUNT: tl.constexpr = (D + STEP - 1) // STEP
     totals = ()
-    for _ in tl.static_range(KIND.BLOCKS * COUNT):
+    for _ in tl.static_range(tl.constexpr(KIND.BLOCKS * COUNT)):
         totals = totals + (tl.zeros([BQ, SLOTS, STEP], tl.float32),)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
     for start in range(low, high, BK):
         step = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         seen = _seen_keys(step, tile, KIND)
         exponent = ()
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             exponent = exponent + (tl.load(x + step.place[b], mask=step.inside[b], other=-float("inf")),)
         weights = weights_of(exponent, whole, KIND)
         vectors = _key_vectors(post.key, step, seen, tile, sizes, POST, KIND)
         composed = mix(weights, to_dot(weights, KIND), matrices, vectors, sums, POST, True, KIND)
         added = ()
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             heads = _head_places(tile, sizes, v_row, v_head, b)
             for c in tl.static_range(COUNT):
                 values = _load_channels(v, heads, step.token, v_token, seen[b], c, D, STEP)
                 added = added + (totals[b * COUNT + c] + tl.sum(composed[b][:, :, :, None] * values, 1),)
         totals = added
     num_rows = num_instances // num_groups
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         plane = (tile.split * num_rows + tile.slots.row).to(tl.int64) * H + tile.slots.head[b]
         places = ((plane * num_queries)[None, :] + tile.query[:, None]) * D
         for c in tl.static_range(COUNT):

@@ -80,7 +80,7 @@ def load_pairs(
     inside = (m_inside[:, None] & v_inside[None, :])[:, :, None]
     result = ()
     if KIND.MASK_HEADS:
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             planes = (row + slots.head[b].to(tl.int64) * sizes.mask_head)[None, None, :]
             here = inside & slots.is_real[b][None, None, :]
             result = result + (tl.load(masks.pairs + places + planes, mask=here, other=0),)
@@ -90,7 +90,7 @@ def load_pairs(
         else:
             here = inside & slots.is_instance[None, None, :]
             seen = tl.load(masks.pairs + places + row[None, None, :], mask=here, other=0)
-        for _ in tl.static_range(KIND.BLOCKS):
+        for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             result = result + (seen,)
     return result
 
@@ -108,7 +108,7 @@ def query_offsets(token, inside, sizes, KIND: tl.constexpr):
 def exponents(y, bias, pairs, KIND: tl.constexpr):
     """Turn composed scores into exponents of 2, -inf where the bias is; what a mask hides may hold anything."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         if KIND.MASK == 1:
             exponent = tl.where(pairs[b] != 0, y[b] * LOG2E + bias, -float("inf"))
         elif KIND.MASK == 2:
@@ -124,7 +124,7 @@ def exponents(y, bias, pairs, KIND: tl.constexpr):
 def weights_of(exponent, log_sums, KIND: tl.constexpr):
     """Make weights of exponents and the base-2 log-sums of their queries, which are broadcast."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (tl.exp2(exponent[b] - log_sums[b]),)
     return result
 
@@ -181,7 +181,7 @@ def query_words(masks, slots, sizes, query, KIND: tl.constexpr):
     """Make the words of queries, of each block [queries, 16], that dropout starts from."""
     low, high = tl.load(masks.seed).to(tl.uint32), tl.load(masks.seed + 1).to(tl.uint32)
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         plane = (slots.row + sizes.row0) * sizes.H + slots.head[b]
         word = scramble((plane.to(tl.uint32) * HEAD) ^ low)
         result = result + (scramble(word[None, :] ^ (query.to(tl.uint32) * ROW)[:, None] ^ high),)
@@ -198,7 +198,7 @@ def key_words(token):
 def drop(tile, row_words, column_words, sizes, KIND: tl.constexpr):
     """Drop what dropout drops of a tile, and scale up the rest; the words of both sides are broadcast."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         kept = scramble(row_words[b] ^ column_words) >= sizes.threshold.to(tl.uint32)
         result = result + (tl.where(kept, tile[b] * sizes.keep_scale, 0.0),)
     return result

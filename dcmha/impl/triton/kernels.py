@@ -156,7 +156,7 @@ def post_gradients(
     log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
     words = along_keys(tile.words, KIND)
     row_sum = ()
-    for _ in tl.static_range(KIND.BLOCKS):
+    for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         row_sum = row_sum + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
     d_post = zero_gradients(BQ, POST, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
@@ -172,14 +172,14 @@ def post_gradients(
         post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
         added = ()
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             added = added + (row_sum[b] + tl.sum(within_threads(weights[b] * d_weights[b]), 1),)
         row_sum = added
         if POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0:
             weights_dot, da_wide = to_dot(weights, KIND), to_float(da_dot, KIND)
             d_post = add_gradients(weights, weights_dot, da_wide, da_dot, post_matrices, d_post, POST, True, KIND)
     whole = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         whole = whole + (tl.sum(row_sum[b], 1),)
     store_statistics(row_sums, tile, sizes, whole, KIND)
     COUNT: tl.constexpr = 2 * POST.QUERY_RANK + POST.QUERY_GATE
@@ -317,7 +317,7 @@ def key_gradients(
 def _along_matrices(blocks, KIND: tl.constexpr):
     """Give numbers of a step's queries, of each block [BQ, 16], an axis of keys before."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (blocks[b][None, :, :],)
     return result
 
@@ -326,6 +326,6 @@ def _along_matrices(blocks, KIND: tl.constexpr):
 def _through_softmax(weights, d_weights, row_sums, KIND: tl.constexpr):
     """Take the gradient of weights back to the exponents': P (dP - sum_j P dP)."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (weights[b] * (d_weights[b] - row_sums[b]),)
     return result

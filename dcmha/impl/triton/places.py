@@ -198,7 +198,7 @@ def planes_of(slots, number, sizes, KIND: tl.constexpr):
     Heads that share keys follow each other within a block of queries.
     """
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         shared = slots.row * (sizes.H // sizes.shared) + slots.head[b] // sizes.shared
         plane = (shared * sizes.plane_blocks + number) * sizes.shared + slots.head[b] % sizes.shared
         result = result + (plane,)
@@ -228,7 +228,7 @@ def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK:
         low, high = within_documents(low, high, starts, stops, key0)
     low, high = whole_tiles(low, high, num_keys, BK)
     planes, mask, offsets = planes_of(slots, number, sizes, KIND), (), ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         mask = mask + (is_query[:, None] & slots.is_real[b][None, :],)
         offsets = offsets + ((planes[b] * sizes.block)[None, :] * num_keys + (in_block * num_keys)[:, None],)
     words = mask
@@ -263,7 +263,7 @@ def key_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BK: tl.con
     if KIND.HAS_DOCUMENTS:
         bias = other_documents(bias, token[None, :, None], tile.starts[:, None, :], tile.stops[:, None, :])
     place, inside = (), ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         place = place + (tile.offsets[b][:, None, :] + key[None, :, None],)
         inside = inside + (tile.mask[b][:, None, :] & (key < num_keys)[None, :, None],)
     pairs, words = inside, token
@@ -307,7 +307,7 @@ def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: t
         low, high = within_documents(low, high, starts, stops, position0)
     low, high = whole_tiles(low, high, num_real, BQ)
     planes, offsets = planes_of(slots, number, sizes, KIND), ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         offsets = offsets + ((planes[b] * sizes.block)[None, :] * num_keys + key[:, None],)
     words = token
     if KIND.HAS_DROPOUT:
@@ -342,7 +342,7 @@ def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.c
         starts, stops = load_documents(masks, row, position, is_query, slots.is_instance, sizes.S, KIND)
         bias = other_documents(bias, tile.token[:, None, None], starts[None, :, :], stops[None, :, :])
     mask, place, inside = (), (), ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         mask = mask + (is_query[:, None] & slots.is_real[b][None, :],)
         place = place + (tile.offsets[b][:, None, :] + (in_block * num_keys)[None, :, None],)
         key_mask = (tile.key < num_keys)[:, None] & slots.is_real[b][None, :]

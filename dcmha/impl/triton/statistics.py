@@ -28,7 +28,7 @@ class Running(NamedTuple):
 def nothing_seen(BQ: tl.constexpr, KIND: tl.constexpr):
     """Begin: `Running`."""
     largest, total = (), ()
-    for _ in tl.static_range(KIND.BLOCKS):
+    for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         largest = largest + (tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32),)
         total = total + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
     return Running(largest=largest, total=total)
@@ -38,7 +38,7 @@ def nothing_seen(BQ: tl.constexpr, KIND: tl.constexpr):
 def see(running, exponents, KIND: tl.constexpr):
     """Add a tile of exponents of 2, of each block [BQ, BK, 16]: `Running`."""
     largest, total = (), ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         here = within_threads(exponents[b])  # [BQ, BK / 8, 8, 16]
         top = tl.maximum(running.largest[b], tl.max(here, 1))
         largest = largest + (top,)
@@ -51,7 +51,7 @@ def see(running, exponents, KIND: tl.constexpr):
 def log_sums_of(running, nothing, KIND: tl.constexpr):
     """End: log-sums of each block [BQ, 16]; `nothing` where no key is visible."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         top = tl.max(running.largest[b], 1)
         scaled = tl.maximum(running.total[b] * tl.exp2(running.largest[b] - top[:, None, :]), 0.0)  # no product within
         whole = tl.sum(scaled, 1)  # the sum: threads that add it up in other orders would store other bits
@@ -63,7 +63,7 @@ def log_sums_of(running, nothing, KIND: tl.constexpr):
 def load_statistics(statistics, slots, query, mask, sizes, EMPTY, KIND: tl.constexpr):
     """Load numbers of queries and heads from [B, H, T], of each block [queries, 16]."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         plane = (slots.row + sizes.row0).to(tl.int64) * sizes.H + slots.head[b]
         places = (plane * sizes.T)[None, :] + query[:, None]
         result = result + (tl.load(statistics + places, mask=mask[b], other=EMPTY),)
@@ -74,7 +74,7 @@ def load_statistics(statistics, slots, query, mask, sizes, EMPTY, KIND: tl.const
 def store_statistics(statistics, tile, sizes, values, KIND: tl.constexpr):
     """Store numbers of a tile's queries and heads, of each block [BQ, 16], to [num_splits, rows, H, num_queries]."""
     num_rows = sizes.num_instances // sizes.num_groups
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         plane = (tile.split * num_rows + tile.slots.row) * sizes.H + tile.slots.head[b]
         places = (plane * sizes.num_queries)[None, :] + tile.query[:, None]
         tl.store(statistics + places, values[b], mask=tile.mask[b])
@@ -84,6 +84,6 @@ def store_statistics(statistics, tile, sizes, values, KIND: tl.constexpr):
 def along_keys(blocks, KIND: tl.constexpr):
     """Give numbers of a tile's queries, of each block [BQ, 16], an axis of keys."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (blocks[b][:, None, :],)
     return result

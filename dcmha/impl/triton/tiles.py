@@ -128,7 +128,7 @@ def slots_of(program, num_instances, num_groups, KIND: tl.constexpr):
     instance = program * INSTANCES + slots // WIDTH
     group, is_instance = instance % num_groups, instance < num_instances
     head, column, is_real = (), (), ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         in_group = slots % WIDTH + b * SLOTS
         head = head + (group * KIND.HEADS + in_group,)
         column = column + (group * KIND.GROUP_SLOTS + in_group,)
@@ -170,7 +170,7 @@ def load_vectors(
     rows = row.to(tl.int64) * num_tokens * COUNT * width  # [16]
     vectors = ()
     for n in tl.static_range(COUNT):
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             pointers = packed + (rows + slots.column[b])[None, :] + ((tokens * COUNT + n) * width)[:, None]
             vectors = vectors + (tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE),)  # [tokens, 16]
     return vectors
@@ -187,7 +187,7 @@ def load_side(
     rows = row.to(tl.int64)[None, :] * num_tokens + tokens[:, None]  # [tokens, 16]
     vectors = ()
     for n in tl.static_range(2 * RANK + GATE):
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             if n < RANK:
                 pointers = side.down + (rows * RANK + n) * H
             elif n < 2 * RANK:
@@ -219,8 +219,8 @@ def _whole_matrices(
 ):  # fmt: skip
     """Build sum_r down_r^T up_r + diag(gate) + base, matrices [M, 16, 16] from each block to each."""
     result = ()
-    for a in tl.static_range(KIND.BLOCKS):
-        for b in tl.static_range(KIND.BLOCKS):
+    for a in tl.static_range(tl.constexpr(KIND.BLOCKS)):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             matrices = tl.zeros([M, SLOTS, SLOTS], tl.float32)
             for r in tl.static_range(RANK):
                 down = vectors[r * KIND.BLOCKS + a].to(tl.float32)
@@ -263,14 +263,14 @@ def transposed(matrices, FORM: tl.constexpr, KIND: tl.constexpr):
     """Transpose what composes a tile, to take gradients back."""
     if FORM.FACTORED:
         downs, ups = (), ()
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             downs = downs + (tl.permute(matrices.up[b], (0, 2, 1)),)
             ups = ups + (tl.permute(matrices.down[b], (0, 2, 1)),)
         return Matrices(whole=downs, down=downs, up=ups, gate=matrices.gate)
     else:
         result = ()
-        for a in tl.static_range(KIND.BLOCKS):
-            for b in tl.static_range(KIND.BLOCKS):
+        for a in tl.static_range(tl.constexpr(KIND.BLOCKS)):
+            for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
                 result = result + (tl.permute(matrices.whole[b * KIND.BLOCKS + a], (0, 2, 1)),)
         return Matrices(whole=result, down=result, up=result, gate=result)
 
@@ -279,7 +279,7 @@ def transposed(matrices, FORM: tl.constexpr, KIND: tl.constexpr):
 def to_dot(blocks, KIND: tl.constexpr):
     """Round a tile to the dtype of products."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (blocks[b].to(KIND.DOT),)
     return result
 
@@ -288,7 +288,7 @@ def to_dot(blocks, KIND: tl.constexpr):
 def to_float(blocks, KIND: tl.constexpr):
     """Widen a tile to float32."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (blocks[b].to(tl.float32),)
     return result
 
@@ -297,7 +297,7 @@ def to_float(blocks, KIND: tl.constexpr):
 def to_rank(x_dot, factors, KIND: tl.constexpr):
     """Sum a tile over the heads by `down` or `up` factors: column r is the sum of rank r [M, V, 16]."""
     total = tl.zeros(x_dot[0].shape, tl.float32)
-    for a in tl.static_range(KIND.BLOCKS):
+    for a in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         total = tl.dot(x_dot[a], factors[a], total, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
     return total.to(KIND.DOT)
 
@@ -352,13 +352,13 @@ def zero_gradients(M: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
     """Make gradients of what composes a tile, of zeros, to add to: `Matrices`, gates [M, 8, 16]."""
     whole, down, up, gate = (), (), (), ()
     if FORM.FACTORED:
-        for _ in tl.static_range(KIND.BLOCKS):
+        for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             down = down + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
             up = up + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
             gate = gate + (tl.zeros([M, LANES, SLOTS], tl.float32),)
         whole = down
     else:
-        for _ in tl.static_range(KIND.BLOCKS * KIND.BLOCKS):
+        for _ in tl.static_range(tl.constexpr(KIND.BLOCKS * KIND.BLOCKS)):
             whole = whole + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
         down, up, gate = whole, whole, whole
     return Matrices(whole=whole, down=down, up=up, gate=gate)
@@ -382,18 +382,18 @@ def add_gradients(
         if RANK > 0:
             inner, d_inner = to_rank(x_dot, matrices.down, KIND), to_rank(dy_dot, _back(matrices.up, KIND), KIND)
             down, up = (), ()
-            for b in tl.static_range(KIND.BLOCKS):
+            for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
                 down = down + (_outer(x_dot[b], d_inner, totals.down[b]),)
                 up = up + (_outer(inner, dy_dot[b], totals.up[b]),)
         if GATE:
             gate = ()
-            for b in tl.static_range(KIND.BLOCKS):
+            for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
                 gate = gate + (totals.gate[b] + tl.sum(within_threads(x[b] * dy[b]), 1),)
         return Matrices(whole=down, down=down, up=up, gate=gate)
     else:
         result = ()
-        for a in tl.static_range(KIND.BLOCKS):
-            for b in tl.static_range(KIND.BLOCKS):
+        for a in tl.static_range(tl.constexpr(KIND.BLOCKS)):
+            for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
                 result = result + (_outer(x_dot[a], dy_dot[b], totals.whole[a * KIND.BLOCKS + b]),)
         return Matrices(whole=result, down=result, up=result, gate=result)
 
@@ -402,7 +402,7 @@ def add_gradients(
 def _back(factors, KIND: tl.constexpr):
     """Transpose one kind of factors."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (tl.permute(factors[b], (0, 2, 1)),)
     return result
 
@@ -422,7 +422,7 @@ def store_vector_gradients(
     RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
     GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
     rank = tl.arange(0, SLOTS)
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         pointers = target + places + slots.column[b][None, :]
         for r in tl.static_range(RANK):
             if FORM.FACTORED:
@@ -462,8 +462,8 @@ def store_base_sum(gradients, sums, KIND: tl.constexpr):
     WIDTH: tl.constexpr = SLOTS * KIND.BLOCKS
     slots = tl.arange(0, SLOTS)
     place = tl.program_id(0).to(tl.int64) * WIDTH * WIDTH
-    for a in tl.static_range(KIND.BLOCKS):
-        for b in tl.static_range(KIND.BLOCKS):
+    for a in tl.static_range(tl.constexpr(KIND.BLOCKS)):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             square = (slots + a * SLOTS)[:, None] * WIDTH + (slots + b * SLOTS)[None, :]
             tl.store(sums + place + square, tl.sum(gradients.whole[a * KIND.BLOCKS + b], 0))
 
@@ -472,7 +472,7 @@ def store_base_sum(gradients, sums, KIND: tl.constexpr):
 def load_tile(workspace, place, inside, KIND: tl.constexpr):
     """Load a tile of a workspace, in the dtype of products."""
     result = ()
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (tl.load(workspace + place[b], mask=inside[b], other=0.0).to(KIND.DOT),)
     return result
 
@@ -480,7 +480,7 @@ def load_tile(workspace, place, inside, KIND: tl.constexpr):
 @triton.jit
 def store_tile(workspace, place, inside, tile, KIND: tl.constexpr):
     """Store a tile."""
-    for b in tl.static_range(KIND.BLOCKS):
+    for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         tl.store(workspace + place[b], tile[b].to(workspace.dtype.element_ty), mask=inside[b])
 
 
@@ -489,7 +489,7 @@ def store_zeros(workspace, offsets, start, stop, num_keys, mask, TILE: tl.conste
     """Write zeros to the keys from `start`, a multiple of TILE, to `stop`; offsets [M, 16] are those of key 0."""
     for begin in range(start, stop, TILE):
         key = tl.multiple_of(begin, TILE) + tl.arange(0, TILE)
-        for b in tl.static_range(KIND.BLOCKS):
+        for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             inside = mask[b][:, None, :] & (key < num_keys)[None, :, None]
             tl.store(workspace + offsets[b][:, None, :] + key[None, :, None], 0.0, mask=inside)
 

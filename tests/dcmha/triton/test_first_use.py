@@ -76,7 +76,7 @@ def call(case: Case = CASE) -> torch.Tensor:
 )
 def test_every_kind_of_call_passes_once(case, a_checked_cpu):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         first, second = call(case), call(case)
     assert len(a_checked_cpu) == 1 and torch.equal(first, second)
     start_anew()
@@ -134,7 +134,7 @@ def test_a_broken_kernel_is_told_and_not_used(a_checked_cpu):
     ):
         call()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error", UserWarning)  # once is enough
         with pytest.raises(ValueError, match="a check found"):
             call(replace(CASE, H=2))  # of another kind
     assert len(a_checked_cpu) == 1
@@ -209,11 +209,11 @@ def test_what_was_traced_computes_by_chunks_if_the_kernels_are_wrong(monkeypatch
 
 def test_auto_takes_what_is_right(monkeypatch):
     """On a GPU, of which a check has found something."""
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(2, 6, 197, 64, device="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    with torch._subclasses.FakeTensorMode():
-        q = torch.empty(2, 6, 197, 64, device="cuda", dtype=torch.bfloat16)
     assert resolve_impl("auto", q, is_composed=True).impl == "triton"
     first_use._findings[first_use._environment(q.device, q.dtype)] = "out is wrong"
     choice = resolve_impl("auto", q, is_composed=True)
