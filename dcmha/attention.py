@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Seen
-from .impl.masking import combine_masks
 from .layer import LAYER_OPTIONS, ComposedLayer, check_kv_heads, check_options
 from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
@@ -147,21 +146,24 @@ class DCAttention(ComposedLayer):
 
         Args:
             x: Tokens [B, T, C].
-            attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S].
+            attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; not with a cache.
             is_causal: As in `composed_attention`.
             rope: Rotates q and k, each [B, heads, T, D], before the scores.
-            cache: Keeps keys, values and the key side of the compose weights between calls.
+            cache: Keeps keys, values and the key side of the compose weights between calls, which are causal.
             documents: As in `composed_attention`; not with a cache.
 
         Returns:
             [B, T, dim_out].
 
         Raises:
-            ValueError: If a shape does not fit, both a cache and documents are given, or a cache without `is_causal`.
+            ValueError: If a shape does not fit, or a cache is given with documents, with a mask, without `is_causal`,
+                or is of another window.
         """
         self._check_input(x)
         if cache is not None and documents is not None:
             raise ValueError("documents are given with a cache; accepted: one of the two.")
+        if cache is not None and attn_mask is not None:
+            raise ValueError("attn_mask is given with a cache, which knows what may be seen; accepted: one of the two.")
         if cache is not None and not is_causal:
             raise ValueError("is_causal=False is given with a cache; accepted: True, as tokens come after another.")
         if cache is not None:
@@ -184,9 +186,10 @@ class DCAttention(ComposedLayer):
         pre, post = (None, None) if self.compose is None else self.compose(x)
         window = self.window
         if cache is not None:
-            k, v, pre, post, seen, is_ordered = cache.update(k, v, pre, post)
-            attn_mask = combine_masks(attn_mask, seen)
-            is_causal, window = is_causal and is_ordered, window if is_ordered else None
+            k, v, pre, post, attn_mask, is_ordered, cached_window = cache.update(k, v, pre, post)
+            if cached_window != window:
+                raise ValueError(f"the cache is of a layer with window={cached_window}; got one with window={window}.")
+            is_causal, window = is_ordered, window if is_ordered else None
         out = self.attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal, window=window)
         out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:

@@ -28,6 +28,7 @@ class Seen(NamedTuple):
         mask: Which keys may be seen, broadcastable to [B, H, T, S]; or None.
         is_ordered: Whether keys come in the order of their tokens up to the newest, so that `is_causal` and `window` of
             `composed_attention` hold, besides the mask. Else the mask says all, for causal attention.
+        window: Of the cache: a layer must have the same.
     """
 
     k: Tensor
@@ -36,6 +37,7 @@ class Seen(NamedTuple):
     post: ComposeWeights | None
     mask: Tensor | None
     is_ordered: bool
+    window: int | None
 
 
 class Clock:
@@ -49,28 +51,38 @@ class Clock:
     def __init__(self, padding: Tensor | None) -> None:
         self.end: Tensor | None = None
         self.padding = padding
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._rings: set[tuple[int, int | None]] = set()
+        self._masks: dict[tuple[int, int | None, int], Tensor] = {}
 
-    def advance(self, num_tokens: int) -> None:
-        """Set the tokens up to and with the next call."""
-        self.end.fill_(num_tokens)
-        self._masks.clear()
+    def add_ring(self, size: int, window: int | None) -> None:
+        """Tell of a layer's buffers: places, and keys that a query sees."""
+        self._rings.add((size, window))
 
-    def mask(self, positions: Tensor, size: int, window: int | None) -> Tensor:
-        """Tell which places of ring buffers new tokens at `positions` [T] may see [B or 1, 1, T, size].
+    def advance(self, end: int, num_tokens: int, device: torch.device) -> None:
+        """Go on to a number of tokens, of which some are those of the next call.
 
-        Layers alike share one mask.
+        Tensors keep their memory, so that a recorded decode step (a CUDA graph) sees what they come to hold.
         """
-        if torch.compiler.is_compiling():
-            return self._mask(positions, size, window)
-        if (size, window) not in self._masks:
-            self._masks[size, window] = self._mask(positions, size, window)
-        return self._masks[size, window]
+        if self.end is not None and self.end.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("the cache was begun within torch.inference_mode(); go on within it.")
+        if self.end is None:
+            self.end = torch.zeros((), dtype=torch.long, device=device)
+            self.padding = None if self.padding is None else self.padding.to(device)
+        self.end.fill_(end)
+        if num_tokens > FEW_TOKENS:
+            return
+        for size, window in self._rings:
+            mask = self._see(num_tokens, size, window)
+            self._masks.setdefault((size, window, num_tokens), mask).copy_(mask)
 
-    def _mask(self, positions: Tensor, size: int, window: int | None) -> Tensor:
-        newest = self.end - 1
-        held = newest - (newest - torch.arange(size, device=positions.device)) % size  # negative for empty places
-        distance = positions[:, None] - held
+    def mask(self, num_tokens: int, size: int, window: int | None) -> Tensor:
+        """Tell which places of ring buffers the new tokens may see [B or 1, 1, T, size]; layers alike share it."""
+        return self._masks[size, window, num_tokens]
+
+    def _see(self, num_tokens: int, size: int, window: int | None) -> Tensor:
+        newest, device = self.end - 1, self.end.device
+        held = newest - (newest - torch.arange(size, device=device)) % size  # negative for empty places
+        distance = (newest + 1 - num_tokens + torch.arange(num_tokens, device=device))[:, None] - held
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         return self.real(held) & seen
 
@@ -82,7 +94,7 @@ class Clock:
 
 
 class LayerCache:
-    """The cache of one layer of causal attention; fulfils `AttentionCache`. What it keeps carries no gradient.
+    """The cache of one layer of causal attention; fulfils `AttentionCache`. For inference: it takes no gradients.
 
     Args:
         capacity: Most tokens of a row.
@@ -94,6 +106,7 @@ class LayerCache:
         self.size = capacity if window is None else min(window + FEW_TOKENS - 1, capacity)
         self.window, self.clock = window, clock
         self.kept: list[Tensor] | None = None
+        clock.add_ring(self.size, window)
 
     def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> Seen:
         """Add new tokens and return all that they may see, as `AttentionCache` says.
@@ -101,15 +114,23 @@ class LayerCache:
         Few tokens after others are given the buffers themselves, in which nothing is moved.
 
         Raises:
-            ValueError: If the dtype is another than before.
+            ValueError: If a dtype is another than before, or something carries a gradient.
             MemoryError: If there is no room for the cache.
         """
         new = [k.transpose(1, 2), v.transpose(1, 2), *_key_parts(pre), *_key_parts(post)]
+        self._check(new)
         seen, mask, is_ordered = self._see(new)
         keys, values, *parts = seen
         rest = iter(parts)
         pre, post = (_with_key_parts(weights, rest) for weights in (pre, post))
-        return Seen(keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask, is_ordered)
+        return Seen(keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask, is_ordered, self.window)
+
+    def _check(self, new: list[Tensor]) -> None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in new):
+            raise ValueError("a cache takes no gradients, and k has one; decode within torch.no_grad().")
+        for old, x in zip(self.kept or new, new, strict=True):
+            if old.dtype != x.dtype:
+                raise ValueError(f"the cache holds {old.dtype}; got {x.dtype}.")
 
     def _see(self, new: list[Tensor]) -> tuple[list[Tensor], Tensor | None, bool]:
         """Keep what new tokens bring, [B, T, ...] each; return what they see [B, S, ...], a mask, if it is ordered."""
@@ -119,11 +140,9 @@ class LayerCache:
             self.kept = self._make_room(new)
             self._write(new, positions)
             return new, None if self.clock.padding is None else self.clock.real(positions), True
-        if self.kept[0].dtype != new[0].dtype:
-            raise ValueError(f"the cache holds {self.kept[0].dtype}; got {new[0].dtype}.")
         if T <= FEW_TOKENS:
             self._write(new, positions)
-            return self.kept, self.clock.mask(positions, self.size, self.window), False
+            return self.kept, self.clock.mask(T, self.size, self.window), False
         seen, seen_positions = self._after_kept(new, positions)
         self._write(new, positions)
         return seen, self.clock.real(seen_positions), True
@@ -182,7 +201,8 @@ class DecodingCache:
             [T], or [B, T] if rows have padding; 0 for padding itself.
 
         Raises:
-            ValueError: If they exceed the capacity, the rows are others than before, or the cache is broken.
+            ValueError: If they exceed the capacity, the rows are others than before, the cache is broken, or was begun
+                in inference mode and this is not.
         """
         if self.is_broken:
             raise ValueError("a call that failed left the cache half written; make a new one.")
@@ -195,11 +215,7 @@ class DecodingCache:
             )
         self.num_rows = num_rows
         self.num_tokens += num_tokens
-        if self.clock.end is None:
-            self.clock.end = torch.zeros((), dtype=torch.long, device=device)
-            if self.clock.padding is not None:
-                self.clock.padding = self.clock.padding.to(device)
-        self.clock.advance(self.num_tokens)
+        self.clock.advance(self.num_tokens, num_tokens, device)
         positions = self.clock.end - num_tokens + torch.arange(num_tokens, device=device)
         if self.clock.padding is None:
             return positions

@@ -102,6 +102,34 @@ def test_few_tokens_are_given_the_buffers_as_they_lie(monkeypatch):
 
 
 @torch.no_grad()
+def test_a_recorded_step_sees_the_tokens_that_come():
+    """A step that is recorded once (as in a CUDA graph), after a call to warm up, is right at all later tokens."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    decoder = small("dcformer_pp_debug", impl="compiled")
+    text, device = ids(2, 16), torch.device("cpu")
+    full, cache = decoder(text), decoder.make_cache(16)
+    decoder.decode(text[:, :6], cache)
+    positions = cache.advance(2, 1, device)
+    decoder.step(text[:, 6:7], positions, cache)
+    recorded = make_fx(lambda tokens, positions: decoder.step(tokens, positions, cache))(text[:, 6:7], positions)
+    for number in range(7, 16):
+        got = recorded(text[:, number : number + 1], cache.advance(2, 1, device))
+        torch.testing.assert_close(got, full[:, number : number + 1], rtol=1e-10, atol=1e-10)
+
+
+def test_a_cache_takes_no_gradients():
+    decoder = small("dcformer_pp_debug")
+    with pytest.raises(ValueError, match=r"a cache takes no gradients.* torch.no_grad"):
+        decoder.decode(ids(1, 3), decoder.make_cache(9))
+    cache = decoder.make_cache(9)
+    with torch.inference_mode():
+        decoder.decode(ids(1, 3), cache)
+    with torch.no_grad(), pytest.raises(ValueError, match="was begun within torch.inference_mode"):
+        decoder.decode(ids(1, 3), cache)
+
+
+@torch.no_grad()
 def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
     from torch._dynamo.testing import CompileCounter
 

@@ -14,7 +14,7 @@ from dcmha import ComposeWeights, SideWeights, composed_attention
 class Case:
     """One shape and set of features of composed attention.
 
-    A mask is "bool", "float", "float-inf" or "keys"; "bias 1HTS" is an operand, of that shape. `shared` heads share
+    A mask is "bool", "heads", "float", "float-inf" or "keys"; "bias 1HTS" is an operand, of that shape. `shared` heads share
     one of the keys and values.
     """
 
@@ -93,10 +93,10 @@ def make_mask(case: Case) -> Tensor | None:
         keys[0] = case.B == 1
         keys[0, ..., ::3] = False
         return keys
-    visible = torch.rand(case.B, 1, case.T, case.S) > 0.3
+    visible = torch.rand(case.B, case.H if case.mask == "heads" else 1, case.T, case.S) > 0.3
     visible[..., 0] = True
     visible[0, :, case.T // 2] = False
-    if case.mask == "bool":
+    if case.mask in ("bool", "heads"):
         return visible
     bias = torch.randn(case.B, case.H, case.T, case.S, dtype=torch.float64)
     return bias.masked_fill(~visible, -torch.inf) if case.mask == "float-inf" else bias

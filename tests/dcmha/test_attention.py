@@ -181,8 +181,9 @@ def test_window_and_groups_reach_the_operator():
 class GrowingCache:
     """Keeps everything; the simplest cache the layer's protocol allows."""
 
-    def __init__(self):
+    def __init__(self, window=None):
         self.k = self.v = self.keys = None
+        self.window = window
 
     def update(self, k, v, pre, post):
         keys = [weights.key for weights in (pre, post)]
@@ -193,7 +194,7 @@ class GrowingCache:
                 for old, new in zip(self.keys, keys, strict=True)
             ]
         self.k, self.v, self.keys = k, v, keys
-        return Seen(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True)
+        return Seen(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True, self.window)
 
 
 @pytest.mark.parametrize("num_kv_heads", [None, 2])
@@ -205,7 +206,7 @@ def test_decoding_with_a_cache_equals_the_full_call(window, num_kv_heads):
         layer.compose.project.mul_(100)
         x = torch.randn(2, 11, 32, dtype=torch.float64)
         full = layer(x, is_causal=True)
-        cache = GrowingCache()
+        cache = GrowingCache(window)
         parts = [layer(part, is_causal=True, cache=cache) for part in x.split([5, 1, 1, 3, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-11, atol=1e-11)
 
@@ -265,6 +266,10 @@ def test_documents_do_not_see_each_other():
         layer(x, documents=documents, cache=GrowingCache())
     with pytest.raises(ValueError, match="is_causal=False is given with a cache"):
         layer(x, cache=GrowingCache())
+    with pytest.raises(ValueError, match="attn_mask is given with a cache"):
+        layer(x, torch.ones(9, 9, dtype=torch.bool), is_causal=True, cache=GrowingCache())
+    with pytest.raises(ValueError, match="the cache is of a layer with window=None; got one with window=5"):
+        layer(x, is_causal=True, cache=GrowingCache())
 
 
 @pytest.mark.parametrize("options", [{}, {"pre_compose": False, "post_compose": False}], ids=str)

@@ -126,3 +126,12 @@ def test_forward_mode_equals_the_reference_or_is_refused():
         layer = make_layer(impl)
         with pytest.raises(NotImplementedError):
             make_dual(layer, *make_inputs(layer, 9))
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_triton_drops_no_tangent(tokens):
+    """Of inputs, too, that need no gradient."""
+    layer = make_layer("triton").requires_grad_(False)
+    x, u = make_inputs(layer, tokens)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="impl='triton' has no forward-mode"):
+        layer(forward_ad.make_dual(x, u))

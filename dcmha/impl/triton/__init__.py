@@ -10,9 +10,10 @@ on CPU tensors.
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ...weights import ComposeWeights
-from ..call import Call
+from ..call import Call, refuse_derivative
 from ..compiled.blocks import flat_weights, tensors_of
 from ..dropout import draw_seed
 from .decode import MOST_QUERIES
@@ -23,12 +24,18 @@ from .operands import pack
 
 def attention(call: Call) -> Tensor:
     """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
+    if not torch.compiler.is_compiling() and any(map(_has_tangent, tensors_of(call))):
+        refuse_derivative("triton", "forward-mode")
     if is_decoding(call):
         return _decode(call)
     operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
     seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
     options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
     return composed(call.q, call.k, call.v, *operands, _mask(call), *_documents(call), seed, *options)[0]
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and unpack_dual(x).tangent is not None
 
 
 def is_decoding(call: Call) -> bool:

@@ -19,7 +19,8 @@ from .operands import WHOLE_BLOCKS, Hiding, Options, form_of
 from .tiles import Form, Kind, Packed
 
 MOST_QUERIES = 8  # of a call that these kernels take: more repay products of a library
-TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole
+TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole and its heads not too large
+TILE_BYTES = 256  # of such a head
 TILE_KEYS = 16
 NUM_WARPS = 4
 STEPS = {"decode_scores": 64, "decode_outputs": 32}  # channels of keys or values that are loaded at once, at most
@@ -47,14 +48,11 @@ def _rank_and_gate(side: SideWeights) -> tuple[int, int]:
     return 0 if side.down is None else side.down.shape[2], int(side.gate is not None)
 
 
-def _tile_queries(num_queries: int, kind: Kind) -> int:
-    return min(num_queries, TILE_QUERIES if kind.BLOCKS <= WHOLE_BLOCKS else 1)
-
-
-def decode_tile(name: str, num_queries: int, head_dim: int, kind: Kind) -> dict[str, int]:
+def decode_tile(name: str, num_queries: int, head_dim: int, itemsize: int, kind: Kind) -> dict[str, int]:
     """Return the sizes that a kernel is compiled for."""
+    is_small = kind.BLOCKS <= WHOLE_BLOCKS and head_dim * itemsize <= TILE_BYTES
     return {
-        "BQ": _tile_queries(num_queries, kind),
+        "BQ": min(num_queries, TILE_QUERIES if is_small else 1),
         "BK": TILE_KEYS,
         "D": head_dim,
         "STEP": min(STEPS[name], triton.next_power_of_2(head_dim)),
@@ -97,14 +95,18 @@ def _launch(name: str, mixer: Mixer, chunk: Chunk, num_splits: int, composition:
         num_keys=chunk.num_keys,
         KIND=mixer.kind,
         **{composition.upper(): mixer.operands.form(composition, mixer.kind.BLOCKS)},
-        **decode_tile(name, chunk.block, mixer.q.shape[3], mixer.kind),
+        **_tile(name, mixer, chunk),
         **fused_multiply_add(mixer.q),
     )
 
 
+def _tile(name: str, mixer: Mixer, chunk: Chunk) -> dict[str, int]:
+    return decode_tile(name, chunk.block, mixer.q.shape[3], mixer.q.element_size(), mixer.kind)
+
+
 def _num_programs(mixer: Mixer, chunk: Chunk) -> int:
     """Count the programs of a kernel whose keys are not split."""
-    return mixer.num_slot_sets(chunk) * triton.cdiv(chunk.block, _tile_queries(chunk.block, mixer.kind))
+    return mixer.num_slot_sets(chunk) * triton.cdiv(chunk.block, _tile("decode_scores", mixer, chunk)["BQ"])
 
 
 def _num_splits(mixer: Mixer, chunk: Chunk) -> int:

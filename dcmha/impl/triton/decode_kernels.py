@@ -4,7 +4,7 @@
     decode_outputs    exponents, log-sums, v -> what each split of the keys adds to the output
 
 Weights of the compositions are not packed: in `pre` and `post` a side is a `SideWeights`. Keys and values are read from
-memory where some query of a tile sees them, and not else: the empty places of a cache cost nothing.
+memory where a boolean mask shows them to some query of a tile, and not else: the empty places of a cache cost nothing.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim; of a tile: BQ queries, BK keys, STEP channels
@@ -36,13 +36,18 @@ def _key_vectors(side, step, seen, tile, sizes, FORM: tl.constexpr, KIND: tl.con
 
 @triton.jit
 def _seen_keys(step, tile, KIND: tl.constexpr):
-    """Tell which keys some query of a tile may see, of each block [BK, 16]."""
+    """Tell which keys some query of a tile may see with any of its heads, which are mixed: of each block [BK, 16]."""
+    wanted = step.real
+    if KIND.MASK == 1:
+        visible = tl.max((step.pairs[0] != 0).to(tl.int32), 0)  # [BK, 16 or 1]
+        if KIND.MASK_HEADS:
+            for b in tl.static_range(1, tl.constexpr(KIND.BLOCKS)):
+                visible = tl.maximum(visible, tl.max((step.pairs[b] != 0).to(tl.int32), 0))
+            visible = tl.max(visible, 1)[:, None]
+        wanted = wanted & (visible > 0)
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-        seen = step.real & tile.slots.is_real[b][None, :]
-        if KIND.MASK == 1:
-            seen = seen & (tl.max((step.pairs[b] != 0).to(tl.int32), 0) > 0)
-        result = result + (seen,)
+        result = result + (wanted & tile.slots.is_real[b][None, :],)
     return result
 
 

@@ -176,7 +176,7 @@ def _kind(call: Call, gradients: bool, is_few: bool) -> tuple:
     )
     hiding = (call.is_causal, call.window is not None, call.documents is not None, differs, call.dropout_p > 0)
     branches = (_branches(call.pre), _branches(call.post))
-    return q.device, q.dtype, heads, branches, (T > S) - (T < S), hiding, gradients, is_few and min(T, 2)
+    return q.device, q.dtype, heads, branches, (T > S) - (T < S), hiding, gradients, is_few and (min(T, 2), q.shape[3])
 
 
 def _branches(weights: ComposeWeights | None) -> tuple | None:
@@ -190,7 +190,7 @@ def _branches(weights: ComposeWeights | None) -> tuple | None:
 def _text(kind: tuple) -> str:
     """Write a kind of call down, of any device of its sort."""
     device, dtype, *rest = kind
-    names = ("heads", "branches", "more queries than keys", "hiding", "gradients", "few queries")
+    names = ("heads", "branches", "more queries than keys", "hiding", "gradients", "few queries and head dim")
     environment = {"environment": json.loads(_environment(device, dtype))}
     return json.dumps(environment | dict(zip(names, rest, strict=True)), sort_keys=True)
 
@@ -260,14 +260,17 @@ def _small(call: Call, is_few: bool) -> Call:
     def side(weights: SideWeights, tokens: int) -> SideWeights:
         return weights.map(lambda w: rand(ROWS, tokens, *w.shape[2:], scale=0.5))
 
+    def of_keys() -> Tensor:
+        heads = call.k.shape[1]
+        return rand(ROWS, S, heads, D).transpose(1, 2) if is_few else rand(ROWS, heads, S, D)  # as a cache lies
+
     def of(weights: ComposeWeights | None) -> ComposeWeights | None:
         if weights is None:
             return None
         base = None if weights.base is None else rand(*weights.base.shape, scale=0.5)
         return ComposeWeights(side(weights.query, T), side(weights.key, S), base)
 
-    D = min(q.shape[3], CHANNELS)
-    of_keys = (ROWS, call.k.shape[1], S, D)
+    D = q.shape[3] if is_few else min(q.shape[3], CHANNELS)
     visible = bias = None
     if call.visible is not None:
         visible = torch.rand(_pairs(call.visible, (ROWS, q.shape[1], T, S)), device=q.device) < 0.7
@@ -275,8 +278,8 @@ def _small(call: Call, is_few: bool) -> Call:
         bias = rand(*_pairs(call.bias, (ROWS, q.shape[1], T, S)))
     return call._replace(
         q=rand(ROWS, q.shape[1], T, D),
-        k=rand(*of_keys),
-        v=rand(*of_keys),
+        k=of_keys(),
+        v=of_keys(),
         pre=of(call.pre),
         post=of(call.post),
         visible=visible,

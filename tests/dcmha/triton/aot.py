@@ -86,7 +86,11 @@ def compile_decoding(
 ) -> Resources:
     """Compile a kernel of few queries likewise, with a mask of keys."""
     kind, form = _kind(dtype, MASK=1, **kind), _form(form or {}, dtype, **kind)
-    constants = decode.decode_tile(name, num_queries, head_dim, kind) | {"KIND": kind, "PRE": form, "POST": form}
+    constants = decode.decode_tile(name, num_queries, head_dim, 4 if dtype == "fp32" else 2, kind) | {
+        "KIND": kind,
+        "PRE": form,
+        "POST": form,
+    }
     num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
     return _compile(getattr(decode_kernels, name), capability, dtype, constants, num_warps, num_stages)
 

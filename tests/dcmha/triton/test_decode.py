@@ -28,6 +28,7 @@ KINDS = [
     {"is_causal": True, "window": 5},
     {"window": 4, "mask": "keys"},
     {"mask": "bool"},
+    {"mask": "heads", "is_causal": True},
     {"mask": "float-inf", "is_causal": True},
     {"mask": "bias H1S"},
     {"has_documents": True, "is_causal": True},
@@ -111,6 +112,20 @@ def test_a_cache_is_read_as_it_lies(calls):
     given = [operands["k"], operands["v"], *weights_of(operands, "pre").key, *weights_of(operands, "post").key]
     for x, y in zip(given, (k, v, *pre.key, *post.key), strict=True):
         assert x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [(1, 0, 0, 1), (0, 0, 1, 1), (1, 0, 1, 0)], ids=str)
+@pytest.mark.parametrize("case", [Case(B=2, T=3, S=20, H=6), Case(B=1, T=1, S=20, H=24, D=8)], ids=str)
+def test_heads_see_what_is_hidden_from_others(case, mask):
+    """A mask that differs between heads: hidden scores of one are mixed into others before it hides them."""
+    full = (case.B, case.H, case.T, case.S)
+    shape = [1 if same else n for same, n in zip(mask, full, strict=True)]
+    visible = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    operands = {n: x.detach() for n, x in make_operands(case).items()}
+    expected = run(case, operands, "reference", visible)
+    got = run(case, {n: x.float() for n, x in operands.items()}, "triton", visible)
+    assert relative_error(got.double(), expected) < 2e-6
 
 
 @torch.no_grad()

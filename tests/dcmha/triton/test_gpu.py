@@ -81,7 +81,7 @@ def test_as_exact_as_the_reference_in_the_same_dtype(shape, kind, dtype):
 def test_few_queries_as_exact_as_the_reference(shape, queries, dtype):
     B, _, S, H, G, D = shape
     low = operands((B, queries, S, H, G, D), dtype)
-    visible = torch.rand(B, 1, 1, S, device=DEVICE) < 0.8
+    visible = torch.rand(B, H, 1, S, device=DEVICE) < 0.8
     exact, expected, got = (
         forward({n: x.to(wanted) for n, x in low.items()}, impl, G, is_causal=True, attn_mask=visible).double()
         for impl, wanted in (("reference", torch.float64), ("reference", dtype), ("triton", dtype))

@@ -38,6 +38,7 @@ WINDOWS = [  # of a size that leaves nothing out, and of one
 KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 5}, {"window": 4}, {"mask": "keys"}]
 MASKS = [
     {"mask": "bool"},
+    {"mask": "heads"},
     {"mask": "float-inf", "is_causal": True},
     {"mask": "bias 1HTS"},
     {"mask": "bias BHTS", "window": 5, "is_causal": True},
