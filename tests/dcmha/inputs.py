@@ -14,8 +14,8 @@ from dcmha import ComposeWeights, SideWeights, composed_attention
 class Case:
     """One shape and set of features of composed attention.
 
-    A mask is "bool", "heads", "float", "float-inf" or "keys"; "bias 1HTS" is an operand, of that shape. `shared` heads share
-    one of the keys and values.
+    A mask is "bool", "heads" (one of each head), "float", "float-inf" or "keys"; "bias 1HTS" is an operand, of that
+    shape. `shared` heads share one of the keys and values.
     """
 
     B: int = 2
