@@ -7,10 +7,11 @@ from torch.utils.data import DataLoader
 from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError
 
-from .samples import Collate, TokenSamples
+from .idxmap import PREFIX, IndexedCorpus
+from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
-from .tokenizers import BYTES
+from .tokenizers import BYTES, open_tokenizer
 
 STDLIB = "stdlib"
 
@@ -30,7 +31,11 @@ class TokenDataModule(ResumableDataModule):
     Resume: training goes on at the very next sample, also on another number of ranks or another batch size.
 
     Args:
-        tokens: Folder that `dclm tokens` made, or "stdlib": the Python sources of the standard library.
+        tokens: Folder that `dclm tokens` made; "stdlib": the Python sources of the standard library; or
+            "idxmap:PREFIX": tokens in Megatron's indexed format, all for training.
+        validation: Where validation tokens come from, likewise: a folder's split "val", or all of an "idxmap:PREFIX".
+            None for those of `tokens`, if it is a folder.
+        tokenizer: That made an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders say it themselves.
         vocab_size: Ids must lie below it; at least the corpus's own.
         context_length: Tokens T of a sequence.
         batch_size: Sequences of one rank in a step.
@@ -53,6 +58,8 @@ class TokenDataModule(ResumableDataModule):
         seed: int = 0,
         val_tokens: int | None = 2**20,
         separate_documents: bool = False,
+        validation: str | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="sequences")
         self.save_hyperparameters(logger=False)
@@ -60,37 +67,58 @@ class TokenDataModule(ResumableDataModule):
             raise UserError(f"{context_length=}, {vocab_size=} and {val_tokens=} must be at least 1.")
         self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
         self.val_tokens, self.separate_documents = val_tokens, separate_documents
-        self.corpus: Corpus | None = None
+        self.validation, self.tokenizer = validation, tokenizer
+        self.corpus: Corpus | IndexedCorpus | None = None
+        self.val_corpus: Corpus | IndexedCorpus | None = None
         self.train_samples: TokenSamples | None = None
         self.val_samples: TokenSamples | None = None
 
     def prepare_data(self) -> None:
         """Make the built-in corpus, once per machine."""
-        if self.tokens == STDLIB:
+        if STDLIB in (self.tokens, self.validation):
             stdlib_corpus()
 
     def setup(self, stage: str) -> None:
         """Open the corpus and check that it fits."""
         self.check_trainer()
-        self.corpus = Corpus(stdlib_corpus() if self.tokens == STDLIB else self.tokens)
+        self.corpus = self.val_corpus = self._open_corpus(self.tokens)
+        if self.validation is not None:
+            self.val_corpus = self._open_corpus(self.validation)
+            self._check_validation()
+        elif isinstance(self.corpus, IndexedCorpus):
+            raise UserError(f"data.tokens={self.tokens} is for training alone; data.validation must name other tokens.")
         if self.corpus.vocab_size > self.vocab_size:
             raise UserError(
                 f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}; "
                 f"data.vocab_size={self.vocab_size} must be at least that."
             )
         if stage == "fit":
-            self.train_samples = self._open("train")
+            self.train_samples = self._open(self.corpus, "train")
             self.check_steps()
-        self.val_samples = self._open("val")
+        self.val_samples = self._open(self.val_corpus, "val")
 
-    def _open(self, split: str) -> TokenSamples:
-        row = self.corpus.split(split)
+    def _open_corpus(self, name: str) -> Corpus | IndexedCorpus:
+        if not name.startswith(PREFIX):
+            return Corpus(stdlib_corpus() if name == STDLIB else name)
+        if self.tokenizer is None:
+            raise UserError(f"{name} does not say what made its tokens; data.tokenizer must.")
+        return IndexedCorpus(name.removeprefix(PREFIX), open_tokenizer(self.tokenizer))
+
+    def _check_validation(self) -> None:
+        ours, theirs = self.corpus.tokenizer().spec, self.val_corpus.tokenizer().spec
+        if ours != theirs:
+            raise UserError(
+                f"data.validation={self.validation} is of another tokenizer than data.tokens={self.tokens}."
+            )
+
+    def _open(self, corpus: Corpus | IndexedCorpus, split: str) -> TokenSamples:
+        row = corpus.split(split)
         if row.max_token >= self.vocab_size:
             raise UserError(
                 f"{row.name} holds token {row.max_token}; accepted: 0 to {self.vocab_size - 1} "
                 f"(data.vocab_size={self.vocab_size})."
             )
-        samples = TokenSamples(row, self.context_length, self.vocab_size)
+        samples = TokenSamples(row, self.context_length, self.vocab_size, self.separate_documents)
         if len(samples) < 1:
             raise UserError(
                 f"{row.name} holds {len(row)} tokens; a sequence takes {self.context_length} and one more "
@@ -116,26 +144,23 @@ class TokenDataModule(ResumableDataModule):
         Byte tokens say it themselves. Of a corpus of before documents were counted, the decoded text counts.
         """
         count, row = self.num_val_samples * self.context_length, self.val_samples.row
-        tokenizer = self.corpus.tokenizer()
+        tokenizer = self.val_corpus.tokenizer()
         by_documents = None if tokenizer.spec == BYTES else row.num_bytes(1, count + 1)
         return (tokenizer.num_bytes(row[1 : count + 1]) if by_documents is None else by_documents) / count
 
-    def _collate(self) -> Collate:
-        return Collate(self.corpus.eos_id, self.separate_documents)
-
     def train_dataloader(self) -> DataLoader:
         """Make the training loader, from the position that training has reached."""
-        return self.make_loader(self.train_samples, self.train_batches([self.num_samples]), self._collate())
+        return self.make_loader(self.train_samples, self.train_batches([self.num_samples]), collate)
 
     def val_dataloader(self) -> DataLoader:
         """Make the evaluation loader."""
-        return self.make_loader(self.val_samples, self.eval_batches(self.num_val_samples), self._collate())
+        return self.make_loader(self.val_samples, self.eval_batches(self.num_val_samples), collate)
 
     test_dataloader = val_dataloader
 
     def state_dict(self) -> dict:
         """Save the position in the training data, and the tokenizer, so that a checkpoint can generate by itself."""
-        return super().state_dict() | {"tokenizer": self.corpus.tokenizer().spec, "eos": self.corpus.manifest["eos"]}
+        return super().state_dict() | {"tokenizer": self.corpus.tokenizer().spec, "eos": self.corpus.eos}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over the position of a checkpoint."""

@@ -14,6 +14,7 @@ from dctrain.errors import UserError
 from dctrain.order import SampleRef
 
 from ..loss import IGNORED
+from .idxmap import IndexedRow
 from .token_files import TokenRow
 
 
@@ -31,6 +32,14 @@ def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
     return batch if isinstance(batch, Batch) else Batch(*batch, documents=None, samples=[])
 
 
+class Sample(NamedTuple):
+    """Tokens of a sequence and one more; the numbers of its documents, where they are kept apart."""
+
+    ref: SampleRef
+    tokens: np.ndarray
+    documents: np.ndarray | None
+
+
 class TokenSamples(Dataset):
     """Sequence number i is tokens [i T, (i + 1) T] of a row, its targets the same one further.
 
@@ -38,43 +47,35 @@ class TokenSamples(Dataset):
         row: The tokens.
         context_length: T.
         vocab_size: Ids must be below it.
+        separate_documents: Number the documents of each sequence, for attention within them.
     """
 
-    def __init__(self, row: TokenRow, context_length: int, vocab_size: int) -> None:
+    def __init__(
+        self, row: TokenRow | IndexedRow, context_length: int, vocab_size: int, separate_documents: bool = False
+    ) -> None:
         self.row, self.context_length, self.vocab_size = row, context_length, vocab_size
+        self.separate_documents = separate_documents
 
     def __len__(self) -> int:
         return max(0, len(self.row) - 1) // self.context_length
 
-    def __getitem__(self, ref: SampleRef) -> tuple[SampleRef, np.ndarray]:
+    def __getitem__(self, ref: SampleRef) -> Sample:
         start = ref.index * self.context_length
         tokens = self.row[start : start + self.context_length + 1]
-        if tokens.max() >= self.vocab_size:
+        wrong = tokens[(tokens >= self.vocab_size) | (tokens < 0)]
+        if len(wrong):
             raise UserError(
-                f"{self.row.name} holds token {tokens.max()} near token {start}; accepted: 0 to {self.vocab_size - 1} "
+                f"{self.row.name} holds token {wrong[0]} near token {start}; accepted: 0 to {self.vocab_size - 1} "
                 f"(data.vocab_size={self.vocab_size})."
             )
-        return ref, tokens
+        return Sample(ref, tokens, self.row.documents(start, tokens[:-1]) if self.separate_documents else None)
 
 
-class Collate:
-    """Stacks sequences.
-
-    Args:
-        eos_id: Ends documents.
-        separate_documents: Number the documents of each sequence, for attention within them.
-    """
-
-    def __init__(self, eos_id: int, separate_documents: bool) -> None:
-        self.eos_id, self.separate_documents = eos_id, separate_documents
-
-    def __call__(self, samples: list[tuple[SampleRef, np.ndarray]]) -> Batch:
-        refs, rows = zip(*samples, strict=True)
-        tokens = torch.from_numpy(np.stack(rows))
-        input_ids, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-        targets[[ref.is_padding for ref in refs]] = IGNORED
-        documents = None
-        if self.separate_documents:
-            ends = (input_ids == self.eos_id).long()
-            documents = ends.cumsum(1) - ends  # an end token belongs to the document that it ends
-        return Batch(input_ids, targets, documents, [ref.index for ref in refs])
+def collate(samples: list[Sample]) -> Batch:
+    """Stack sequences."""
+    refs, rows, documents = zip(*samples, strict=True)
+    tokens = torch.from_numpy(np.stack(rows))
+    input_ids, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    targets[[ref.is_padding for ref in refs]] = IGNORED
+    numbers = None if documents[0] is None else torch.from_numpy(np.stack(documents))
+    return Batch(input_ids, targets, numbers, [ref.index for ref in refs])

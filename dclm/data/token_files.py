@@ -49,11 +49,12 @@ class Corpus:
             )
         self.vocab_size: int = self.manifest["vocab_size"]
         self.eos_id: int = self.manifest["eos_id"]
+        self.eos: str | None = self.manifest["eos"]
 
     def tokenizer(self) -> Tokenizer:
         """Make the tokenizer that made the tokens."""
         path = self.folder / "tokenizer.json"
-        return tokenizer_from_spec(path.read_text() if path.is_file() else BYTES, self.manifest["eos"])
+        return tokenizer_from_spec(path.read_text() if path.is_file() else BYTES, self.eos)
 
     def split(self, name: str) -> "TokenRow":
         """Open the tokens of "train" or "val"."""
@@ -74,7 +75,7 @@ class TokenRow:
     def __init__(self, corpus: Corpus, split: str) -> None:
         entries = corpus.manifest["splits"].get(split, [])
         dtype = DTYPES[corpus.manifest["dtype"]]
-        self.name = f"{corpus.folder}/{split}"
+        self.name, self.eos_id = f"{corpus.folder}/{split}", corpus.eos_id
         self.files = [_map_file(corpus.folder / entry["file"], entry["tokens"], dtype) for entry in entries]
         self.starts = np.cumsum([0] + [len(file) for file in self.files])
         self.max_token = max((entry["max_token"] for entry in entries), default=-1)
@@ -96,6 +97,11 @@ class TokenRow:
         ends = [np.concatenate([[0], np.cumsum(counts)]) for counts in (tokens, sizes)]
         low, high = np.interp([start, stop], *ends)
         return float(high - low)
+
+    def documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
+        """Number the documents of neighbouring tokens, from 0; an end token belongs to the document that it ends."""
+        ends = (tokens == self.eos_id).astype(np.int64)
+        return ends.cumsum() - ends
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, _ = span.indices(len(self))

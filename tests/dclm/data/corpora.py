@@ -1,6 +1,7 @@
 """Small corpora of texts that tell their number."""
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,19 @@ def numbered_corpus(folder: Path, num_tokens: int = 1000, num_val: int = 200) ->
     manifest = {"format": "dclm-tokens-1", "dtype": "uint16", "vocab_size": 257, "eos": None, "eos_id": 256}
     (folder / "manifest.json").write_text(json.dumps(manifest | {"splits": splits}))
     return folder
+
+
+def write_indexed(prefix: Path, documents: list[list[list[int]]], dtype: str = "<u2", code: int = 8) -> Path:
+    """Write documents, each of several sequences of ids, in Megatron's indexed format."""
+    sequences = [ids for document in documents for ids in document]
+    lengths = np.array([len(ids) for ids in sequences])
+    places = np.concatenate([[0], lengths.cumsum()[:-1]]) * np.dtype(dtype).itemsize
+    marks = np.cumsum([0] + [len(document) for document in documents])
+    np.concatenate(sequences).astype(dtype).tofile(f"{prefix}.bin")
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(marks))
+    parts = (lengths.astype("<i4"), places.astype("<i8"), marks.astype("<i8"))
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    return prefix
 
 
 def prepared(inputs: list[Path], out: Path, batch_bytes: int = 300, **options) -> dict:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dclm.data import TokenDataModule
+from dclm.data.samples import collate
 from dclm.data.token_files import Corpus
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
@@ -49,7 +50,7 @@ def test_evaluation_takes_the_first_tokens_in_order(tmp_path):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_padding_counts_nowhere_and_is_made_of_tokens(batch_size, tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), "validate", batch_size=batch_size)
-    samples, collate = data.val_samples, data._collate()
+    samples = data.val_samples
     batch = collate([samples[SampleRef(i, 0, is_padding=i == batch_size - 1)] for i in range(batch_size)])
     assert (batch.targets[-1] == -100).all() and (batch.targets[:-1] >= 0).all()
     assert (batch.input_ids >= 0).all()

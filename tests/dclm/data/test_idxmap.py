@@ -1,0 +1,96 @@
+"""Megatron's indexed format: the same tokens and documents, read where they lie; damaged files are named."""
+
+import numpy as np
+import pytest
+
+from dclm.data import TokenDataModule
+from dclm.data.idxmap import IndexedCorpus
+from dclm.data.tokenizers import ByteTokenizer
+from dctrain.errors import UserError
+
+from .corpora import numbered_corpus, write_indexed
+
+DTYPES = [("<u2", 8), ("<i4", 4), ("<i8", 5)]
+
+
+def documents(count: int = 40, seed: int = 0) -> list[list[list[int]]]:
+    """Documents of one to three sequences of 0 to 20 bytes, without end tokens."""
+    generator = np.random.default_rng(seed)
+    return [
+        [generator.integers(0, 256, generator.integers(0, 21)).tolist() for _ in range(generator.integers(1, 4))]
+        for _ in range(count)
+    ]
+
+
+def module(prefix, validation, stage: str = "fit", **options) -> TokenDataModule:
+    options = {"context_length": 16, "batch_size": 2, "tokenizer": "bytes"} | options
+    data = TokenDataModule(f"idxmap:{prefix}", validation=validation, **options)
+    data.setup(stage)
+    return data
+
+
+@pytest.mark.parametrize(("dtype", "code"), DTYPES)
+def test_the_row_is_the_documents(dtype, code, tmp_path):
+    made = documents()
+    row = IndexedCorpus(write_indexed(tmp_path / "a", made, dtype, code), ByteTokenizer()).split("train")
+    tokens = [i for document in made for sequence in document for i in sequence]
+    numbers = np.array([n for n, document in enumerate(made) for sequence in document for _ in sequence])
+    assert row[:].tolist() == tokens and row[:].dtype == np.int64
+    for start in range(0, len(tokens), 13):
+        part = row[start : start + 50]
+        found, expected = row.documents(start, part), numbers[start : start + 50]
+        assert part.tolist() == tokens[start : start + 50]
+        assert np.array_equal(np.diff(found) != 0, np.diff(expected) != 0) and found[0] == 0
+
+
+def test_training_and_validation(tmp_path):
+    made = documents()
+    train, val = write_indexed(tmp_path / "a", made), write_indexed(tmp_path / "b", documents(9, seed=1))
+    data = module(train, f"idxmap:{val}", separate_documents=True)
+    tokens = [i for document in made for sequence in document for i in sequence]
+    batches = list(data.train_dataloader())
+    for batch in batches:
+        for number, row, targets in zip(batch.samples, batch.input_ids, batch.targets, strict=True):
+            assert row.tolist() == tokens[number * 16 : number * 16 + 16]
+            assert targets.tolist() == tokens[number * 16 + 1 : number * 16 + 17]
+    assert max(int(batch.documents.max()) for batch in batches) >= 1
+    assert len(list(data.val_dataloader())) == -(-data.num_val_samples // 2)
+    assert data.bytes_per_token == 1.0
+    assert data.state_dict()["tokenizer"] == "bytes"
+    folder = numbered_corpus(tmp_path / "c")
+    assert module(train, str(folder)).num_val_samples == 199 // 16
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    train = write_indexed(tmp_path / "a", documents())
+    val = f"idxmap:{write_indexed(tmp_path / 'b', documents(9, seed=1))}"
+    for options, message in (
+        ({"tokenizer": None}, "does not say what made its tokens; data.tokenizer must"),
+        ({"vocab_size": 100}, "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
+    ):
+        with pytest.raises(UserError, match=message):
+            module(train, val, **options)
+    with pytest.raises(UserError, match="is for training alone; data.validation must name other tokens"):
+        module(train, None)
+    with pytest.raises(UserError, match="nothing.idx is missing; accepted: idxmap:PREFIX of PREFIX.bin and PREFIX.idx"):
+        module(tmp_path / "nothing", val)
+    index, tokens = tmp_path / "a.idx", tmp_path / "a.bin"
+    whole, words = index.read_bytes(), tokens.read_bytes()
+    for content, message in (
+        (b"{" + whole[1:], "is no index of Megatron's format"),
+        (whole[:20], "is no index of Megatron's format"),
+        (whole[:-8], "marks of documents take"),
+        (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8; accepted: version 1"),
+        (whole[:17] + b"\x06" + whole[18:], "has version 1 and dtype code 6; accepted: version 1"),
+    ):
+        index.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            module(train, val)
+    index.write_bytes(whole)
+    tokens.write_bytes(words[:-2])
+    with pytest.raises(UserError, match="the two are of different data, or one is damaged"):
+        module(train, val)
+    write_indexed(tmp_path / "a", [[[300] * 40]])
+    data = module(train, val)
+    with pytest.raises(UserError, match="holds token 300 near token 0; accepted: 0 to 256"):
+        data.train_samples[data.train_dataloader().batch_sampler.__iter__().__next__()[0]]
