@@ -65,11 +65,12 @@ class Clock:
         """
         if self.end is not None and self.end.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("the cache was begun within torch.inference_mode(); go on within it.")
-        if self.end is None:
+        is_first = self.end is None
+        if is_first:
             self.end = torch.zeros((), dtype=torch.long, device=device)
             self.padding = None if self.padding is None else self.padding.to(device)
         self.end.fill_(end)
-        if num_tokens > FEW_TOKENS:
+        if is_first or num_tokens > FEW_TOKENS:
             return
         for size, window in self._rings:
             mask = self._see(num_tokens, size, window)

@@ -39,6 +39,7 @@ class Options:
         text_key: Key of the text in JSONL.
         val_fraction: Part of the documents, chosen by their content, that becomes the split "val".
         segment_tokens: Training tokens after which a new file begins.
+        num_val: Inputs, the last ones, all of whose documents become the split "val".
     """
 
     tokenizer: str = BYTES
@@ -46,6 +47,7 @@ class Options:
     text_key: str = "text"
     val_fraction: float = 0.005
     segment_tokens: int = 10**8
+    num_val: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -74,23 +76,33 @@ def make_tokens(
     eos: str | None = None,
     suffix: Sequence[str] = SUFFIXES,
     text_key: str = "text",
-    val_fraction: float = 0.005,
+    val_fraction: float | None = None,
     segment_tokens: int = 10**8,
+    val: Sequence[str] = (),
 ) -> None:
     """Turn texts into token files.
 
     Args:
-        inputs: Text files, JSONL and JSONL.zst (the Pile's format), or folders of them.
+        inputs: Text files, JSONL, JSONL.zst (the Pile's format) and .json.gz (C4's), or folders of them.
         out: Folder of the corpus.
         tokenizer: "bytes", "bpe:SIZE" to train one on the inputs, a tokenizer.json, or a hub name.
         eos: Token that ends a document; by default the tokenizer's usual one.
         suffix: Files taken from folders.
         text_key: Key of the text in JSONL.
-        val_fraction: Part of the documents, chosen by their content, for validation.
+        val_fraction: Part of the documents of `inputs`, chosen by their content, for validation; by default 0.005, or
+            none with `val`.
         segment_tokens: Training tokens of a file, about.
+        val: Files or folders likewise whose documents are all for validation, such as the Pile's val.jsonl.zst.
     """
     files = find_inputs([Path(path) for path in inputs], tuple(suffix))
-    manifest = prepare(files, Path(out), Options(tokenizer, eos, text_key, val_fraction, segment_tokens))
+    val_files = find_inputs([Path(path) for path in val], tuple(suffix)) if val else []
+    twice = {file.resolve() for file in files} & {file.resolve() for file in val_files}
+    if twice:
+        raise UserError(f"{min(twice)} is among both the inputs and val; accepted: one of the two.")
+    if val_fraction is None:
+        val_fraction = 0.0 if val else 0.005
+    options = Options(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
+    manifest = prepare(files + val_files, Path(out), options)
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {Path(out) / 'manifest.json'}")
     if manifest["tokens"]["val"] == 0:
@@ -137,7 +149,10 @@ def prepare(
         UserError: If an input cannot be read, `out` was made from other inputs or options, or another process is at it.
     """
     inputs = digest_lines(f"{file.resolve()} {file.stat().st_size}" for file in files)
-    with preparing(out, {"inputs": inputs, **asdict(options)}, ("*.bin", "progress.json")) as preparation:
+    described = {"inputs": inputs, **asdict(options)}
+    if options.num_val == 0:
+        del described["num_val"]  # as corpora say that were made before there was such an option
+    with preparing(out, described, ("*.bin", "progress.json")) as preparation:
         manifest = preparation.manifest() or _prepare(files, preparation, options, progress, batch_bytes)
     for entry in (entry for entries in manifest["splits"].values() for entry in entries):
         if not (out / entry["file"]).is_file():
@@ -158,7 +173,7 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
         documents = _read(files, options.text_key, Place(*notes["place"]), bar.update)
-        encoded = _encode(tokenizer, _batches(documents, batch_bytes))
+        encoded = _encode(tokenizer, _batches(documents, batch_bytes, len(files) - options.num_val))
         _write(encoded, files, preparation.out, tokenizer, options, notes)
     manifest = preparation.finish(_manifest(notes, tokenizer, options))
     path.unlink()
@@ -182,6 +197,7 @@ def _make_tokenizer(files: list[Path], preparation: Preparation, options: Option
 
 def _sample(files: list[Path], options: Options) -> Iterator[str]:
     """Yield training documents for a tokenizer, equally many bytes of every input at most."""
+    files = files[: len(files) - options.num_val]
     share = max(1, BPE_SAMPLE_BYTES // len(files))
     for file in files:
         taken = 0
@@ -209,26 +225,36 @@ def _read(
 
 
 class Batch(NamedTuple):
-    """Documents, those that are no UTF-8 apart by the number of their file, and the place behind them."""
+    """Documents, of which the last ones are of validation inputs; those that are no UTF-8 apart by their file's number.
+
+    Attributes:
+        texts: The documents.
+        num_inputs: Of them, those of the inputs.
+        unreadable: Numbers of files.
+        place: Behind them all.
+    """
 
     texts: list[str]
+    num_inputs: int
     unreadable: list[int]
     place: Place
 
 
-def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int) -> Iterator[Batch]:
-    """Gather documents until there is enough for the tokenizer's threads."""
-    batch, size = Batch([], [], Place()), 0
+def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int, num_files: int) -> Iterator[Batch]:
+    """Gather documents until there is enough for the tokenizer's threads; the first `num_files` files are inputs."""
+    batch, size = Batch([], 0, [], Place()), 0
     for place, document in documents:
         if document.text is None:
             batch.unreadable.append(place.file)
         else:
             batch.texts.append(document.text)
             size += len(document.text)
-        batch = batch._replace(place=place)
+        batch = batch._replace(
+            place=place, num_inputs=batch.num_inputs if place.file >= num_files else len(batch.texts)
+        )
         if size >= batch_bytes:
             yield batch
-            batch, size = Batch([], [], place), 0
+            batch, size = Batch([], 0, [], place), 0
     if batch.texts or batch.unreadable:
         yield batch
 
@@ -259,7 +285,7 @@ def _write(
     try:
         for batch, rows in encoded:
             segment = segment or Segment(out, len(notes["segments"]), tokenizer, options.val_fraction)
-            segment.add(batch.texts, rows)
+            segment.add(batch, rows)
             skipped += [str(files[number]) for number in batch.unreadable]
             if segment.num_tokens >= options.segment_tokens:
                 _note(segment, batch.place, skipped, out, notes)
@@ -306,10 +332,10 @@ class Segment:
         """Training tokens so far."""
         return self.counts["train"]["tokens"]
 
-    def add(self, texts: list[str], rows: list[np.ndarray]) -> None:
+    def add(self, batch: Batch, rows: list[np.ndarray]) -> None:
         """Add documents, each as text and as tokens."""
-        for text, ids in zip(texts, rows, strict=True):
-            split = "val" if _is_val(text, self.val_fraction) else "train"
+        for number, (text, ids) in enumerate(zip(batch.texts, rows, strict=True)):
+            split = "val" if number >= batch.num_inputs or _is_val(text, self.val_fraction) else "train"
             data = np.append(ids.astype(self.dtype), self.dtype.type(self.eos_id)).tobytes()
             self.files[split].write(data)
             self.hashes[split].update(data)

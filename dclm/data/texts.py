@@ -1,5 +1,6 @@
-"""Reading documents: text files, JSONL, and JSONL compressed with Zstandard (the Pile's format)."""
+"""Reading documents: text files, JSONL, and JSONL compressed with Zstandard (the Pile's format) or gzip (C4's)."""
 
+import gzip
 import io
 import json
 import os
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from dctrain.errors import UserError, told_as
 
-JSONL = (".jsonl", ".jsonl.zst")
+JSONL = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz")
 COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")
 SUFFIXES = (*JSONL, ".txt", ".md", ".rst", ".py")
 
@@ -32,7 +33,7 @@ def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list
         if not path.exists():
             raise UserError(f"input {path} does not exist.")
         if path.suffix in COMPRESSED and not path.name.endswith(JSONL):
-            raise UserError(f"input {path} is compressed; of these only .jsonl.zst is read.")
+            raise UserError(f"input {path} is compressed; of these {', '.join(JSONL[1:])} are read.")
         files += sorted(_below(path, suffixes)) if path.is_dir() else [path]
     if not files:
         raise UserError(f"no input below {', '.join(map(str, paths))}; looked for {', '.join(suffixes)}.")
@@ -70,6 +71,9 @@ def read_documents(path: Path, text_key: str) -> Iterator[Document]:
 
 
 def _lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
+    if path.suffix == ".gz":
+        yield from gzip.GzipFile(fileobj=file)
+        return
     if path.suffix != ".zst":
         yield from file
         return

@@ -322,6 +322,7 @@ def test_mistakes_are_named(name, overrides, message):
         dclm.decoder_config(name, **overrides)
 
 
+@torch.no_grad()
 def test_input_that_does_not_fit_is_named():
     decoder = small("transformer_debug")
     with pytest.raises(ValueError, match="25 tokens exceed the position table of 24"):

@@ -1,5 +1,6 @@
 """Preparing a corpus: every document comes back, whatever the format, the batches and the interruptions."""
 
+import gzip
 import hashlib
 import json
 import signal
@@ -13,7 +14,7 @@ import zstandard
 from filelock import FileLock
 
 from dclm.cli import main
-from dclm.data.make_tokens import Segment
+from dclm.data.make_tokens import Options, Segment, make_tokens, prepare
 from dclm.data.stdlib import stdlib_sources
 from dclm.data.texts import find_inputs, read_documents
 from dclm.data.token_files import Corpus
@@ -37,7 +38,7 @@ def documents_of(folder) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.zst", "json.gz"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_every_document_comes_back(kind, tokenizer, tmp_path):
     documents = texts(40)
@@ -49,6 +50,8 @@ def test_every_document_comes_back(kind, tokenizer, tmp_path):
             data = jsonl(some)
             if kind.endswith("zst"):  # two frames, as parallel compressors write them
                 data = b"".join(zstandard.compress(half) for half in (data[:100], data[100:]))
+            if kind.endswith("gz"):
+                data = gzip.compress(data)
             (tmp_path / f"in/{part}.{kind}").write_bytes(data)
     manifest = prepared([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer, val_fraction=0.3)
     found = documents_of(tmp_path / "out")
@@ -232,11 +235,34 @@ def test_files_are_taken_once_and_links_are_followed(tmp_path):
     assert len(find_inputs([tmp_path / "linked"])) == 3
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "b.zst", "c.txt.xz"])
+@pytest.mark.parametrize("name", ["a.jsonl.bz2", "b.zst", "c.txt.xz"])
 def test_other_compressed_formats_are_refused(name, tmp_path):
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UserError, match="is compressed; of these only .jsonl.zst is read"):
+    with pytest.raises(UserError, match="is compressed; of these .jsonl.zst, .jsonl.gz, .json.gz are read"):
         prepared([tmp_path / name], tmp_path / "out")
+
+
+def test_a_gzip_file_that_is_cut_off_is_damaged(tmp_path):
+    data = gzip.compress(jsonl(texts(500)))
+    (tmp_path / "a.json.gz").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match="a.json.gz is damaged"):
+        prepared([tmp_path / "a.json.gz"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 10**6])
+def test_validation_inputs_are_all_of_the_validation_split(batch_bytes, tmp_path):
+    """Interrupted or not, in batches of one or all."""
+    inputs, val = texts(30), texts(12, start=100)
+    write_texts(tmp_path / "in", inputs)
+    (tmp_path / "val.jsonl.zst").write_bytes(zstandard.compress(jsonl(val)))
+    options = Options(segment_tokens=200, val_fraction=0.0, num_val=1)
+    files = [*find_inputs([tmp_path / "in"]), tmp_path / "val.jsonl.zst"]
+    prepare(files, tmp_path / "out", options, progress=False, batch_bytes=batch_bytes)
+    assert documents_of(tmp_path / "out") == {"train": inputs, "val": val}
+    make_tokens([str(tmp_path / "in")], str(tmp_path / "b"), segment_tokens=200, val=[str(tmp_path / "val.jsonl.zst")])
+    assert documents_of(tmp_path / "b") == {"train": inputs, "val": val}
+    with pytest.raises(UserError, match="000.txt is among both the inputs and val"):
+        make_tokens([str(tmp_path / "in")], str(tmp_path / "c"), val=[str(tmp_path / "in/000.txt")])
 
 
 def test_a_mistyped_tokenizer_claims_no_folder(tmp_path):
