@@ -80,6 +80,7 @@ def test_the_cache_keeps_low_rank_factors_and_only_the_window():
     assert sum(tensor[0].numel() for tensor in cache.layers[0].kept) == (4 + 7) * 2 * H * D
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_few_tokens_are_given_the_buffers_as_they_lie(monkeypatch):
     """Nothing of the length of the cache is copied between calls, for the fused kernels least of all."""

@@ -18,7 +18,7 @@ SHAPES = [
     {"B": 1, "T": 5, "S": 20, "H": 8, "G": 2, "D": 160},
     {"B": 2, "T": 4, "S": 3, "H": 4},  # the first query sees no key where it is causal
     {"B": 1, "T": 2, "S": 40, "H": 24, "D": 32, "shared": 3},
-    {"B": 1, "T": 8, "S": 21, "H": 40, "D": 8},
+    {"B": 1, "T": 3, "S": 21, "H": 40, "D": 8},
     {"B": 1, "T": 1, "S": 35, "H": 64, "D": 8, "shared": 8},
     {"B": 1, "T": 6, "S": 6, "H": 5, "D": 8},
 ]
@@ -42,13 +42,15 @@ FORMS = [
     {"branches": "kg", "R": 3},
     {"branches": "qkg", "R": 0},
 ]
+TIERS = ([], [pytest.mark.long], [pytest.mark.slow], [pytest.mark.long])
 CASES = [
-    pytest.param(Case(**shape | kind | form), marks=[pytest.mark.slow] * (number % 3 > 0))
+    pytest.param(Case(**shape | kind | form), marks=TIERS[number % len(TIERS)])
     for number, ((shape, kind), form) in enumerate(
         zip(itertools.product(SHAPES, KINDS), itertools.cycle(FORMS), strict=False)
     )
     if not ("has_documents" in kind and shape["T"] > shape["S"])
 ]
+CASES.append(pytest.param(Case(B=1, T=8, S=21, H=40, D=8, is_causal=True), marks=pytest.mark.long))
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +87,11 @@ def test_16_bit_is_as_exact_as_its_output_can_be(shape, dtype):
     assert error(Case(**shape, branches="qkg"), dtype) < 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("case", [Case(B=3, T=1, S=90, H=6), Case(B=2, T=3, S=90, H=24, D=8, window=60)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(B=3, T=1, S=90, H=6), pytest.param(Case(B=2, T=3, S=90, H=24, D=8, window=60), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_splits_and_chunks_of_rows_change_nothing(case, calls, monkeypatch):
     """More splits than one step of the second kernel reads, and a workspace that holds one row of the batch."""
     monkeypatch.setattr(decode, "MOST_SPLITS", 1)

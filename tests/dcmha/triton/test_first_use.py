@@ -61,9 +61,9 @@ def call(case: Case = CASE) -> torch.Tensor:
     "case",
     [
         CASE,
-        replace(CASE, mask="bias 1HTS", dropout_p=0.3, compositions="post"),
+        pytest.param(replace(CASE, mask="bias 1HTS", dropout_p=0.3, compositions="post"), marks=pytest.mark.slow),
         *(
-            pytest.param(case, marks=pytest.mark.slow)
+            pytest.param(case, marks=pytest.mark.long)
             for case in (
                 replace(CASE, S=12, window=3, compositions="pre"),
                 replace(CASE, T=9, S=5, is_causal=False, branches="qg", H=6),
@@ -87,6 +87,7 @@ def test_every_kind_of_call_passes_once(case, a_checked_cpu):
     assert len(a_checked_cpu) == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_few_queries_are_a_kind_of_their_own(a_checked_cpu):
     one, few = replace(CASE, T=1, compositions="pre"), replace(CASE, T=3)
@@ -146,6 +147,7 @@ def test_a_broken_kernel_is_told_and_not_used(a_checked_cpu):
     assert len(a_checked_cpu) == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found(monkeypatch):
     mix = launch.Mixer.pre_gradients
 
@@ -185,6 +187,7 @@ def compiled(operands: dict[str, torch.Tensor], monkeypatch) -> torch.Tensor:
     return torch.compile(lambda x: run(CASE, x, "triton"), backend=backend, fullgraph=True)(operands)
 
 
+@pytest.mark.slow
 def test_what_was_traced_is_checked_when_it_first_runs(a_checked_cpu, monkeypatch):
     operands = make_operands(CASE, torch.float32)
     out = compiled(operands, monkeypatch)
