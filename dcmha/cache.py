@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .weights import ComposeWeights, SideWeights
 
-FEW_TOKENS = 8  # of a call, at most, that are attended to where they lie in the buffers
+FEW_TOKENS = 8  # of a call, at most, that see the buffers as they lie; the fused kernels of few queries take as many
 
 
 class Seen(NamedTuple):
@@ -128,7 +128,9 @@ class LayerCache:
 
     def _check(self, new: list[Tensor]) -> None:
         if torch.is_grad_enabled() and any(x.requires_grad for x in new):
-            raise ValueError("a cache takes no gradients, and k has one; decode within torch.no_grad().")
+            raise ValueError(
+                "a cache takes no gradients, and new keys or values have one; decode within torch.no_grad()."
+            )
         for old, x in zip(self.kept or new, new, strict=True):
             if old.dtype != x.dtype:
                 raise ValueError(f"the cache holds {old.dtype}; got {x.dtype}.")

@@ -5,18 +5,16 @@ Keys are split between programs until they fill a GPU. What these find apart, th
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
-from ...weights import ComposeWeights, SideWeights
+from ...weights import ComposeWeights
 from . import decode_kernels
 from .chunks import Chunk, chunks
 from .launch import FILL_PROGRAMS, Mixer, fused_multiply_add
-from .operands import WHOLE_BLOCKS, Hiding, Options, form_of
-from .tiles import Form, Kind, Packed
+from .operands import WHOLE_BLOCKS, Hiding, Options, Unpacked
+from .tiles import Kind
 
 MOST_QUERIES = 8  # of a call that these kernels take: more repay products of a library
 TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole and its heads not too large
@@ -26,26 +24,6 @@ NUM_WARPS = 4
 STEPS = {"decode_scores": 64, "decode_outputs": 32}  # channels of keys or values that are loaded at once, at most
 NUM_STAGES = 1  # of loads: a step has enough of them in flight
 MOST_SPLITS = 128  # every program of the second kernel reads the log-sums of all
-
-
-class Unpacked(NamedTuple):
-    """Both compositions, their sides apart, as they lie."""
-
-    pre: ComposeWeights
-    post: ComposeWeights
-
-    def packed(self, composition: str) -> Packed:
-        """Take those of "pre" or "post"."""
-        return Packed(*getattr(self, composition))
-
-    def form(self, composition: str, blocks: int) -> Form:
-        """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
-        query, key, base = getattr(self, composition)
-        return form_of(_rank_and_gate(query), _rank_and_gate(key), base is not None, blocks)
-
-
-def _rank_and_gate(side: SideWeights) -> tuple[int, int]:
-    return 0 if side.down is None else side.down.shape[2], int(side.gate is not None)
 
 
 def decode_tile(name: str, num_queries: int, head_dim: int, itemsize: int, kind: Kind) -> dict[str, int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import kernels, statistics
 from .chunks import Chunk, Heads, fold
-from .operands import Hiding, Operands, Options, drop_sizes, kind_of
+from .operands import Hiding, Operands, Options, Unpacked, drop_sizes, kind_of
 from .places import Sizes
 from .tiles import Kind
 
@@ -68,7 +68,7 @@ class Mixer:
     """Launches the kernels of a call on its chunks."""
 
     def __init__(
-        self, q: Tensor, shape: tuple[int, int], operands: Operands, hiding: Hiding, options: Options,
+        self, q: Tensor, shape: tuple[int, int], operands: Operands | Unpacked, hiding: Hiding, options: Options,
         mask_gradient: bool = False,
     ) -> None:  # fmt: skip
         """Prepare a call of queries `q`; `shape` is the heads and the tokens of the keys."""

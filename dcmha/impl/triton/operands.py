@@ -76,6 +76,26 @@ class Operands(NamedTuple):
         return Operands(*map(cut, self))
 
 
+class Unpacked(NamedTuple):
+    """Both compositions, their sides apart, as they lie."""
+
+    pre: ComposeWeights
+    post: ComposeWeights
+
+    def packed(self, composition: str) -> Packed:
+        """Take those of "pre" or "post"."""
+        return Packed(*getattr(self, composition))
+
+    def form(self, composition: str, blocks: int) -> Form:
+        """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
+        query, key, base = getattr(self, composition)
+        return form_of(_rank_and_gate(query), _rank_and_gate(key), base is not None, blocks)
+
+
+def _rank_and_gate(side: SideWeights) -> tuple[int, int]:
+    return 0 if side.down is None else side.down.shape[2], int(side.gate is not None)
+
+
 def form_of(query: tuple[int, int], key: tuple[int, int], has_base: bool, blocks: int) -> Form:
     """Describe a composition, of which each side has a rank and a gate (1 or 0), in a tile of so many blocks."""
     return Form(*query, *key, int(has_base), int(blocks > WHOLE_BLOCKS and not has_base))
