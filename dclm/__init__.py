@@ -6,6 +6,8 @@ from .decoder import Decoder
 from .generate import generate
 from .hub import load_pretrained, save_pretrained
 from .language_model import LanguageModel
+from .likelihood import cut_left, encode_pairs, log_likelihoods
+from .load import load_model
 
 __all__ = [
     "CONFIGS",
@@ -13,8 +15,12 @@ __all__ = [
     "DecoderConfig",
     "LanguageModel",
     "TokenDataModule",
+    "cut_left",
     "decoder_config",
+    "encode_pairs",
     "generate",
+    "load_model",
     "load_pretrained",
+    "log_likelihoods",
     "save_pretrained",
 ]

@@ -1,5 +1,6 @@
-"""Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|tokens|verify`."""
+"""Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|tokens|verify|evaluate`."""
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,12 +8,15 @@ from dctrain.cli import TrainerCLI, run_program
 from dctrain.errors import told_as
 
 from .data import TokenDataModule
+from .data.datamodule import embedding_rows
 from .data.make_tokens import make_tokens, verify
 from .data.tokenizers import BYTES
+from .evaluation import evaluate
 from .hub import save_pretrained
 from .language_model import LanguageModel
+from .load import load_model
 from .sampling import Sampling
-from .text import continue_text, load_model
+from .text import continue_text
 
 
 def generate(
@@ -24,6 +28,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = 0.95,
     stop_at_eos: bool = True,
+    stop: Sequence[str] = (),
     seed: int | None = None,
     device: str = "cpu",
     compile: bool = False,
@@ -31,7 +36,7 @@ def generate(
     """Continue texts; one alone is written as it grows.
 
     Args:
-        checkpoint: A .ckpt file, the folder of a run, or a folder in the published hub format.
+        checkpoint: A .ckpt file, the folder of a run, or a folder of a DCFormer, DCPythia, Pythia or Llama model.
         prompt: Texts to continue, together in one batch; a single one that begins with a dash as --prompt=-text.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         max_new_tokens: Most tokens to add to each.
@@ -39,16 +44,15 @@ def generate(
         top_k: Sample among the k likeliest tokens.
         top_p: Sample among the likeliest tokens whose probabilities first sum to p.
         stop_at_eos: End at the tokenizer's end of a document.
+        stop: End before any of these texts.
         seed: Seed of the samples.
         device: Where to run, such as cuda.
         compile: Compile the decode step.
     """
     with told_as():
         sampling = Sampling(temperature, top_k, top_p)
-    decoder, words = load_model(checkpoint, tokenizer)
-    with told_as(f"device={device!r} cannot be used"):
-        decoder.to(device)
-    options = {"stop_at_eos": stop_at_eos, "seed": seed, "compile": compile}
+    decoder, words = load_model(checkpoint, tokenizer, device=device)
+    options = {"stop_at_eos": stop_at_eos, "stop_strings": stop, "seed": seed, "compile": compile}
     steps = continue_text(decoder, words, list(prompt), max_new_tokens, sampling, **options)
     if len(prompt) == 1:
         print(prompt[0], end="", flush=True)
@@ -68,7 +72,7 @@ def export(checkpoint: str, out: str) -> None:
         checkpoint: A .ckpt file, or the folder of a run.
         out: Folder to write; must not hold a model already.
     """
-    decoder, tokenizer = load_model(checkpoint, None)
+    decoder, tokenizer = load_model(checkpoint)
     with told_as():
         save_pretrained(decoder, out)
     if tokenizer.spec == BYTES:
@@ -83,14 +87,20 @@ class LanguageCLI(TrainerCLI):
 
     program = "dclm"
     description = "Language models with DCMHA."
-    functions = {"generate": generate, "export": export, "tokens": make_tokens, "verify": verify}
-    linked = ("vocab_size", "context_length", "seed")
+    functions = {"generate": generate, "export": export, "tokens": make_tokens, "verify": verify, "evaluate": evaluate}
+    linked = ("context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"
     best_name = "best-step={step}-loss={val/loss:.4f}"
 
     def __init__(self, args: list[str]) -> None:
         super().__init__(LanguageModel, TokenDataModule, args)
+
+    def add_arguments_to_parser(self, parser) -> None:
+        """Also give the model as many embedding rows as the tokenizer needs."""
+        super().add_arguments_to_parser(parser)
+        sources = tuple(f"data.{name}" for name in inspect.signature(embedding_rows).parameters)
+        parser.link_arguments(sources, "model.vocab_size", compute_fn=embedding_rows)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -97,21 +97,21 @@ class Decoder(nn.Module):
             ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
                 alone) a token is outside the vocabulary.
         """
+        x = self.hidden_states(input_ids, documents=documents)
+        if targets is None:
+            return self.output(x)
+        _check_like("targets", targets, input_ids)
+        return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
+
+    def hidden_states(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
+        """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
         self._check_ids(input_ids)
-        for name, given in (("targets", targets), ("documents", documents)):
-            if given is not None and (given.shape != input_ids.shape or given.dtype != torch.long):
-                raise ValueError(
-                    f"{name} has shape {list(given.shape)} and dtype {given.dtype}; accepted: that of input_ids, "
-                    f"{list(input_ids.shape)}, and torch.int64."
-                )
         self._check_length(input_ids.shape[1])
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if documents is not None:
+            _check_like("documents", documents, input_ids)
             positions = _within_documents(documents, positions)
-        x = self._hidden(input_ids, positions, documents)
-        if targets is None:
-            return self.output(x)
-        return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
+        return self._hidden(input_ids, positions, documents)
 
     def decode(self, input_ids: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
         """Predict what follows tokens that come after those in a cache, and add them to it.
@@ -189,6 +189,14 @@ class Decoder(nn.Module):
     def make_cache(self, capacity: int, padding: Tensor | None = None) -> DecodingCache:
         """Make an empty cache for decoding up to `capacity` tokens a row; `padding` as in `DecodingCache`."""
         return DecodingCache(self.config.layer_windows, capacity, padding)
+
+
+def _check_like(name: str, given: Tensor, input_ids: Tensor) -> None:
+    if given.shape != input_ids.shape or given.dtype != torch.long:
+        raise ValueError(
+            f"{name} has shape {list(given.shape)} and dtype {given.dtype}; accepted: that of input_ids, "
+            f"{list(input_ids.shape)}, and torch.int64."
+        )
 
 
 def _within_documents(documents: Tensor, positions: Tensor) -> Tensor:

@@ -2,17 +2,20 @@
 
 # B batch, T tokens of the longest prompt
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .data.tokenizers import Tokenizer
 from .decoder import Decoder
+from .growing_text import GrowingText
 from .sampling import Sampling
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
+Watch = Callable[[list[int]], list[bool]]
 
 
 def generate(
@@ -24,6 +27,8 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_tokens: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
     seed: int | None = None,
     compile: bool = False,
 ) -> Tensor | list[Tensor]:
@@ -37,12 +42,14 @@ def generate(
         top_k: Sample among the k likeliest.
         top_p: Sample among the likeliest whose probabilities first sum to p.
         stop_tokens: A row ends with the first of these that it makes. None by default.
+        stop_strings: A row ends with the token that completes one of these in its new text. None by default.
+        tokenizer: That of the model; needed for `stop_strings`.
         seed: Seed of the samples; None draws from torch's global generator.
         compile: Compile the decode step: once, and again when prompts of other sizes or numbers come (its sizes are
             then dynamic).
 
     Returns:
-        Prompts with their continuations: [B, T + new] for a tensor, where rows that ended early repeat their stop
+        Prompts with their continuations: [B, T + new] for a tensor, where rows that ended early repeat their last
         token; else a list of tensors, each as long as its row.
 
     Raises:
@@ -57,22 +64,44 @@ def generate(
         max_new_tokens,
         Sampling(temperature, top_k, top_p),
         stop_tokens=stop_tokens,
+        watch=_watch(stop_strings, tokenizer, len(prompts)),
         seed=seed,
         compile=compile,
     )
-    new = torch.stack(list(steps), 1) if max_new_tokens else torch.empty(len(prompts), 0, dtype=torch.long)
+    new, lengths = _stack(steps, len(prompts))
     if isinstance(input_ids, Tensor):
         return torch.cat([input_ids, new.to(input_ids.device)], 1)
     return [
-        torch.cat([prompt, _until_stop(row, stop_tokens).to(prompt.device)])
-        for prompt, row in zip(prompts, new, strict=True)
+        torch.cat([prompt, row[:length].to(prompt.device)])
+        for prompt, row, length in zip(prompts, new, lengths.tolist(), strict=True)
     ]
 
 
-def _until_stop(row: Tensor, stop_tokens: Sequence[int]) -> Tensor:
-    """Cut a row after its first stop token."""
-    stops = torch.isin(row, torch.tensor(list(stop_tokens), dtype=row.dtype, device=row.device)).nonzero()
-    return row if len(stops) == 0 else row[: int(stops[0]) + 1]
+def _watch(stop_strings: Sequence[str], tokenizer: Tokenizer | None, num_rows: int) -> Watch | None:
+    """Make what sees rows end with their text."""
+    if not stop_strings:
+        return None
+    if tokenizer is None:
+        raise ValueError("tokenizer=None; stop_strings need the model's.")
+    texts = [GrowingText(tokenizer, stop_strings=stop_strings) for _ in range(num_rows)]
+
+    def watch(tokens: list[int]) -> list[bool]:
+        for text, token in zip(texts, tokens, strict=True):
+            text.add(token)
+        return [text.is_ended for text in texts]
+
+    return watch
+
+
+def _stack(steps: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> tuple[Tensor, Tensor]:
+    """Put steps together [B, new]; count the tokens of each row up to what ended it [B]."""
+    tokens, ended = [], []
+    for chosen, has_ended in steps:
+        tokens.append(chosen)
+        ended.append(has_ended)
+    if not tokens:
+        return torch.empty(num_rows, 0, dtype=torch.long), torch.zeros(num_rows, dtype=torch.long)
+    return torch.stack(tokens, 1), 1 + (~torch.stack(ended, 1)[:, :-1]).sum(1)
 
 
 def check_prompts(
@@ -123,13 +152,14 @@ def stream(
     sampling: Sampling,
     *,
     stop_tokens: Sequence[int] = (),
+    watch: Watch | None = None,
     seed: int | None = None,
     compile: bool = False,
-) -> Iterator[Tensor]:
-    """Yield the new tokens [B], step by step; ends when all rows have, at the latest after `max_new_tokens`.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the new tokens [B] and which rows have ended [B], step by step, until all have or `max_new_tokens` came.
 
-    Arguments are those of `generate`, with `prompts` as `check_prompts` returns them. A row that has ended repeats its
-    stop token.
+    Arguments are those of `generate`, with `prompts` as `check_prompts` returns them; `watch` is told the new tokens of
+    each step and tells which rows end with them. A row that has ended repeats its last token.
     """
     device = decoder.output.weight.device
     ids, padding = _pad_left(prompts, device)
@@ -148,11 +178,13 @@ def stream(
             raise ValueError(f"the logits of new token {number} hold NaN: the weights are damaged, or too large.")
         chosen = sampling.choose(logits[:, -1], generator)
         tokens = chosen if tokens is None else torch.where(ended, tokens, chosen)
-        yield tokens
         if len(stops):
             ended = ended | torch.isin(tokens, stops)
-            if ended.all():
-                return
+        if watch is not None:
+            ended = ended | torch.tensor(watch(tokens.tolist()), device=device)
+        yield tokens, ended
+        if (len(stops) or watch is not None) and ended.all():
+            return
 
 
 def _pad_left(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:

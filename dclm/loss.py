@@ -73,13 +73,18 @@ class _SplitVocabulary(NamedTuple):
 
 
 def _summed_loss(hidden: Tensor, output: Tensor, targets: Tensor, split: _SplitVocabulary | None) -> Tensor:
-    logits = _WideProduct.apply(hidden, output) if hidden.dtype.itemsize < 4 else F.linear(hidden, output)
+    logits = wide_logits(hidden, output)
     if split is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     mesh, shape = split.mesh, torch.Size((len(logits), split.size))
     logits = DTensor.from_local(logits, mesh, [Shard(1)], run_check=False, shape=shape, stride=(split.size, 1))
     targets = DTensor.from_local(targets, mesh, [Replicate()], run_check=False)
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").to_local()
+
+
+def wide_logits(hidden: Tensor, output: Tensor) -> Tensor:
+    """Multiply hidden states [M, C] by an output embedding [V, C]; the logits [M, V] are of max(dtype, float32)."""
+    return _WideProduct.apply(hidden, output) if hidden.dtype.itemsize < 4 else F.linear(hidden, output)
 
 
 class _WideProduct(torch.autograd.Function):

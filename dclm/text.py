@@ -1,47 +1,17 @@
-"""Text in, text out: a trained or published model with its tokenizer, for the command line."""
+"""Text in, text out: a model with its tokenizer continues texts."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
-from dctrain.errors import UserError, told_as
+from dctrain.errors import told_as
 
-from .data.tokenizers import Tokenizer, open_tokenizer, tokenizer_from_spec
+from .data.tokenizers import Tokenizer
 from .decoder import Decoder
 from .generate import check_prompts, stream
-from .hub import load_pretrained
-from .language_model import build_config
+from .growing_text import GrowingText
 from .sampling import Sampling
-
-
-def load_model(checkpoint: str, tokenizer: str | None) -> tuple[Decoder, Tokenizer]:
-    """Load a decoder and its tokenizer.
-
-    Args:
-        checkpoint: A `.ckpt` file or run folder of `dclm fit`, or a folder in the published hub format.
-        tokenizer: As `open_tokenizer` takes it; None takes the one in the checkpoint or folder.
-
-    Raises:
-        UserError: If there is none, or it is of another format.
-    """
-    if (Path(checkpoint) / "config.json").is_file():
-        with told_as():
-            decoder = load_pretrained(checkpoint)
-        return decoder, open_tokenizer(tokenizer or checkpoint)
-    path = find_checkpoint(checkpoint)
-    content = load_checkpoint(path)
-    hp, data = content.get("hyper_parameters", {}), content.get("TokenDataModule", {})
-    if "model" not in hp or "context_length" not in hp or "state_dict" not in content:
-        raise UserError(f"{path} is no checkpoint of dclm.")
-    decoder = Decoder(build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {}))
-    weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
-    decoder.load_state_dict(weights)
-    return decoder.eval(), open_tokenizer(tokenizer) if tokenizer else tokenizer_from_spec(
-        data["tokenizer"], data["eos"]
-    )
 
 
 def continue_text(
@@ -52,33 +22,43 @@ def continue_text(
     sampling: Sampling,
     *,
     stop_at_eos: bool = True,
+    stop_strings: Sequence[str] = (),
     seed: int | None = None,
     compile: bool = False,
 ) -> Iterator[list[str]]:
     """Yield, step by step, the text that each prompt's continuation grows by; "" for rows that have ended.
 
+    A row ends before the end token, or before the first of the stop strings.
+
     Raises:
-        UserError: At once, if a prompt is empty or does not fit the model.
+        UserError: At once, if a prompt is empty or does not fit the model, or a stop string is empty.
     """
     with told_as("a prompt"):
-        ids = [torch.from_numpy(row.astype("int64")) for row in tokenizer.encode(prompts)]
+        rows = tokenizer.encode(prompts)
+    ids = [torch.tensor([*tokenizer.begin_ids, *row.tolist()], dtype=torch.long) for row in rows]
     stops = [tokenizer.eos_id] if stop_at_eos else []
     with told_as():
         ids = check_prompts(decoder, ids, max_new_tokens, stops)
-    steps = stream(decoder, ids, max_new_tokens, sampling, stop_tokens=stops, seed=seed, compile=compile)
-    return _written(steps, [tokenizer.stream() for _ in prompts], stops)
+        texts = [GrowingText(tokenizer, stops, stop_strings) for _ in prompts]
+    grown: list[list[str]] = []
+
+    def watch(tokens: list[int]) -> list[bool]:
+        grown.append([text.add(token) for text, token in zip(texts, tokens, strict=True)])
+        return [text.is_ended for text in texts]
+
+    return _written(
+        stream(decoder, ids, max_new_tokens, sampling, watch=watch, seed=seed, compile=compile), texts, grown
+    )
 
 
-def _written(steps: Iterator[Tensor], writers: list[Callable[[int], str]], stops: list[int]) -> Iterator[list[str]]:
-    """Turn new tokens [B] into new text."""
-    ended = [False] * len(writers)
+def _written(
+    steps: Iterator[tuple[Tensor, Tensor]], texts: list[GrowingText], grown: list[list[str]]
+) -> Iterator[list[str]]:
+    """Run the steps; hand on the text that each brought, and at the end what was held back."""
     while True:
         with told_as(of=ValueError):
-            tokens = next(steps, None)
-        if tokens is None:
+            step = next(steps, None)
+        if step is None:
+            yield [text.rest() for text in texts]
             return
-        texts = []
-        for row, token in enumerate(tokens.tolist()):
-            ended[row] = ended[row] or token in stops
-            texts.append("" if ended[row] else writers[row](token))
-        yield texts
+        yield grown.pop()

@@ -20,8 +20,10 @@ class ShortErrors:
     """A parser whose errors are one message, without the usage before it."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise what the command line prints."""
-        raise UserError(message) from ex
+        """Raise what the command line prints: of what the parser says of a `UserError`, that alone."""
+        while ex is not None and not isinstance(ex, UserError):
+            ex = ex.__cause__ or ex.__context__
+        raise UserError(message) if ex is None else ex
 
 
 class FunctionParser(ShortErrors, ArgumentParser):

@@ -11,9 +11,38 @@ from .idxmap import PREFIX, IndexedCorpus
 from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
-from .tokenizers import BYTES, open_tokenizer
+from .tokenizers import BYTES, ByteTokenizer, open_tokenizer
 
 STDLIB = "stdlib"
+
+
+def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus:
+    """Open what `tokens` and `tokenizer` of `TokenDataModule` name.
+
+    Raises:
+        UserError: If it cannot be opened.
+    """
+    if not tokens.startswith(PREFIX):
+        return Corpus(stdlib_corpus() if tokens == STDLIB else tokens)
+    if tokenizer is None:
+        raise UserError(f"{tokens} does not say what made its tokens; data.tokenizer must.")
+    return IndexedCorpus(tokens.removeprefix(PREFIX), open_tokenizer(tokenizer))
+
+
+def embedding_rows(tokens: str, tokenizer: str | None, vocab_size: int | None, vocab_multiple: int) -> int:
+    """Tell how many rows the embeddings have: `vocab_size`, or as many as the tokenizer needs, rounded up.
+
+    Raises:
+        UserError: If a number is out of range, both are given, or the corpus cannot be opened.
+    """
+    if vocab_multiple < 1 or (vocab_size is not None and vocab_size < 1):
+        raise UserError(f"{vocab_size=} and {vocab_multiple=} must be at least 1.")
+    if vocab_size is not None and vocab_multiple != 1:
+        raise UserError(f"{vocab_size=} and {vocab_multiple=} are both given; accepted: one of the two.")
+    if vocab_size is not None:
+        return vocab_size
+    needed = ByteTokenizer.vocab_size if tokens == STDLIB else open_corpus(tokens, tokenizer).vocab_size
+    return -(-needed // vocab_multiple) * vocab_multiple
 
 
 class TokenDataModule(ResumableDataModule):
@@ -36,13 +65,14 @@ class TokenDataModule(ResumableDataModule):
         validation: Where validation tokens come from, likewise: a folder's split "val", or all of an "idxmap:PREFIX".
             None for those of `tokens`, if it is a folder.
         tokenizer: That made an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders say it themselves.
-        vocab_size: Ids must lie below it; at least the corpus's own.
+        vocab_size: Ids must lie below it; at least the tokenizer's own, and that if None.
         context_length: Tokens T of a sequence.
         batch_size: Sequences of one rank in a step.
         num_workers: Loader processes of a rank; 0 loads in the main process, which suffices for memory-mapped tokens.
         seed: Seed of the order.
         val_tokens: Tokens of an evaluation; None for all.
         separate_documents: Tell the model where documents end, so that it attends within each alone.
+        vocab_multiple: With `vocab_size` None, the tokenizer's own is rounded up to a multiple of this.
 
     Raises:
         UserError: If the corpus cannot be opened or does not fit the other arguments.
@@ -51,7 +81,7 @@ class TokenDataModule(ResumableDataModule):
     def __init__(
         self,
         tokens: str = STDLIB,
-        vocab_size: int = 257,
+        vocab_size: int | None = None,
         context_length: int = 256,
         batch_size: int = 16,
         num_workers: int = 0,
@@ -60,12 +90,14 @@ class TokenDataModule(ResumableDataModule):
         separate_documents: bool = False,
         validation: str | None = None,
         tokenizer: str | None = None,
+        vocab_multiple: int = 1,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="sequences")
         self.save_hyperparameters(logger=False)
-        if context_length < 1 or vocab_size < 1 or (val_tokens is not None and val_tokens < 1):
-            raise UserError(f"{context_length=}, {vocab_size=} and {val_tokens=} must be at least 1.")
-        self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
+        if context_length < 1 or (val_tokens is not None and val_tokens < 1):
+            raise UserError(f"{context_length=} and {val_tokens=} must be at least 1.")
+        self.tokens, self.context_length = tokens, context_length
+        self.vocab_size = embedding_rows(tokens, tokenizer, vocab_size, vocab_multiple)
         self.val_tokens, self.separate_documents = val_tokens, separate_documents
         self.validation, self.tokenizer = validation, tokenizer
         self.corpus: Corpus | IndexedCorpus | None = None
@@ -81,9 +113,9 @@ class TokenDataModule(ResumableDataModule):
     def setup(self, stage: str) -> None:
         """Open the corpus and check that it fits."""
         self.check_trainer()
-        self.corpus = self.val_corpus = self._open_corpus(self.tokens)
+        self.corpus = self.val_corpus = open_corpus(self.tokens, self.tokenizer)
         if self.validation is not None:
-            self.val_corpus = self._open_corpus(self.validation)
+            self.val_corpus = open_corpus(self.validation, self.tokenizer)
             self._check_validation()
         elif isinstance(self.corpus, IndexedCorpus):
             raise UserError(f"data.tokens={self.tokens} is for training alone; data.validation must name other tokens.")
@@ -96,13 +128,6 @@ class TokenDataModule(ResumableDataModule):
             self.train_samples = self._open(self.corpus, "train")
             self.check_steps()
         self.val_samples = self._open(self.val_corpus, "val")
-
-    def _open_corpus(self, name: str) -> Corpus | IndexedCorpus:
-        if not name.startswith(PREFIX):
-            return Corpus(stdlib_corpus() if name == STDLIB else name)
-        if self.tokenizer is None:
-            raise UserError(f"{name} does not say what made its tokens; data.tokenizer must.")
-        return IndexedCorpus(name.removeprefix(PREFIX), open_tokenizer(self.tokenizer))
 
     def _check_validation(self) -> None:
         ours, theirs = self.corpus.tokenizer().spec, self.val_corpus.tokenizer().spec

@@ -36,7 +36,7 @@ class Options:
     Attributes:
         tokenizer: "bytes", "bpe:SIZE" (trained on the inputs), a `tokenizer.json`, or a hub name.
         eos: Token that ends documents; None takes the tokenizer's usual one.
-        text_key: Key of the text in JSONL.
+        text_key: Key of the text in JSONL and parquet.
         val_fraction: Part of the documents, chosen by their content, that becomes the split "val".
         segment_tokens: Training tokens after which a new file begins.
         num_val: Inputs, the last ones, all of whose documents become the split "val".
@@ -83,12 +83,12 @@ def make_tokens(
     """Turn texts into token files.
 
     Args:
-        inputs: Text files, JSONL, JSONL.zst (the Pile's format) and .json.gz (C4's), or folders of them.
+        inputs: Text files, JSONL, JSONL.zst (the Pile's format), .json.gz (C4's) and parquet, or folders of them.
         out: Folder of the corpus.
         tokenizer: "bytes", "bpe:SIZE" to train one on the inputs, a tokenizer.json, or a hub name.
         eos: Token that ends a document; by default the tokenizer's usual one.
         suffix: Files taken from folders.
-        text_key: Key of the text in JSONL.
+        text_key: Key of the text in JSONL and parquet.
         val_fraction: Part of the documents of `inputs`, chosen by their content, for validation; by default 0.005, or
             none with `val`.
         segment_tokens: Training tokens of a file, about.

@@ -1,4 +1,4 @@
-"""Reading documents: text files, JSONL, and JSONL compressed with Zstandard (the Pile's format) or gzip (C4's)."""
+"""Reading documents: text files, JSONL, JSONL compressed with Zstandard (the Pile's format) or gzip (C4's), parquet."""
 
 import gzip
 import io
@@ -12,14 +12,23 @@ from dctrain.errors import UserError, told_as
 
 JSONL = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz")
 COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")
-SUFFIXES = (*JSONL, ".txt", ".md", ".rst", ".py")
+RECORDS = (*JSONL, ".parquet")
+PARQUET_ROWS = 256  # held at a time
+SUFFIXES = (*RECORDS, ".txt", ".md", ".rst", ".py")
 
 
 class Document(NamedTuple):
-    """A text, or None where a text file is not UTF-8, and how much of its file has been read up to its end."""
+    """A text of a file.
+
+    Attributes:
+        text: None where a text file is not UTF-8.
+        position: How much of the file has been read up to its end.
+        subset: The part that it is of, where there are some.
+    """
 
     text: str | None
     position: int
+    subset: str | None = None
 
 
 def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
@@ -49,15 +58,46 @@ def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from (Path(root, name) for name in names if name.endswith(suffixes))
 
 
-def read_documents(path: Path, text_key: str) -> Iterator[Document]:
-    """Read the documents of a file: one of a text file, one per line of JSONL.
+def read_documents(path: Path, text_key: str, subset_key: str | None = None) -> Iterator[Document]:
+    """Read the documents of a file: one of a text file, one per line of JSONL or row of parquet.
+
+    Args:
+        path: The file.
+        text_key: Key of the text in a record.
+        subset_key: Key of the name of the part that a record is of; a dot leads into an object ("meta.pile_set_name").
 
     Raises:
-        UserError: If a line is no JSON object with a text under `text_key`, or the file is damaged.
+        UserError: If a record has no text under `text_key`, or the file is damaged.
     """
-    if not path.name.endswith(JSONL):
+    if not path.name.endswith(RECORDS):
         data = path.read_bytes()
         yield Document(_decoded(data), len(data))
+        return
+    columns = [key.split(".")[0] for key in (text_key, subset_key) if key is not None]
+    for record in read_records(path, columns):
+        text = record.content.get(text_key)
+        if not isinstance(text, str):
+            raise UserError(f"{record.place}: no text under {text_key!r}.")
+        subset = None if subset_key is None else _subset(record.content, subset_key)
+        yield Document(without_lone_surrogates(text), record.position, subset)
+
+
+class Record(NamedTuple):
+    """An object of a file: its content, where it is (for messages), and how much of the file was read up to its end."""
+
+    content: dict
+    place: str
+    position: int
+
+
+def read_records(path: Path, keys: list[str]) -> Iterator[Record]:
+    """Read the objects of JSONL, compressed or not, or of parquet, of which only the columns of these keys are read.
+
+    Raises:
+        UserError: If a line is no JSON object, or the file is damaged.
+    """
+    if path.suffix == ".parquet":
+        yield from _parquet_records(path, keys)
         return
     with open(path, "rb") as file:
         lines = enumerate(_lines(file, path), 1)
@@ -67,7 +107,34 @@ def read_documents(path: Path, text_key: str) -> Iterator[Document]:
             if line is None:
                 return
             if line.strip():
-                yield Document(_json_text(line, path, number, text_key), file.tell())
+                place = f"{path}, line {number}"
+                yield Record(_json_object(line, place), place, file.tell())
+
+
+def _parquet_records(path: Path, keys: list[str]) -> Iterator[Record]:
+    from pyarrow import parquet
+
+    with told_as(f"{path} is damaged"):
+        file = parquet.ParquetFile(path)
+    size, total, count = path.stat().st_size, max(1, file.metadata.num_rows), 0
+    with file:
+        batches = file.iter_batches(PARQUET_ROWS, columns=keys)
+        while True:
+            with told_as(f"{path} is damaged"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for content in batch.to_pylist():
+                count += 1
+                yield Record(content, f"{path}, row {count}", size * count // total)
+
+
+def _subset(content: dict, key: str) -> str | None:
+    """Find a name by a path of keys."""
+    found: object = content
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return None if found is None else str(found)
 
 
 def _lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
@@ -111,9 +178,14 @@ def _decoded(data: bytes) -> str | None:
         return None
 
 
-def _json_text(line: bytes, path: Path, number: int, text_key: str) -> str:
-    with told_as(f"{path}, line {number}: no JSON"):
+def _json_object(line: bytes, place: str) -> dict:
+    with told_as(f"{place}: no JSON"):
         content = json.loads(line)
-    if not isinstance(content, dict) or not isinstance(content.get(text_key), str):
-        raise UserError(f"{path}, line {number}: no object with a text under {text_key!r}.")
-    return content[text_key].encode(errors="replace").decode()  # a lone surrogate has no bytes
+    if not isinstance(content, dict):
+        raise UserError(f"{place}: no JSON object.")
+    return content
+
+
+def without_lone_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON can spell and which have no bytes."""
+    return text.encode(errors="replace").decode()

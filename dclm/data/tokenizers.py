@@ -4,7 +4,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -21,11 +21,13 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: Ids are below it.
         eos_id: Ends every document.
+        begin_ids: What the tokenizer itself puts before a text, such as Llama's <s>; mostly nothing.
         spec: Text that makes the same tokenizer again, by `tokenizer_from_spec`.
     """
 
     vocab_size: int
     eos_id: int
+    begin_ids: list[int]
     spec: str
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -46,6 +48,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    begin_ids: ClassVar[list[int]] = []
     spec = BYTES
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -92,6 +95,8 @@ class SubwordTokenizer:
         if not found:
             raise UserError(f"the tokenizer has no token that ends a document; looked for {', '.join(names)}.")
         self.eos_id = found[0]
+        bare, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        self.begin_ids = marked[: next(i for i in range(len(marked)) if marked[i : i + len(bare)] == bare)]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text."""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dclm
-from dclm.hub_weights import weights_from_hub
+from dclm.hub.published_weights import weights_from_hub
 from tests.dcmha.inputs import relative_error
 
 from . import published
@@ -250,7 +250,7 @@ def edit_config(folder: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type='llama' is unknown; accepted: 'dcformer', 'dcpythia'"),
+        ({"model_type": "bert"}, "model_type='bert' is unknown; accepted: 'dcformer', 'dcpythia', 'gpt_neox', 'llama'"),
         ({"rope_scaling": {"type": "linear"}}, r"unknown fields \['rope_scaling'\]"),
         ({"use_parallel_residual": True}, r"unknown fields \['use_parallel_residual'\]"),
         ({"n_local_heads": 2}, "n_local_heads=2; accepted: -1 or n_head=4"),
@@ -345,7 +345,7 @@ def test_models_are_never_overwritten(lg):
     [({"model_type": "dcformer"}, 10000), ({"model_type": "dcformer", "mgate": False}, 500000)],
 )
 def test_defaults_follow_the_version_of_the_code(content, rope_base):
-    from dclm.hub_config import config_from_hub
+    from dclm.hub.published_config import config_from_hub
 
     config = config_from_hub(content)
     assert config.rotary_base == rope_base

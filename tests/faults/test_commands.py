@@ -19,7 +19,7 @@ FIT_IMAGES = [
     ("--trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0 must be at least 1"),
     ("--trainer.log_every_n_steps=-1", "trainer.log_every_n_steps=-1 must be at least 1"),
     ("--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be at least 1"),
-    ("--trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1.0 must be at least 0"),
+    ("--trainer.gradient_clip_val=-1", "must be at least 0.0, and finite"),
     ("--trainer.gradient_clip_val=.nan", "trainer.gradient_clip_val=nan must be at least 0"),
     ("--trainer.val_check_interval=0", "trainer.val_check_interval=0 must be a positive number"),
     ("--trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch=0 must be at least 1"),

@@ -70,7 +70,7 @@ def test_counts_of_documents_are_verified(tmp_path, lossy, capsys):
 def test_a_plan_that_nothing_came_of_may_be_mended(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n' * 3)
     asked = ["tokens", f"--inputs={tmp_path}/a.jsonl", f"--out={tmp_path}/corpus"]
-    assert "no object with a text under 'text'" in mistake(capsys, run, *asked)
+    assert "no text under 'text'" in mistake(capsys, run, *asked)
     run(*asked, "--text_key=body")
     assert "made with other text_key" in mistake(capsys, run, *asked)
     (tmp_path / "corpus/train-0000.bin").unlink()

@@ -157,9 +157,9 @@ def test_the_splits_are_chosen_by_content(tmp_path):
     ("name", "data", "options", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a.jsonl, line 2: no JSON"),
-        ("a.jsonl", b'{"txt": "x"}\n', {}, "a.jsonl, line 1: no object with a text under 'text'"),
-        ("a.jsonl", b'["x"]\n', {}, "line 1: no object with a text"),
-        ("a.jsonl", jsonl(["x"]), {"text_key": "content"}, "line 1: no object with a text under 'content'"),
+        ("a.jsonl", b'{"txt": "x"}\n', {}, "a.jsonl, line 1: no text under 'text'"),
+        ("a.jsonl", b'["x"]\n', {}, "line 1: no JSON object"),
+        ("a.jsonl", jsonl(["x"]), {"text_key": "content"}, "line 1: no text under 'content'"),
         ("a.jsonl.zst", b"no zstandard", {}, "a.jsonl.zst is damaged"),
         ("a.bin", b"x", {"tokenizer": "bpe:9"}, "bpe:9 is too small; accepted: at least 257"),
         ("a.bin", b"x", {"tokenizer": "bpe:many"}, "tokenizer='bpe:many'; accepted: bpe:SIZE"),

@@ -1,4 +1,4 @@
-"""Published DCFormer and DCPythia checkpoints: read and write the official hub format.
+"""Folders of checkpoints: DCFormer and DCPythia as published (read and written), GPT-NeoX and Llama (read).
 
 A folder holds `config.json` and the weights as `model.safetensors` or `pytorch_model.bin`, whole or in shards with
 an index. `dclm/README.md` has the table of names.
@@ -6,8 +6,10 @@ an index. `dclm/README.md` has the table of names.
 
 import json
 import zipfile
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -16,19 +18,63 @@ from torch import Tensor
 
 from dctrain.files import filled_whole
 
-from .config import DecoderConfig
-from .decoder import Decoder
-from .hub_config import config_from_hub, config_to_hub
-from .hub_weights import COMPOSE, DERIVED, compare_derived, join_qkv, weights_from_hub, weights_to_hub
+from ..config import DecoderConfig
+from ..decoder import Decoder
+from . import huggingface
+from .published_config import config_from_hub, config_to_hub
+from .published_weights import COMPOSE, DERIVED, compare_derived, join_qkv, weights_from_hub, weights_to_hub
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+Tensors = dict[str, Tensor]
+
+
+class Format(NamedTuple):
+    """How a kind of folder is read.
+
+    Attributes:
+        read_config: Translates the content of `config.json`.
+        prepare: Replaces other spellings among the tensors, in place.
+        expected: Tells the tensors of a decoder's state dict as the folder has them.
+        may_miss: Ends of names that may be missing, and are not needed.
+        read_weights: Makes a decoder's state dict.
+    """
+
+    read_config: Callable[[dict], DecoderConfig]
+    prepare: Callable[[Tensors, DecoderConfig], None]
+    expected: Callable[[Tensors, DecoderConfig], Tensors]
+    may_miss: Callable[[DecoderConfig], tuple[str, ...]]
+    read_weights: Callable[[Tensors, DecoderConfig], Tensors]
+
+
+def _published_weights(tensors: Tensors, config: DecoderConfig) -> Tensors:
+    compare_derived(tensors, config)
+    return weights_from_hub(tensors, config)
+
+
+PUBLISHED = Format(
+    config_from_hub,
+    lambda tensors, config: join_qkv(tensors),
+    weights_to_hub,
+    lambda config: DERIVED if config.is_composed else (*DERIVED, *COMPOSE),
+    _published_weights,
+)
+NEOX = Format(
+    huggingface.neox_config,
+    huggingface.prepare,
+    huggingface.weights_to_huggingface,
+    lambda config: (),
+    huggingface.weights_from_huggingface,
+)
+LLAMA = NEOX._replace(read_config=huggingface.llama_config)
+FORMATS = {"dcformer": PUBLISHED, "dcpythia": PUBLISHED, "gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA}
 
 
 def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Decoder:
-    """Load a published model.
+    """Load a model from a folder.
 
     Args:
-        folder: Folder in the official hub format.
+        folder: With a `config.json` of the model type "dcformer" or "dcpythia" (as published, or written by
+            `save_pretrained`), "gpt_neox" (Pythia), "llama" or "mistral" (Hugging Face's), and its weights.
         dtype: Dtype of the parameters; None keeps that of the files (the widest, if there are several).
 
     Returns:
@@ -40,14 +86,13 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
         FileNotFoundError: If `config.json` or the weights are not there.
     """
     folder = Path(folder)
-    config = _read_config(folder)
+    layout, config = _read_config(folder)
     tensors = _read_weights(folder)
     decoder = Decoder(config, device="meta")
-    expected = weights_to_hub(decoder.state_dict(), config)
-    join_qkv(tensors)
-    _check_weights(folder, tensors, expected, may_miss=DERIVED if config.is_composed else (*DERIVED, *COMPOSE))
-    compare_derived(tensors, config)
-    weights = weights_from_hub(tensors, config)
+    expected = layout.expected(decoder.state_dict(), config)
+    layout.prepare(tensors, config)
+    _check_weights(folder, tensors, expected, layout.may_miss(config))
+    weights = layout.read_weights(tensors, config)
     dtype = dtype or reduce(torch.promote_types, {w.dtype for w in weights.values()})
     decoder.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
     return decoder.eval()
@@ -82,12 +127,16 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
     return folder
 
 
-def _read_config(folder: Path) -> DecoderConfig:
+def _read_config(folder: Path) -> tuple[Format, DecoderConfig]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; accepted: a folder with config.json and weights.")
+    content = _read_object(path)
+    kind = content.get("model_type")
     try:
-        return config_from_hub(_read_object(path))
+        if kind not in FORMATS:
+            raise ValueError(f"model_type={kind!r} is unknown; accepted: {', '.join(map(repr, FORMATS))}.")
+        return FORMATS[kind], FORMATS[kind].read_config(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from .config import DecoderConfig
+from ..config import DecoderConfig
 
 ROLES = (0, 2, 1, 3)  # where our roles (query pre, query post, key pre, key post) are among the published ones
 

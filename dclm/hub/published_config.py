@@ -2,7 +2,8 @@
 
 import torch
 
-from .config import PYTHIA, TRANSFORMER_PP, DecoderConfig
+from ..config import PYTHIA, TRANSFORMER_PP, DecoderConfig
+from .fields import check_known, check_types, check_values
 
 # window_type: the pattern, True = local
 PATTERNS = {"LG": (True, False), "LGLL": (True, False, True, True), "LGL6": (True, False) + (True,) * 6}
@@ -28,29 +29,20 @@ FAMILY_DEFAULTS = {
     "dcpythia": {"rotary_pct": 0.25, "use_parallel_residual": True, "use_linear_bias": True, "rope_base": 10000},
 }
 SECOND_VERSION = ("mgate", "mgate_dim", "prefill_pad")  # fields of the later DCFormer code, whose rope_base is 500000
-WITHOUT_EFFECT = {  # on the mathematics: of the model's code, of its tokens, of the library that wrote the file
-    *("head_dim", "q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class"),
-    *("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("_attn_implementation_autoset", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
-}
+WITHOUT_EFFECT = ("head_dim", "q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad")
 
 
 def config_from_hub(content: dict) -> DecoderConfig:
-    """Translate the content of a `config.json`.
+    """Translate the content of a `config.json` of "dcformer" or "dcpythia".
 
     Raises:
-        ValueError: If the model type or a field is unknown, or a value is outside what the format defines.
+        ValueError: If a field is unknown, or a value is outside what the format defines.
     """
-    family = content.get("model_type")
-    if family not in FAMILY_DEFAULTS:
-        raise ValueError(f"model_type={family!r} is unknown; accepted: {', '.join(map(repr, FAMILY_DEFAULTS))}.")
+    family = content["model_type"]
     defaults = DEFAULTS | FAMILY_DEFAULTS[family]
     if family == "dcformer" and any(name in content for name in SECOND_VERSION):
         defaults["rope_base"] = 500000
-    unknown = sorted(set(content) - set(defaults) - WITHOUT_EFFECT)
-    if unknown:
-        raise ValueError(f"unknown fields {unknown}; what they change is not known, so nothing was loaded.")
+    check_known(content, {*defaults, *WITHOUT_EFFECT})
     hub = defaults | content
     _check_hub(hub)
     composed = hub["use_dcmha"]
@@ -87,18 +79,13 @@ KINDS = {
 
 
 def _check_hub(hub: dict) -> None:
-    for name, kinds in KINDS.items():
-        if name in hub and type(hub[name]) not in kinds:
-            accepted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{name}={hub[name]!r} must be of type {accepted}.")
+    check_types(hub, KINDS)
     if hub["n_local_heads"] not in (-1, hub["n_head"]):
         raise ValueError(
             f"n_local_heads={hub['n_local_heads']}; accepted: -1 or n_head={hub['n_head']} (shared keys and values are "
             "not defined for these models)."
         )
-    for name in ("tie_word_embeddings", "use_sw"):
-        if hub[name]:
-            raise ValueError(f"{name}={hub[name]}; accepted: false.")
+    check_values(hub, {"tie_word_embeddings": (False,), "use_sw": (False,)})
     rank = hub["n_head"] // max(1, hub["n_head"] // 2)
     if hub["use_dcmha"] and rank != 2:
         raise ValueError(f"n_head={hub['n_head']}; accepted: 2, or more than 3 (the published code's rank is then 2).")

@@ -1,0 +1,242 @@
+"""What is measured: texts, target spans and tasks, each with what its numbers depend on."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from tqdm import tqdm
+
+from dctrain.errors import UserError
+from dctrain.prepared import file_digest
+
+from ..data.texts import RECORDS, read_documents, read_records, without_lone_surrogates
+from ..likelihood import Pair, encode_pairs
+from .scorer import Scorer
+
+CHUNK_BYTES = 2**20  # of text that is scored at a time
+
+
+class Measure(NamedTuple):
+    """One number.
+
+    Attributes:
+        name: Of what.
+        metric: Which.
+        value: The number.
+        stderr: Its standard error; None if unknown.
+        higher_is_better: Whether it is.
+        count: Tokens, bytes or examples that it is of.
+        unit: What is counted.
+    """
+
+    name: str
+    metric: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool
+    count: int
+    unit: str
+
+
+class Measurable(Protocol):
+    """What can be measured of a model."""
+
+    @property
+    def title(self) -> str:
+        """Name it, uniquely."""
+
+    def settings(self, context_length: int) -> dict:
+        """Tell what the numbers depend on beside the model."""
+
+    def run(self, scorer: Scorer) -> list[Measure]:
+        """Measure it."""
+
+
+def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> Iterator[Pair]:
+    """Cut a text into windows that predict each token once.
+
+    The first predicts up to `length` tokens, the others `stride` at most, each after as many tokens before as the model
+    reads. With `stride` equal to `length` they are disjoint, but for the last, which reads back to its full length.
+
+    Args:
+        ids: Tokens of a text.
+        begin: What stands before it.
+        length: Tokens that the model reads at a time.
+        stride: Tokens from the end of a window to the end of the next.
+    """
+    tokens = [*begin, *ids]
+    first, end = len(begin), min(len(begin) + length, len(tokens))
+    while first < len(tokens):
+        yield tokens[max(0, end - length - 1) : first], tokens[first:end]
+        first, end = end, min(end + stride, len(tokens))
+
+
+class TextFile(NamedTuple):
+    """Perplexity per token and bits per byte of a file of texts, in all and for each part of it.
+
+    Each document is read by itself, after the token that begins a text; its own tokens count, and no end token.
+
+    Attributes:
+        path: As `read_documents` takes it.
+        text_key: Likewise.
+        subset_key: Likewise.
+        stride: Of the windows; None for disjoint ones.
+        limit: Only this many documents.
+    """
+
+    path: str
+    text_key: str
+    subset_key: str
+    stride: int | None
+    limit: int | None
+
+    @property
+    def title(self) -> str:
+        """Name the measure, uniquely."""
+        return f"texts {self.path}"
+
+    def settings(self, context_length: int) -> dict:
+        """Tell what the numbers depend on beside the model."""
+        stride = self.stride or context_length
+        return {
+            **self._asdict(),
+            "sha256": file_digest(Path(self.path)),
+            "context_length": context_length,
+            "stride": stride,
+            "windows": "disjoint" if stride == context_length else "sliding",
+        }
+
+    def run(self, scorer: Scorer) -> list[Measure]:
+        """Score all documents.
+
+        Raises:
+            UserError: If the file cannot be read, or holds no text.
+        """
+        sums: dict[str | None, Sums] = {}
+        path, skipped = Path(self.path), 0
+        bar = tqdm(total=path.stat().st_size, desc=path.name, unit="B", unit_scale=True, leave=False)
+        bar.disable = not scorer.ranks.is_first
+        with bar:
+            for texts, subsets, unreadable in self._chunks(bar):
+                skipped += unreadable
+                self._add(scorer, texts, subsets, sums)
+        if not sums:
+            raise UserError(f"{self.path} holds no text to score.")
+        if skipped and scorer.ranks.is_first:
+            print(f"warning: {skipped} files are no UTF-8 and were left out")
+        total = Sums(*map(list, zip(*sums.values(), strict=True)))
+        name = Path(self.path).name
+        parts = {} if len(sums) == 1 else {f"{name}: {part or 'others'}": sums[part] for part in sorted(sums, key=str)}
+        everything = {name: Sums(math.fsum(total.nats), sum(total.num_tokens), sum(total.num_bytes))}
+        return [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
+
+    def _chunks(self, bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
+        texts: list[str] = []
+        subsets: list[str | None] = []
+        size = unreadable = 0
+        for number, document in enumerate(read_documents(Path(self.path), self.text_key, self.subset_key)):
+            if number == self.limit:
+                break
+            if document.text is None:
+                unreadable += 1
+            else:
+                texts.append(document.text)
+                subsets.append(document.subset)
+                size += len(document.text)
+            if size >= CHUNK_BYTES:
+                yield texts, subsets, unreadable
+                texts, subsets, size, unreadable = [], [], 0, 0
+                bar.update(document.position - bar.n)
+        yield texts, subsets, unreadable
+
+    def _add(self, scorer: Scorer, texts: list[str], subsets: list[str | None], sums: dict[str | None, "Sums"]) -> None:
+        tokenizer = scorer.tokenizer
+        begin = tokenizer.begin_ids or [tokenizer.eos_id]
+        length = scorer.context_length
+        rows = [list(windows(row.tolist(), begin, length, self.stride or length)) for row in tokenizer.encode(texts)]
+        scores = iter(scorer.score([pair for row in rows for pair in row], "windows"))
+        for text, subset, row in zip(texts, subsets, rows, strict=True):
+            if not row:
+                continue
+            before = sums.get(subset, Sums(0.0, 0, 0))
+            nats = math.fsum([before.nats, *(-next(scores).log_likelihood for _ in row)])
+            num_tokens = before.num_tokens + sum(len(targets) for _, targets in row)
+            sums[subset] = Sums(nats, num_tokens, before.num_bytes + len(text.encode()))
+
+
+class Sums(NamedTuple):
+    """Of texts: minus their log-likelihood in nats, their tokens, their bytes."""
+
+    nats: float
+    num_tokens: int
+    num_bytes: int
+
+    def measures(self, name: str) -> list[Measure]:
+        """Tell perplexity and bits per byte."""
+        perplexity = math.exp(self.nats / self.num_tokens)
+        bits = self.nats / math.log(2) / self.num_bytes
+        return [
+            Measure(name, "perplexity", perplexity, None, False, self.num_tokens, "tokens"),
+            Measure(name, "bits_per_byte", bits, None, False, self.num_bytes, "bytes"),
+        ]
+
+
+class SpanFile(NamedTuple):
+    """Perplexity of targets after their prompts, per token of the targets (paper, section 4.2, Flan).
+
+    Attributes:
+        path: JSONL, compressed or not, or parquet.
+        prompt_key: Key of the prompt, which may be empty.
+        target_key: Key of the target.
+        limit: Only this many records.
+    """
+
+    path: str
+    prompt_key: str
+    target_key: str
+    limit: int | None
+
+    @property
+    def title(self) -> str:
+        """Name the measure, uniquely."""
+        return f"spans {self.path}"
+
+    def settings(self, context_length: int) -> dict:
+        """Tell what the numbers depend on beside the model."""
+        return {**self._asdict(), "sha256": file_digest(Path(self.path)), "context_length": context_length}
+
+    def run(self, scorer: Scorer) -> list[Measure]:
+        """Score all targets.
+
+        Raises:
+            UserError: If the file cannot be read, holds no record, or a record has no prompt, no target, or a target
+                that is longer than the context.
+        """
+        texts, places = self._records()
+        pairs = encode_pairs(scorer.tokenizer, texts)
+        for place, (_, target) in zip(places, pairs, strict=True):
+            if not 0 < len(target) <= scorer.context_length:
+                raise UserError(f"{place}: a target of {len(target)} tokens; accepted: 1 to {scorer.context_length}.")
+        scores = scorer.score(pairs, Path(self.path).name)
+        num_tokens = sum(len(target) for _, target in pairs)
+        perplexity = math.exp(-math.fsum(score.log_likelihood for score in scores) / num_tokens)
+        return [Measure(Path(self.path).name, "target_perplexity", perplexity, None, False, num_tokens, "tokens")]
+
+    def _records(self) -> tuple[list[tuple[str, str]], list[str]]:
+        path = Path(self.path)
+        if not path.name.endswith(RECORDS):
+            raise UserError(f"{path} is no file of records; accepted: {', '.join(RECORDS)}.")
+        texts, places = [], []
+        for number, record in enumerate(read_records(path, [self.prompt_key, self.target_key])):
+            if number == self.limit:
+                break
+            for key in (self.prompt_key, self.target_key):
+                if not isinstance(record.content.get(key), str):
+                    raise UserError(f"{record.place}: no text under {key!r}.")
+            prompt, target = (record.content[key] for key in (self.prompt_key, self.target_key))
+            texts.append((without_lone_surrogates(prompt), without_lone_surrogates(target)))
+            places.append(record.place)
+        if not texts:
+            raise UserError(f"{path} holds no record.")
+        return texts, places

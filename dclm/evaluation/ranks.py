@@ -1,0 +1,54 @@
+"""The processes that share an evaluation, as torchrun starts them: each computes a part and learns of all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(days=1)  # of ranks that have nothing left to do, for the others
+
+
+class Ranks(NamedTuple):
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: object) -> list:
+        """Return the values of all ranks, in their order, on each."""
+        if self.size == 1:
+            return [value]
+        values: list = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def device(self, name: str) -> torch.device:
+        """Choose this process's device: of "cuda", one for each on a machine."""
+        return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Meet the other processes, if there are some; leave them at the end."""
+    ranks = Ranks(*(int(os.environ.get(name, default)) for name, default in ENVIRONMENT.items()))
+    if ranks.size == 1:
+        yield ranks
+        return
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -1,0 +1,148 @@
+"""Scorer: answers questions about texts with one model, each once, in batches, shared by the ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from dctrain.errors import UserError, told_as
+
+from ..generate import check_prompts, stream
+from ..growing_text import GrowingText
+from ..likelihood import Likelihood, Pair, batches, cut_left, score
+from ..load import LoadedModel
+from ..sampling import Sampling
+from .journal import Journal, digest
+from .ranks import Ranks
+
+
+class Score(NamedTuple):
+    """Of a continuation: the log-likelihood of all its tokens in nats, and whether each is the likeliest."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+class Prompt(NamedTuple):
+    """A text to continue: its tokens, and how."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    stop_strings: tuple[str, ...]
+    sampling: Sampling
+
+
+class Scorer:
+    """One model and what it has been asked.
+
+    Args:
+        model: The model.
+        ranks: The processes that share the work.
+        journal: Where answers are kept.
+        batch_size: Texts read at a time.
+        context_length: Most tokens that the model reads; what is longer loses its beginning.
+
+    Attributes:
+        num_cut: Texts that lost their beginning so far.
+    """
+
+    def __init__(
+        self, model: LoadedModel, ranks: Ranks, journal: Journal, batch_size: int, context_length: int
+    ) -> None:
+        self.decoder, self.tokenizer = model
+        self.ranks, self.journal, self.batch_size, self.context_length = ranks, journal, batch_size, context_length
+        self.num_cut = 0
+
+    def score(self, pairs: Sequence[Pair], described: str | None = None) -> list[Score]:
+        """Score continuations.
+
+        Args:
+            pairs: Token ids of contexts and continuations.
+            described: What the progress bar calls this; None for no bar.
+
+        Raises:
+            UserError: If a continuation is longer than the context.
+        """
+        with told_as(of=ValueError):
+            cut = [cut_left(pair, self.context_length) for pair in pairs]
+        self.num_cut += sum(len(now[0]) < len(pair[0]) for now, pair in zip(cut, pairs, strict=True))
+        keys = [digest("score", *map(_numbers, pair)) for pair in cut]
+        todo = {key: pair for key, pair in zip(keys, cut, strict=True) if key not in self.journal.known}
+        names, asked = list(todo), list(todo.values())
+        work = batches(self.decoder, asked, self.batch_size)[self.ranks.rank :: self.ranks.size]
+
+        def answer(batch: list) -> dict:
+            with torch.inference_mode():
+                return {names[number]: _summed(found) for number, found in score(self.decoder, batch)}
+
+        self._work_through(work, answer, described)
+        return [Score(*self.journal.known[key]) for key in keys]
+
+    def complete(self, prompts: Sequence[Prompt], described: str | None = None) -> list[str]:
+        """Continue prompts, up to the first stop string or the end of the document; arguments as in `score`.
+
+        Sampled texts depend on their prompt alone, not on what is sampled beside them.
+
+        Raises:
+            UserError: If a prompt leaves no room for its continuation.
+        """
+        prompts = [self._cut_prompt(prompt) for prompt in prompts]
+        keys = [digest("complete", *prompt[:-1], *vars(prompt.sampling).values()) for prompt in prompts]
+        todo = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.journal.known}
+        work = self._alike(todo)[self.ranks.rank :: self.ranks.size]
+        self._work_through(work, self._complete_batch, described)
+        return [self.journal.known[key] for key in keys]
+
+    def _work_through(self, work: Iterable, answer: Callable[[list], dict], described: str | None) -> None:
+        """Answer this rank's batches, keeping each answer, and learn the others'."""
+        answers: dict = {}
+        hidden = described is None or not self.ranks.is_first
+        for batch in tqdm(work, described, unit="batch", disable=hidden, leave=False):
+            found = answer(batch)
+            self.journal.add(found)
+            answers |= found
+        self.journal.share(answers)
+
+    def _cut_prompt(self, prompt: Prompt) -> Prompt:
+        room = self.context_length - prompt.max_new_tokens
+        if room < 1:
+            raise UserError(f"{prompt.max_new_tokens} new tokens leave no room in a context of {self.context_length}.")
+        self.num_cut += len(prompt.tokens) > room
+        return prompt._replace(tokens=prompt.tokens[-room:])
+
+    def _alike(self, todo: dict[str, Prompt]) -> list[list[tuple[str, Prompt]]]:
+        """Put prompts that are continued in one way into batches, longest first; sampled ones one by one."""
+        ways: dict[tuple, list[tuple[str, Prompt]]] = {}
+        for key, prompt in sorted(todo.items(), key=lambda item: -len(item[1].tokens)):
+            ways.setdefault(prompt[1:], []).append((key, prompt))
+        found = []
+        for (_, _, sampling), items in ways.items():
+            size = self.batch_size if sampling.temperature == 0 else 1
+            found += [items[start : start + size] for start in range(0, len(items), size)]
+        return found
+
+    def _complete_batch(self, batch: list[tuple[str, Prompt]]) -> dict[str, str]:
+        _, max_new_tokens, stop_strings, sampling = batch[0][1]
+        texts = [GrowingText(self.tokenizer, [self.tokenizer.eos_id], stop_strings) for _ in batch]
+        written = [""] * len(batch)
+
+        def watch(tokens: list[int]) -> list[bool]:
+            for row, token in enumerate(tokens):
+                written[row] += texts[row].add(token)
+            return [text.is_ended for text in texts]
+
+        with told_as(of=ValueError):
+            ids = check_prompts(self.decoder, [prompt.tokens for _, prompt in batch], max_new_tokens)
+            seed = int(batch[0][0][:12], 16)
+            for _ in stream(self.decoder, ids, max_new_tokens, sampling, watch=watch, seed=seed):
+                pass
+        return {key: done + text.rest() for (key, _), done, text in zip(batch, written, texts, strict=True)}
+
+
+def _numbers(ids: Sequence[int]) -> list[int]:
+    return [int(number) for number in ids]
+
+
+def _summed(found: Likelihood) -> list:
+    return [found.log_likelihoods.double().sum().item(), bool(found.is_greedy.all())]

@@ -1,0 +1,149 @@
+"""Log-likelihoods of continuations, token by token, in batches, without the logits of what is not asked for."""
+
+# B batch, T tokens, C model width, V vocabulary, M tokens of continuations, N tokens of one
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .data.tokenizers import Tokenizer
+from .decoder import Decoder
+from .loss import CHUNK_LOGITS, wide_logits
+
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation
+
+
+class Likelihood(NamedTuple):
+    """What the model makes of a continuation.
+
+    Attributes:
+        log_likelihoods: Of each token given all before it, in nats: [N] of max(dtype, float32), on the CPU.
+        is_greedy: Whether each token is the likeliest: [N] bool, on the CPU.
+    """
+
+    log_likelihoods: Tensor
+    is_greedy: Tensor
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+    """Encode contexts with their continuations, as the lm-evaluation-harness does.
+
+    Both are encoded together, so that no word is cut between them; spaces that end a context are the continuation's. An
+    empty context becomes the token that begins a text: the tokenizer's own, or the end of the document before.
+    """
+    moved = []
+    for context, continuation in pairs:
+        stripped = context.rstrip()
+        moved.append((stripped, context[len(stripped) :] + continuation) if context else ("", continuation))
+    contexts = tokenizer.encode([context for context, _ in moved])
+    wholes = tokenizer.encode([context + continuation for context, continuation in moved])
+    return [
+        (_begun(tokenizer, is_empty=not len(context)) + context.tolist(), whole[len(context) :].tolist())
+        for context, whole in zip(contexts, wholes, strict=True)
+    ]
+
+
+def _begun(tokenizer: Tokenizer, is_empty: bool) -> list[int]:
+    return tokenizer.begin_ids or ([tokenizer.eos_id] if is_empty else [])
+
+
+def cut_left(pair: Pair, num_tokens: int) -> Pair:
+    """Leave out tokens of the context, from its left end, so that the model reads at most `num_tokens`.
+
+    Raises:
+        ValueError: If the continuation alone is longer.
+    """
+    context, continuation = pair
+    if len(continuation) > num_tokens:
+        raise ValueError(f"a continuation of {len(continuation)} tokens exceeds the context of {num_tokens}.")
+    return context[max(0, len(context) + len(continuation) - num_tokens - 1) :], continuation
+
+
+@torch.no_grad()
+def log_likelihoods(decoder: Decoder, pairs: Sequence[Pair], *, batch_size: int = 8) -> list[Likelihood]:
+    """Score continuations.
+
+    Texts are read longest first, in batches padded on the right; what several pairs have in common up to their last
+    token is read once. Logits are made of the continuations' tokens alone, some at a time, in max(dtype, float32).
+
+    Args:
+        decoder: The model, on any device.
+        pairs: Token ids of contexts, at least one each, and of their continuations.
+        batch_size: Texts read at a time.
+
+    Returns:
+        One for each pair, in their order.
+
+    Raises:
+        ValueError: If a context or a continuation is empty, a token is outside the vocabulary, or the position table
+            too short.
+    """
+    found: list[Likelihood | None] = [None] * len(pairs)
+    for batch in batches(decoder, pairs, batch_size):
+        for number, likelihood in score(decoder, batch):
+            found[number] = likelihood
+    return found
+
+
+@dataclass
+class Text:
+    """Tokens that are read, and the pairs whose continuations end them: (number, where the targets begin, targets)."""
+
+    tokens: tuple[int, ...]
+    pairs: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+
+def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[list[Text]]:
+    """Put pairs into the batches that are read together; errors are those of `log_likelihoods`."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    texts: dict[tuple[int, ...], Text] = {}
+    for number, (context, continuation) in enumerate(pairs):
+        _check(decoder, number, context, continuation)
+        tokens = (*context, *continuation[:-1])
+        text = texts.setdefault(tokens, Text(tokens))
+        text.pairs.append((number, len(context) - 1, list(continuation)))
+    longest_first = sorted(texts.values(), key=lambda text: -len(text.tokens))
+    return [longest_first[start : start + batch_size] for start in range(0, len(longest_first), batch_size)]
+
+
+def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: Sequence[int]) -> None:
+    for name, ids in (("context", context), ("continuation", continuation)):
+        if len(ids) == 0:
+            raise ValueError(f"the {name} of pair {number} is empty; accepted: at least one token.")
+    low, high = min(min(context), min(continuation)), max(max(context), max(continuation))
+    if low < 0 or high >= decoder.config.vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"pair {number} holds token {wrong}; accepted: 0 to {decoder.config.vocab_size - 1}.")
+
+
+def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likelihood]]:
+    """Read one batch; yield the likelihood of each pair with its number."""
+    device = decoder.output.weight.device
+    longest = max(len(text.tokens) for text in texts)
+    rows = [F.pad(torch.tensor(text.tokens), (0, longest - len(text.tokens))) for text in texts]
+    hidden = decoder.hidden_states(torch.stack(rows).to(device))
+    asked = [(row, *pair) for row, text in enumerate(texts) for pair in text.pairs]
+    wanted = torch.cat([hidden[row, start : start + len(targets)] for row, _, start, targets in asked])
+    targets = torch.tensor([target for *_, targets in asked for target in targets], device=device)
+    scores, is_greedy = _score_targets(wanted, decoder.output.weight, targets)
+    lengths = [len(targets) for *_, targets in asked]
+    parts = zip(scores.cpu().split(lengths), is_greedy.cpu().split(lengths), strict=True)
+    for (_, number, _, _), part in zip(asked, parts, strict=True):
+        yield number, Likelihood(*part)
+
+
+def _score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Score targets [M] after hidden states [M, C], some at a time; tell which are the likeliest."""
+    scores, is_greedy = [], []
+    size = max(1, CHUNK_LOGITS // output.shape[0])
+    for chunk, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        logits = wide_logits(chunk, output)  # [M, V]
+        of_targets = logits.gather(1, wanted[:, None]).squeeze(1)
+        scores.append(of_targets - logits.logsumexp(1))
+        is_greedy.append(logits.argmax(1) == wanted)
+    return torch.cat(scores), torch.cat(is_greedy)

@@ -1,0 +1,79 @@
+"""One function that loads any model: a run, a checkpoint, or a folder of any format that is read here."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.errors import UserError, told_as
+
+from .data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
+from .decoder import Decoder
+from .hub import load_pretrained
+from .language_model import build_config
+
+
+class LoadedModel(NamedTuple):
+    """A decoder, in evaluation mode, and its tokenizer."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+
+def load_model(
+    checkpoint: str | Path,
+    tokenizer: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> LoadedModel:
+    """Load a decoder and its tokenizer.
+
+    Args:
+        checkpoint: A `.ckpt` file or run folder of `dclm fit`, or a folder that `load_pretrained` takes.
+        tokenizer: As `open_tokenizer` takes it; None takes the one in the checkpoint or folder.
+        dtype: Dtype of the parameters; None keeps theirs.
+        device: Where to put them.
+
+    Raises:
+        UserError: If there is none, it is of another format, the tokenizer has more tokens than the model, or the
+            device cannot be used.
+    """
+    if (Path(checkpoint) / "config.json").is_file():
+        with told_as():
+            decoder = load_pretrained(checkpoint, dtype)
+        words = open_tokenizer(tokenizer or _tokenizer_in(Path(checkpoint)))
+    else:
+        decoder, words = _load_run(checkpoint, tokenizer)
+        decoder.to(dtype)
+    if words.vocab_size > decoder.config.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer or 'of ' + str(checkpoint)} has {words.vocab_size} tokens and the model "
+            f"{decoder.config.vocab_size} rows: it is of another model."
+        )
+    with told_as(f"device={str(device)!r} cannot be used"):
+        decoder.to(device)
+    return LoadedModel(decoder.eval(), words)
+
+
+def _tokenizer_in(folder: Path) -> str:
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"{folder} holds no tokenizer.json; name a tokenizer ({BYTES!r}, a tokenizer.json, a hub name)."
+        )
+    return str(folder)
+
+
+def _load_run(checkpoint: str | Path, tokenizer: str | None) -> LoadedModel:
+    path = find_checkpoint(checkpoint)
+    content = load_checkpoint(path)
+    hp, data = content.get("hyper_parameters", {}), content.get("TokenDataModule", {})
+    if "model" not in hp or "context_length" not in hp or "state_dict" not in content:
+        raise UserError(f"{path} is no checkpoint of dclm.")
+    decoder = Decoder(build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {}))
+    weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
+    decoder.load_state_dict(weights)
+    if tokenizer is not None:
+        return LoadedModel(decoder, open_tokenizer(tokenizer))
+    return LoadedModel(decoder, tokenizer_from_spec(data["tokenizer"], data["eos"]))

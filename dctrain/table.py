@@ -1,0 +1,26 @@
+"""Tables of numbers, for terminals and files alike."""
+
+from collections.abc import Sequence
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table as Markdown whose columns are aligned: texts on the left, cells that begin with a digit or a sign
+    on the right.
+    """
+    lines = [list(header), *map(list, rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
+    is_numeric = [all(_is_number(row[column]) for row in rows) for column in range(len(header))]
+    rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, is_numeric, strict=True)]
+
+    def write(line: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_numeric, strict=True)
+        )
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join([write(lines[0]), write(rule), *map(write, lines[1:])])
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell[:1].isdigit() or (cell[:1] in "+-" and cell[1:2].isdigit())
