@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, get_args, get_origin
 
 from docstring_parser import parse
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
 from .errors import UserError
@@ -37,15 +37,20 @@ class TrainerParser(ShortErrors, LightningArgumentParser):
 class Once(argparse.Action):
     """Takes the values of an option that may stand once; of two argparse would drop the first."""
 
+    is_given = False
+
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        """Keep the values, unless there are some already."""
-        if getattr(namespace, self.dest, None) not in (None, self.default):
+        """Keep the values, unless the option has stood before."""
+        if self.is_given:
             raise UserError(f"{option_string} is given twice; give its values one after the other.")
+        self.is_given = True
         setattr(namespace, self.dest, values)
 
 
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
     """Call a function with arguments of the command line: `PROGRAM NAME --parameter value ...`.
+
+    `--config FILE` reads arguments from YAML; what stands after it on the command line counts more.
 
     A parameter that is a sequence takes its values one after the other, each as plain text. One called `extra` takes
     what stands after `--`.
@@ -62,6 +67,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
     if EXTRA in parameters and "--" in args:
         at = args.index("--")
         args, extra = args[:at], args[at + 1 :]
+    parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of these arguments.")
     parser.add_function_arguments(function, as_group=False, skip=sequences)
     helps = _parameter_docs(function)
     for key in sequences - {EXTRA}:
@@ -77,6 +83,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             help=helps[key],
         )
     options = parser.parse_args(args).as_dict()
+    del options["config"]
     function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
 
 

@@ -97,12 +97,12 @@ def evaluate(
 
 
 def _check_asked(checkpoint: Sequence[str], asked: Sequence[str], compare: Sequence[str]) -> None:
+    if asked and not checkpoint:
+        raise UserError("checkpoint names no model to measure.")
     if not checkpoint and not compare:
         raise UserError("checkpoint must name at least one model, or compare results of earlier evaluations.")
     if checkpoint and not asked:
         raise UserError("nothing to measure: name texts, spans or tasks.")
-    if asked and not checkpoint:
-        raise UserError("checkpoint names no model to measure.")
 
 
 def _check_ranges(**numbers: int | None) -> None:

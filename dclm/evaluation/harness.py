@@ -6,6 +6,8 @@ import difflib
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -61,15 +63,16 @@ class Task(NamedTuple):
         with told_as(f"task {self.task}: its data cannot be loaded"):
             loaded = self.manager.load([self.task])
         group = loaded["groups"].get(self.task)
-        found = lm_eval.simple_evaluate(
-            Model(scorer, self.title),
-            tasks=list(loaded["tasks"].values()) if group is None else [group],
-            num_fewshot=self.num_fewshot,
-            limit=self.limit,
-            bootstrap_iters=BOOTSTRAPS,
-            log_samples=False,
-            task_manager=self.manager,
-        )
+        with redirect_stdout(None):  # the harness tells of its bootstraps there
+            found = lm_eval.simple_evaluate(
+                Model(scorer, self.title),
+                tasks=list(loaded["tasks"].values()) if group is None else [group],
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
+                bootstrap_iters=BOOTSTRAPS,
+                log_samples=False,
+                task_manager=self.manager,
+            )
         return _measures(found) if scorer.ranks.is_first else []
 
 
@@ -87,14 +90,20 @@ def find_tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | No
     """
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"task_folder={folder} is no folder.")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=folder)
+    manager = _know_tasks(None if folder is None else str(Path(folder).resolve()))
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, 5)
             hint = f"; near it are {', '.join(near)}" if near else ""
             raise UserError(f"task {name!r} is unknown to the lm-evaluation-harness {version('lm_eval')}{hint}.")
     return [Task(name, shots, limit, manager) for shots in num_fewshot for name in names]
+
+
+@cache
+def _know_tasks(folder: str | None) -> TaskManager:
+    """Read all task files, which takes seconds."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return TaskManager(include_path=folder)
 
 
 class Model(LM):

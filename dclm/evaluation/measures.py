@@ -11,7 +11,7 @@ from dctrain.errors import UserError
 from dctrain.prepared import file_digest
 
 from ..data.texts import RECORDS, read_documents, read_records, without_lone_surrogates
-from ..likelihood import Pair, encode_pairs
+from ..likelihood import Pair
 from .scorer import Scorer
 
 CHUNK_BYTES = 2**20  # of text that is scored at a time
@@ -185,6 +185,9 @@ class Sums(NamedTuple):
 class SpanFile(NamedTuple):
     """Perplexity of targets after their prompts, per token of the targets (paper, section 4.2, Flan).
 
+    Prompt and target are encoded each by itself, so that no token is part of both; an empty prompt becomes the token
+    that begins a text.
+
     Attributes:
         path: JSONL, compressed or not, or parquet.
         prompt_key: Key of the prompt, which may be empty.
@@ -213,8 +216,10 @@ class SpanFile(NamedTuple):
             UserError: If the file cannot be read, holds no record, or a record has no prompt, no target, or a target
                 that is longer than the context.
         """
-        texts, places = self._records()
-        pairs = encode_pairs(scorer.tokenizer, texts)
+        prompts, targets, places = self._records()
+        tokenizer, encoded = scorer.tokenizer, scorer.tokenizer.encode(prompts)
+        contexts = [tokenizer.begin_ids + row.tolist() or [tokenizer.eos_id] for row in encoded]
+        pairs = list(zip(contexts, [row.tolist() for row in tokenizer.encode(targets)], strict=True))
         for place, (_, target) in zip(places, pairs, strict=True):
             if not 0 < len(target) <= scorer.context_length:
                 raise UserError(f"{place}: a target of {len(target)} tokens; accepted: 1 to {scorer.context_length}.")
@@ -223,20 +228,21 @@ class SpanFile(NamedTuple):
         perplexity = math.exp(-math.fsum(score.log_likelihood for score in scores) / num_tokens)
         return [Measure(Path(self.path).name, "target_perplexity", perplexity, None, False, num_tokens, "tokens")]
 
-    def _records(self) -> tuple[list[tuple[str, str]], list[str]]:
+    def _records(self) -> tuple[list[str], list[str], list[str]]:
+        """Read prompts, targets and where they are."""
         path = Path(self.path)
         if not path.name.endswith(RECORDS):
             raise UserError(f"{path} is no file of records; accepted: {', '.join(RECORDS)}.")
-        texts, places = [], []
+        prompts, targets, places = [], [], []
         for number, record in enumerate(read_records(path, [self.prompt_key, self.target_key])):
             if number == self.limit:
                 break
             for key in (self.prompt_key, self.target_key):
                 if not isinstance(record.content.get(key), str):
                     raise UserError(f"{record.place}: no text under {key!r}.")
-            prompt, target = (record.content[key] for key in (self.prompt_key, self.target_key))
-            texts.append((without_lone_surrogates(prompt), without_lone_surrogates(target)))
+            prompts.append(without_lone_surrogates(record.content[self.prompt_key]))
+            targets.append(without_lone_surrogates(record.content[self.target_key]))
             places.append(record.place)
-        if not texts:
+        if not places:
             raise UserError(f"{path} holds no record.")
-        return texts, places
+        return prompts, targets, places

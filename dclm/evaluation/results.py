@@ -95,9 +95,7 @@ def open_results(path: Path, described: dict) -> Results:
         return Results(described)
     found = read_results(path)
     if any(found.content[name] != described[name] for name in IDENTITY):
-        raise UserError(
-            f"{path} is of another model {found.model} (other weights, dtype or tokenizer); name another out."
-        )
+        raise UserError(f"{path} is of other weights, another dtype or another tokenizer; name another out.")
     return Results(described | {"results": found.content["results"]})
 
 

@@ -125,11 +125,13 @@ class Scorer:
     def _complete_batch(self, batch: list[tuple[str, Prompt]]) -> dict[str, str]:
         _, max_new_tokens, stop_strings, sampling = batch[0][1]
         texts = [GrowingText(self.tokenizer, [self.tokenizer.eos_id], stop_strings) for _ in batch]
-        written = [""] * len(batch)
+        written: list[list[int]] = [[] for _ in batch]
 
         def watch(tokens: list[int]) -> list[bool]:
             for row, token in enumerate(tokens):
-                written[row] += texts[row].add(token)
+                if not texts[row].is_ended:
+                    written[row].append(token)
+                    texts[row].add(token)
             return [text.is_ended for text in texts]
 
         with told_as(of=ValueError):
@@ -137,7 +139,14 @@ class Scorer:
             seed = int(batch[0][0][:12], 16)
             for _ in stream(self.decoder, ids, max_new_tokens, sampling, watch=watch, seed=seed):
                 pass
-        return {key: done + text.rest() for (key, _), done, text in zip(batch, written, texts, strict=True)}
+        return {key: self._text(tokens, stop_strings) for (key, _), tokens in zip(batch, written, strict=True)}
+
+    def _text(self, tokens: list[int], stop_strings: Sequence[str]) -> str:
+        """Decode at once, so that a character that was cut off shows, as the harness does."""
+        text = self.tokenizer.decode(tokens)
+        for stop in stop_strings:
+            text = text.split(stop)[0]
+        return text
 
 
 def _numbers(ids: Sequence[int]) -> list[int]:

@@ -13,9 +13,9 @@ import dclm
 from dclm.hub.published_weights import weights_from_hub
 from tests.dcmha.inputs import relative_error
 
-from . import published
+from .. import published
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = ("dcformer_lg", "dcformer_mha", "dcpythia_parallel")
 
 COMMON = {"vocab_size": 23, "dim": 24, "n_layer": 5, "n_head": 4, "n_local_heads": 4, "block_size": 32} | {

@@ -1,0 +1,232 @@
+"""`dclm evaluate`: the same numbers however the work is cut, going on after a stop, the table, and mistakes."""
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dclm.evaluation import scorer
+from tests.dctrain.commands import ROOT
+from tests.faults.drill import mistake
+
+from ..commands import run
+from .models import SOURCES, numbers, pile, small_folder, spans, write_records
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with two models and something to measure, as working directory."""
+    monkeypatch.chdir(tmp_path)
+    small_folder(tmp_path / "model")
+    pile(tmp_path / "pile.jsonl"), spans(tmp_path / "flan.jsonl")
+    return tmp_path
+
+
+ASKED = ("--checkpoint=model", "--texts", "pile.jsonl", *map(str, SOURCES[:2]), "--spans", "flan.jsonl")
+
+
+def test_numbers_depend_on_neither_batch_size_nor_padding(here):
+    found = []
+    for size in (1, 5, 64):
+        run("evaluate", *ASKED, f"--batch_size={size}", f"--out=out{size}")
+        found.append(numbers(here / f"out{size}" / "model.json"))
+    assert len(found[0]) == 11 and all("bits_per_byte" in key or value > 1 for key, value in found[0].items())
+    for others in found[1:]:
+        assert others == pytest.approx(found[0], rel=1e-6)
+
+
+def together(count: int, *args: str) -> list[subprocess.Popen]:
+    """Start processes as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(count)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "dclm", "evaluate", *args],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(here):
+    run("evaluate", *ASKED, "--out=one")
+    said = [(process.communicate(timeout=120), process.returncode) for process in together(2, *ASKED, "--out=two")]
+    assert [code for _, code in said] == [0, 0], said
+    assert numbers(here / "two" / "model.json") == pytest.approx(numbers(here / "one" / "model.json"), rel=1e-6)
+    (first, _), ((silent, _), _) = said[0][0], said[1]
+    assert "perplexity" in first and "perplexity" not in silent
+    assert sorted(path.name for path in (here / "two").iterdir()) == ["model.json", "table.csv", "table.md"]
+
+
+@pytest.mark.slow
+def test_processes_of_which_one_was_killed_go_on(here):
+    """Three begin, one is killed, the others end with it; two go on."""
+    asked = (*ASKED, "--batch_size=1", "--stride=4", "--out=out")
+    processes = together(3, *asked)
+    while len(partial(here)) < 3 or any(len(path.read_text().splitlines()) < 20 for path in partial(here)):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGKILL)
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert "error: another process of this run has died" in said[0]
+    kept = sum(len(path.read_text().splitlines()) - 1 for path in partial(here))
+    assert kept > 50
+    again = together(2, *asked)
+    said = [process.communicate(timeout=300)[1] for process in again]
+    assert [process.returncode for process in again] == [0, 0], said
+    run("evaluate", *ASKED, "--stride=4", "--out=whole")
+    assert numbers(here / "out" / "model.json") == pytest.approx(numbers(here / "whole" / "model.json"), rel=1e-6)
+
+
+def partial(folder):
+    return list((folder / "out").glob("*.partial-*")) if (folder / "out").is_dir() else []
+
+
+SCORE = scorer.score
+
+
+class Counted:
+    """Counts batches, and stops before one of them."""
+
+    def __init__(self, monkeypatch, stop_at=None):
+        self.count, self.stop_at = 0, stop_at
+        monkeypatch.setattr(scorer, "score", self)
+
+    def __call__(self, decoder, batch):
+        if self.count == self.stop_at:
+            raise KeyboardInterrupt
+        self.count += 1
+        return SCORE(decoder, batch)
+
+
+def test_interrupted_it_goes_on_at_the_next_batch(here, monkeypatch, capsys):
+    asked = ("evaluate", *ASKED, "--batch_size=1", "--out=out")
+    whole = Counted(monkeypatch)
+    run(*asked[:-1], "--out=whole")
+    first = Counted(monkeypatch, stop_at=whole.count * 2 // 3)
+    with pytest.raises(SystemExit) as exit_info:
+        run(*asked)
+    assert exit_info.value.code == 130
+    (journal,) = partial(here)
+    with open(journal, "a") as file:
+        file.write('["half a li')  # a death in the middle of a line
+    second = Counted(monkeypatch)
+    run(*asked)
+    assert first.count + second.count == whole.count
+    assert numbers(here / "out" / "model.json") == numbers(here / "whole" / "model.json")
+    assert not partial(here)
+    third = Counted(monkeypatch)
+    run(*asked)
+    assert third.count == 0
+    run(*asked, "--stride=32")
+    assert third.count > 0
+    capsys.readouterr()
+
+
+def test_what_is_written_says_where_it_comes_from(here, capsys):
+    small_folder(here / "other", seed=1, name="transformer_pp_debug")
+    run("evaluate", "--checkpoint", "model", "other", "--spans", "flan.jsonl", "--out=out")
+    printed = capsys.readouterr().out
+    content = json.loads((here / "out" / "model.json").read_text())
+    assert {"checkpoint", "weights_crc32", "parameters", "dtype", "config", "tokenizer"} <= set(content)
+    assert {"commit", "torch", "dcmha", "device"} <= set(content["environment"])
+    settings = content["results"]["spans flan.jsonl"]["settings"]
+    assert settings["context_length"] == 64 and len(settings["sha256"]) == 64
+    first, second = (numbers(here / "out" / f"{name}.json")["flan.jsonl", "target_perplexity"] for name in MODELS)
+    row = next(line for line in printed.splitlines() if line.startswith("| flan.jsonl"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:] == ["target_perplexity", f"{first:.3f}", f"{second:.3f} / {second - first:+.3f}"]
+    assert row in (here / "out" / "table.md").read_text()
+    with open(here / "out" / "table.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["model"], float(row["value"])) for row in rows] == [("model", first), ("other", second)]
+    run("evaluate", "--compare", "out/other.json", "out/model.json")
+    assert f"{first:.3f} / {first - second:+.3f}" in capsys.readouterr().out
+
+
+MODELS = ("model", "other")
+
+
+def test_what_is_cut_is_told(here, capsys):
+    write_records(here / "long.jsonl", [{"prompt": "word " * 300, "target": "end"}, {"prompt": "a", "target": "b"}])
+    run("evaluate", "--checkpoint=model", "--spans", "long.jsonl")
+    assert "1 texts were longer than 64 tokens and lost their beginning" in capsys.readouterr().out
+    assert json.loads((here / "evaluation" / "model.json").read_text())["results"]["spans long.jsonl"]["num_cut"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "checkpoint must name at least one model, or compare"),
+        (["--checkpoint=model"], "nothing to measure: name texts, spans or tasks"),
+        (["--texts", "pile.jsonl"], "checkpoint names no model to measure"),
+        (["--checkpoint=none", "--texts", "pile.jsonl"], "no checkpoint"),
+        (["--checkpoint=model", "--texts", "none.txt"], "input none.txt does not exist"),
+        (
+            ["--checkpoint=model", "--texts", "pile.jsonl", "--text_key=body"],
+            "pile.jsonl, line 1: no text under 'body'",
+        ),
+        (["--checkpoint=model", "--texts", "pile.jsonl", "--stride=0"], "stride=0 must be at least 1"),
+        (["--checkpoint=model", "--texts", "pile.jsonl", "--dtype=int8"], "dtype='int8'; accepted: float32, bfloat16"),
+        (["--checkpoint=model", "--spans", "pile.jsonl"], "pile.jsonl, line 1: no text under 'prompt'"),
+        (["--checkpoint=model", "--spans", "flan.jsonl", "--target_key=x"], "flan.jsonl, line 1: no text under 'x'"),
+        (
+            ["--checkpoint=model", "--spans", "empty.jsonl"],
+            "empty.jsonl, line 2: a target of 0 tokens; accepted: 1 to 64",
+        ),
+        (["--checkpoint=model", "--spans", "model/tokenizer.json"], "is no file of records; accepted: .jsonl"),
+        (["--compare", "model/config.json"], "model/config.json is no result of `dclm evaluate`"),
+        (
+            ["--checkpoint=model", "--tokenizer=big.json", "--texts", "pile.jsonl"],
+            "big.json has 500 tokens and the model 400",
+        ),
+        (["--checkpoint", "model", "a/model", "--texts", "pile.jsonl"], "two models are called model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_end_in_one_line(here, capsys, arguments, message):
+    from dclm.data.tokenizers import train_bpe
+
+    (here / "big.json").write_text(train_bpe([SOURCES[0].read_text()], 500).spec)
+    (here / "a").mkdir()
+    (here / "a" / "model").symlink_to(here / "model")
+    write_records(here / "empty.jsonl", [{"prompt": "a", "target": "b"}, {"prompt": "a", "target": ""}])
+    assert message in mistake(capsys, run, "evaluate", *arguments)
+
+
+def test_results_stay_when_something_later_is_wrong(here, capsys):
+    write_records(here / "bad.jsonl", [{"prompt": "a"}])
+    error = mistake(capsys, run, "evaluate", *ASKED, "bad.jsonl", "--out=out")
+    assert "bad.jsonl, line 1: no text under 'target'" in error
+    assert len(numbers(here / "out" / "model.json")) == 11
+
+
+def test_results_of_other_weights_are_not_mixed(here, capsys):
+    run("evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
+    (here / "model").rename(here / "before")
+    small_folder(here / "model", seed=1)
+    error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
+    assert "model.json is of other weights, another dtype or another tokenizer" in error
+
+
+def test_arguments_come_from_a_file_and_the_command_line_counts_more(here, capsys):
+    (here / "asked.yaml").write_text("checkpoint: [model]\ntexts: [pile.jsonl]\nspans: [flan.jsonl]\nlimit: 3\n")
+    run("evaluate", "--config=asked.yaml", "--spans", "flan.jsonl", "--limit=2")
+    results = json.loads((here / "evaluation" / "model.json").read_text())["results"]
+    assert [entry["settings"]["limit"] for entry in results.values()] == [2, 2]
+    twice = mistake(capsys, run, "evaluate", "--config=asked.yaml", "--spans", "a", "--spans", "b")
+    assert "--spans is given twice" in twice
+    assert "none.yaml" in mistake(capsys, run, "evaluate", "--config=none.yaml")
