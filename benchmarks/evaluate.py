@@ -1,7 +1,7 @@
 """Scoring of continuations: this project's scorer against the lm-evaluation-harness with Hugging Face's own class.
 
 Both get the same random GPT-NeoX weights, the same requests and the same batch size, in turn. Three kinds of requests:
-four answers to a question ("choices"), one letter of four after one prompt ("letters"), the last words of a text ("last").
+four answers to a question ("choices"), one letter of four after one prompt ("letters"), a last word ("last").
 
 python benchmarks/evaluate.py --json benchmarks/results/evaluate_cpu.json
 """
