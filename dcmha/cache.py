@@ -224,6 +224,22 @@ class DecodingCache:
             return positions
         return (positions - self.clock.padding[:, None]).clamp(min=0)
 
+    def reorder(self, rows: Tensor) -> None:
+        """Put other rows in the place of each, as beam search does; buffers keep their memory.
+
+        Args:
+            rows: Row [B] that each becomes, int64.
+
+        Raises:
+            ValueError: If there is nothing in the cache, or the rows are not as many as before.
+        """
+        if self.num_rows is None or rows.shape != (self.num_rows,):
+            raise ValueError(f"rows has shape {list(rows.shape)}; accepted: [{self.num_rows or 'rows of a call'}].")
+        kept = [buffer for layer in self.layers for buffer in layer.kept or []]
+        padding = [] if self.clock.padding is None else [self.clock.padding]
+        for buffer in (*kept, *padding):
+            buffer.copy_(buffer.index_select(0, rows.to(buffer.device)))
+
 
 def _key_parts(weights: ComposeWeights | None) -> list[Tensor]:
     """List the tensors of a composition's key side."""

@@ -20,7 +20,7 @@ from dctrain.files import filled_whole
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
-from . import huggingface
+from . import baselines
 from .published_config import config_from_hub, config_to_hub
 from .published_weights import COMPOSE, DERIVED, compare_derived, join_qkv, weights_from_hub, weights_to_hub
 
@@ -59,13 +59,13 @@ PUBLISHED = Format(
     _published_weights,
 )
 NEOX = Format(
-    huggingface.neox_config,
-    huggingface.prepare,
-    huggingface.weights_to_huggingface,
+    baselines.neox_config,
+    baselines.prepare,
+    baselines.weights_to_huggingface,
     lambda config: (),
-    huggingface.weights_from_huggingface,
+    baselines.weights_from_huggingface,
 )
-LLAMA = NEOX._replace(read_config=huggingface.llama_config)
+LLAMA = NEOX._replace(read_config=baselines.llama_config)
 FORMATS = {"dcformer": PUBLISHED, "dcpythia": PUBLISHED, "gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA}
 
 
@@ -118,8 +118,8 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
     taken = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if taken:
         raise FileExistsError(f"{folder} holds {taken[0]} already; nothing was overwritten.")
-    dtype = decoder.output.weight.dtype
-    content = config_to_hub(decoder.config, dtype)
+    dtype = str(decoder.output.weight.dtype).removeprefix("torch.")
+    content = config_to_hub(decoder.config) | {"torch_dtype": dtype}
     weights = weights_to_hub(decoder.state_dict(), decoder.config)
     with filled_whole(folder) as partial:
         save_torch_state_dict(weights, partial)

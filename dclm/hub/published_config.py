@@ -1,7 +1,5 @@
 """`config.json` of the published models to `DecoderConfig` and back."""
 
-import torch
-
 from ..config import PYTHIA, TRANSFORMER_PP, DecoderConfig
 from .fields import check_known, check_types, check_values
 
@@ -32,19 +30,24 @@ SECOND_VERSION = ("mgate", "mgate_dim", "prefill_pad")  # fields of the later DC
 WITHOUT_EFFECT = ("head_dim", "q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad")
 
 
+def field_defaults(content: dict) -> dict:
+    """Tell the fields of a `config.json` that matter, with what they are if they are left out."""
+    defaults = DEFAULTS | FAMILY_DEFAULTS[content["model_type"]]
+    if content["model_type"] == "dcformer" and any(name in content for name in SECOND_VERSION):
+        defaults["rope_base"] = 500000
+    return defaults
+
+
 def config_from_hub(content: dict) -> DecoderConfig:
     """Translate the content of a `config.json` of "dcformer" or "dcpythia".
 
     Raises:
         ValueError: If a field is unknown, or a value is outside what the format defines.
     """
-    family = content["model_type"]
-    defaults = DEFAULTS | FAMILY_DEFAULTS[family]
-    if family == "dcformer" and any(name in content for name in SECOND_VERSION):
-        defaults["rope_base"] = 500000
-    check_known(content, {*defaults, *WITHOUT_EFFECT})
-    hub = defaults | content
+    check_known(content, {*field_defaults(content), *WITHOUT_EFFECT})
+    hub = field_defaults(content) | content
     _check_hub(hub)
+    family = content["model_type"]
     composed = hub["use_dcmha"]
     return DecoderConfig(
         **(_pythia(hub) if family == "dcpythia" else _dcformer(hub)),
@@ -121,7 +124,7 @@ def _windows(hub: dict) -> tuple[int | None, ...]:
     return tuple(window if local else None for local in PATTERNS[kind])
 
 
-def config_to_hub(config: DecoderConfig, dtype: torch.dtype) -> dict:
+def config_to_hub(config: DecoderConfig) -> dict:
     """Translate a `DecoderConfig`; reading the result gives it back, but for fields that only training uses.
 
     Raises:
@@ -149,7 +152,6 @@ def config_to_hub(config: DecoderConfig, dtype: torch.dtype) -> dict:
         "query_wise": config.is_composed and not config.key_wise,
         "use_dcmha": config.is_composed,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if is_pythia:
         content |= {

@@ -281,3 +281,19 @@ def test_seeds_repeat():
 def test_mistakes_are_named(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.generate(small("transformer_debug"), prompts, 5, **options)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_that_change_places_go_on_as_those_rows():
+    decoder = small("dcformer_pp_debug", windows=(5, None))
+    text, padding, rows = ids(3, 14), torch.tensor([2, 0, 5]), torch.tensor([2, 0, 0])
+    cache, other = decoder.make_cache(20, padding.clone()), decoder.make_cache(20, padding[rows])
+    decoder.decode(text, cache)
+    decoder.decode(text[rows], other)
+    cache.reorder(rows)
+    for part in ids(3, 6, seed=5).split([1, 3, 1, 1], 1):
+        torch.testing.assert_close(decoder.decode(part, cache), decoder.decode(part, other), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"rows has shape \[2\]; accepted: \[3\]"):
+        cache.reorder(rows[:2])
+    with pytest.raises(ValueError, match="accepted: .rows of a call"):
+        decoder.make_cache(4).reorder(rows)

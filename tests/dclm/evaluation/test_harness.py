@@ -188,11 +188,7 @@ def test_the_eleven_tasks_of_table_4_are_known(tmp_path, monkeypatch):
     spans = write_records(tmp_path / "s.jsonl", [{"inputs": "a", "targets": "b"}])
     run(
         *("evaluate", "--config", str(TABLE_4), "--checkpoint=model", "--tasks", "race_middle", "--num_fewshot", "2"),
-        *(
-            "--task_folder=tasks",
-            "--spans",
-            str(write_records(tmp_path / "s.jsonl", [{"inputs": "a", "targets": "b"}])),
-        ),
+        *("--task_folder=tasks", "--spans", str(spans)),
         *("--texts", str(file.with_name("tasks") / "race_middle.yaml"), "--device=cpu", "--dtype=float32"),
     )
     found = numbers(tmp_path / "evaluation" / "model.json")

@@ -1,0 +1,82 @@
+"""The decoding cache, as Hugging Face's generation asks for it."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..decoder import Decoder
+
+
+class DecodingState(Cache):
+    """Wraps a `DecodingCache`, which is made when the first tokens come.
+
+    Args:
+        decoder: The model.
+        capacity: Most tokens of a row.
+    """
+
+    def __init__(self, decoder: Decoder, capacity: int) -> None:
+        super().__init__(layers=[])
+        self._decoder, self._capacity, self._cache = decoder, capacity, None
+
+    def decode(self, input_ids: Tensor, attention_mask: Tensor | None, last_only: bool) -> Tensor:
+        """Predict what follows new tokens: logits [B, T or 1, V]; the mask counts at the first call."""
+        if self._cache is None:
+            self._cache = self._decoder.make_cache(self._capacity, count_left_padding(attention_mask))
+        return self._decoder.decode(input_ids, self._cache, last_only=last_only)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count the tokens that are in it."""
+        return 0 if self._cache is None else self._cache.num_tokens
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Tell how many tokens fit."""
+        return self._capacity
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put other rows in the place of each."""
+        self._cache.reorder(beam_idx)
+
+    def crop(self, max_length: int) -> None:
+        """Refuse: tokens that were overwritten in a window cannot come back."""
+        raise NotImplementedError("this cache cannot be shortened (assisted generation needs that).")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: the rows of a cache are fixed."""
+        raise NotImplementedError("the rows of this cache cannot be repeated.")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse: the rows of a cache are fixed."""
+        raise NotImplementedError("rows of this cache cannot be taken out.")
+
+
+def count_left_padding(attention_mask: Tensor | None) -> Tensor | None:
+    """Count the padding before each row's tokens [B]; None if there is none.
+
+    Raises:
+        ValueError: If there is padding between or after tokens.
+    """
+    if attention_mask is None:
+        return None
+    real = attention_mask.bool()
+    padding = (~real).sum(1)
+    if not torch.equal(real, torch.arange(real.shape[1], device=real.device) >= padding[:, None]):
+        raise ValueError("attention_mask has padding after tokens; accepted with a cache: before them (padding_side).")
+    return padding if bool(padding.any()) else None
+
+
+def documents_of(attention_mask: Tensor | None) -> Tensor | None:
+    """Turn a mask with padding on either side into documents [B, T]: padding before, tokens, padding after.
+
+    Raises:
+        ValueError: If there is padding between tokens.
+    """
+    if attention_mask is None:
+        return None
+    real = attention_mask.long()
+    changes = (real[:, 1:] != real[:, :-1]).long().cumsum(1)
+    documents = torch.cat([torch.zeros_like(real[:, :1]), changes], 1)
+    begins_real = real[:, :1]
+    if bool((documents + begins_real > 2).any()):
+        raise ValueError("attention_mask has padding between tokens; accepted: before and after them.")
+    return documents if bool((real == 0).any()) else None

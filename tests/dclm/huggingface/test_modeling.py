@@ -1,0 +1,255 @@
+"""DCFormer and DCPythia in Hugging Face's library: logits, its generation, training, LoRA, saving."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dclm
+
+pytestmark = pytest.mark.slow  # the import of the library takes seconds
+SHAPE = {"vocab_size": 97, "dim": 32, "num_layers": 3, "num_heads": 4, "mlp_dim": 48, "context_length": 64}
+NAMES = ["dcformer_pp_debug", "dcpythia_debug"]
+
+
+def decoder(name="dcformer_pp_debug", **options) -> dclm.Decoder:
+    torch.manual_seed(0)
+    made = dclm.Decoder(dclm.decoder_config(name, **SHAPE, **{"windows": (6, None)} | options))
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(20 if "compose" in key else 8)
+    return made.eval()
+
+
+@pytest.fixture
+def transformers():
+    import transformers
+
+    import dclm.huggingface  # noqa: F401  which registers the models
+
+    return transformers
+
+
+@pytest.fixture(params=NAMES)
+def both(request, tmp_path, transformers):
+    """A decoder, and its published folder as the library loads it."""
+    made = decoder(request.param)
+    dclm.save_pretrained(made, tmp_path / "published")
+    return made, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+
+
+def ids(*shape, seed=0):
+    return torch.randint(1, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded():
+    """Two prompts of 13 and 20 tokens, padded on the left, and the mask."""
+    input_ids, mask = ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    input_ids[0, :7], mask[0, :7] = 0, 0
+    return input_ids, mask
+
+
+@torch.no_grad()
+def test_logits_equal_the_decoders(both):
+    ours, theirs = both
+    input_ids = ids(2, 30)
+    assert torch.equal(theirs(input_ids).logits, ours(input_ids))
+    assert torch.equal(theirs(input_ids, logits_to_keep=3).logits, ours(input_ids)[:, -3:])
+    assert (theirs.config.hidden_size, theirs.config.max_position_embeddings) == (32, 64)
+
+
+@torch.no_grad()
+def test_padding_on_either_side_changes_nothing(both):
+    ours, theirs = both
+    input_ids, mask = ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :7] = mask[0, 15:] = 0
+    logits = theirs(input_ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[0, 7:15], ours(input_ids[:1, 7:15])[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[1], ours(input_ids[1:])[0], rtol=1e-4, atol=1e-4)
+    mask[1, 5] = 0
+    with pytest.raises(ValueError, match="padding between tokens"):
+        theirs(input_ids, attention_mask=mask)
+
+
+def test_generate_continues_as_the_decoder_does(both):
+    ours, theirs = both
+    input_ids, mask = left_padded()
+    expected = dclm.generate(ours, [input_ids[0, 7:], input_ids[1]], 12)
+    calls = []
+    theirs.decoder.embed.register_forward_hook(lambda module, args, out: calls.append(args[0].shape[1]))
+    got = theirs.generate(input_ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert torch.equal(got[0, 7:], expected[0]) and torch.equal(got[1], expected[1])
+    assert calls == [20] + [1] * 11  # through the cache
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
+def test_beams_through_the_cache_equal_those_without(both, options):
+    _, theirs = both
+    input_ids, mask = left_padded()
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0} | options
+    cached = theirs.generate(input_ids, **options)
+    assert torch.equal(cached, theirs.generate(input_ids, use_cache=False, **options))
+    greedy = theirs.generate(input_ids, **options | {"num_beams": 1, "num_return_sequences": 1})
+    assert not torch.equal(cached[: len(greedy)], greedy)
+
+
+def test_sampling_and_a_loop_of_ones_own(both):
+    ours, theirs = both
+    torch.manual_seed(0)
+    sampled = theirs.generate(ids(1, 5), max_new_tokens=6, do_sample=True, num_return_sequences=4, pad_token_id=0)
+    assert sampled.shape == (4, 11) and len({tuple(row) for row in sampled.tolist()}) > 1
+    row, cache = ids(1, 9), None
+    with torch.no_grad():
+        for part in row.split([4, 1, 4], 1):
+            out = theirs(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+        torch.testing.assert_close(out.logits, ours(row)[:, -4:], rtol=1e-4, atol=1e-4)
+
+
+def test_loss_is_the_librarys(both):
+    """Shifted labels, -100 left out; the mean of the tokens, or of a whole accumulated batch."""
+    _, theirs = both
+    input_ids = ids(2, 15)
+    labels = input_ids.clone()
+    labels[0, :5] = -100
+    with torch.no_grad():
+        out = theirs(input_ids, labels=labels)
+        logits, targets = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(logits, targets))
+        shared = theirs(input_ids, labels=labels, num_items_in_batch=50).loss
+        torch.testing.assert_close(shared, out.loss * (targets != -100).sum() / 50)
+
+
+def test_saved_folders_are_published_ones(both, tmp_path, transformers):
+    ours, theirs = both
+    theirs.save_pretrained(tmp_path / "saved")
+    again = dclm.load_pretrained(tmp_path / "saved")
+    assert again.config == dclm.load_pretrained(tmp_path / "published").config
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in ours.state_dict().items())
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 == half.decoder.embed.weight.dtype
+    content = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert content["model_type"] in ("dcformer", "dcpythia") and content["dim"] == 32
+
+
+def test_new_models_are_drawn_as_ours_are(transformers):
+    from dclm.huggingface import DCFormerConfig
+
+    config = DCFormerConfig.from_decoder_config(decoder().config)
+    torch.manual_seed(1)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    assert made.decoder.config == replace(decoder().config, init_std=0.006)  # which the format does not tell
+    assert 0.004 < made.decoder.embed.weight.std() < 0.008
+    assert 0 < made.decoder.blocks[0].attn.compose.project.std() < 0.01
+    assert DCFormerConfig().rope_base == 10000 and DCFormerConfig(prefill_pad=True).rope_base == 500000
+
+
+def test_gradient_checkpointing_changes_no_gradient(both):
+    _, theirs = both
+    theirs.train()
+    input_ids = ids(2, 12)
+
+    def gradients():
+        theirs.zero_grad()
+        theirs(input_ids, labels=input_ids).loss.backward()
+        return [parameter.grad.clone() for parameter in theirs.parameters()]
+
+    plain = gradients()
+    calls = []
+    theirs.decoder.blocks[0].register_forward_pre_hook(lambda *args: calls.append(1))
+    theirs.gradient_checkpointing_enable()
+    for one, other in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(calls) == 2
+
+
+def test_the_trainer_learns_and_its_folder_loads(both, tmp_path, transformers):
+    _, theirs = both
+    data = [{"input_ids": row, "labels": row} for row in ids(16, 12)]
+    options = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        report_to=[],
+        logging_steps=1,
+        use_cpu=True,
+        save_steps=6,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=theirs, args=options, train_dataset=data, eval_dataset=data[:4])
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.5
+    kept = dclm.load_pretrained(tmp_path / "run" / "checkpoint-6")
+    with torch.no_grad():
+        torch.testing.assert_close(kept(ids(1, 9)), theirs.eval()(ids(1, 9)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_trains_little_and_merges(both, tmp_path, transformers):
+    import peft
+
+    ours, theirs = both
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["qkv", "proj", "up", "down"])
+    adapted = peft.get_peft_model(theirs, config)
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    adapted.train()
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        out = adapted(input_ids=ids(4, 12), labels=ids(4, 12), attention_mask=torch.ones(4, 12, dtype=torch.long))
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item())
+    assert losses[-1] < losses[0] - 0.2
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = adapted(input_ids=ids(1, 9)).logits
+        torch.testing.assert_close(loaded(input_ids=ids(1, 9)).logits, expected)
+        assert not torch.allclose(expected, ours(ids(1, 9)))
+        merged = adapted.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(dclm.load_pretrained(tmp_path / "merged")(ids(1, 9)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_more_tokens(both):
+    _, theirs = both
+    theirs.resize_token_embeddings(103)
+    assert theirs.config.vocab_size == theirs.decoder.config.vocab_size == 103
+    assert theirs(torch.tensor([[102, 5]])).logits.shape == (1, 2, 103)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(ids(1, 3), inputs_embeds=torch.ones(1, 3, 32)), "inputs_embeds: not supported"),
+        (lambda m: m(ids(1, 3), output_attentions=True), "output_attentions: not supported"),
+        (lambda m: m.generate(ids(1, 3), cache_implementation="static", max_new_tokens=2), "'static'; accepted: None"),
+        (
+            lambda m: m.generate(ids(1, 3), attention_mask=torch.tensor([[1, 1, 0]]), max_new_tokens=2),
+            "padding after tokens",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused(both, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(both[1])
+
+
+def test_values_outside_the_format_are_refused(transformers):
+    from dclm.huggingface import DCFormerConfig, DCPythiaConfig
+
+    with pytest.raises(ValueError, match="window_type='X' is unknown"):
+        DCFormerConfig(window_type="X")
+    with pytest.raises(ValueError, match="tie_word_embeddings=True; accepted: false"):
+        DCFormerConfig(tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="is of model_type='dcformer', not 'dcpythia'"):
+        DCPythiaConfig.from_decoder_config(decoder().config)
