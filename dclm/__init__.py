@@ -8,6 +8,7 @@ from .hub import load_pretrained, save_pretrained
 from .language_model import LanguageModel
 from .likelihood import cut_left, encode_pairs, log_likelihoods
 from .load import load_model
+from .swap import swap_attention
 
 __all__ = [
     "CONFIGS",
@@ -23,4 +24,5 @@ __all__ = [
     "load_pretrained",
     "log_likelihoods",
     "save_pretrained",
+    "swap_attention",
 ]

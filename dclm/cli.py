@@ -91,6 +91,7 @@ class LanguageCLI(TrainerCLI):
     linked = ("context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"
+    init_sources = "a checkpoint or run of dclm, or a folder of a DCFormer, DCPythia, Pythia or Llama model"
     best_name = "best-step={step}-loss={val/loss:.4f}"
 
     def __init__(self, args: list[str]) -> None:

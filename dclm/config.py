@@ -1,11 +1,13 @@
 """DecoderConfig: what a decoder is, and the named sizes of the paper (tables 3 and 6, section 4)."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from dcmha import ComposeOptions
 from dcmha.choice import check_impl
 from dcmha.layer import check_kv_heads
+from dcmha.options import COMPOSE_OPTIONS
+from dctrain.errors import UserError, told_as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,3 +178,38 @@ def decoder_config(name: str, **overrides) -> DecoderConfig:
     if unknown:
         raise ValueError(f"unknown fields {unknown} for model {name!r}; accepted: {', '.join(accepted)}.")
     return replace(CONFIGS[name], **overrides)
+
+
+def build_config(model: str, vocab_size: int, context_length: int, overrides: dict[str, Any]) -> DecoderConfig:
+    """Make the configuration of a named model.
+
+    Raises:
+        UserError: If the name or an override is unknown, or a value out of range.
+    """
+    fixed = {"vocab_size": vocab_size, "context_length": context_length}
+    twice = sorted(set(overrides) & set(fixed))
+    if twice:
+        raise UserError(f"model.overrides must not hold {twice}: data.{twice[0]} says it for model and data.")
+    with told_as():
+        return decoder_config(model, **fixed, **overrides)
+
+
+OF_TRAINING = ("impl", "init_std", "context_length")  # fields that say nothing of what weights mean
+OF_CHOICE = ("windows",)  # fields that weights can be trained further with
+
+
+def differing_fields(before: DecoderConfig, now: DecoderConfig) -> dict[str, tuple[object, object]]:
+    """Tell in what the weights of one model would mean something else in another: fields with both values.
+
+    Composition may be added; where there was some it must be the same. Windows may be others; so may the context, but
+    for learned positions.
+    """
+    free = {*OF_TRAINING, *OF_CHOICE}
+    if not before.is_composed:
+        free |= set(COMPOSE_OPTIONS)
+    if before.position == "learned":
+        free.remove("context_length")
+    pairs = {field.name: (getattr(before, field.name), getattr(now, field.name)) for field in fields(DecoderConfig)}
+    kv_heads = tuple(config.num_kv_heads or config.num_heads for config in (before, now))
+    pairs["num_kv_heads"] = kv_heads
+    return {name: pair for name, pair in pairs.items() if name not in free and pair[0] != pair[1]}

@@ -10,31 +10,19 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from dctrain.errors import UserError, told_as
+from dctrain.initial import check_initial, is_of_composition
 from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.sharding.deferred import weights_device
 from dctrain.sharding.tensor_parallel import Plan
 
-from .config import DecoderConfig, decoder_config
+from .config import build_config, differing_fields
 from .data import Batch
 from .data.samples import as_batch
 from .decoder import Decoder
+from .load import load_decoder
 from .loss import IGNORED
 from .parallel import split_decoder
-
-
-def build_config(model: str, vocab_size: int, context_length: int, overrides: dict[str, Any]) -> DecoderConfig:
-    """Make the configuration of a named model.
-
-    Raises:
-        UserError: If the name or an override is unknown, or a value out of range.
-    """
-    fixed = {"vocab_size": vocab_size, "context_length": context_length}
-    twice = sorted(set(overrides) & set(fixed))
-    if twice:
-        raise UserError(f"model.overrides must not hold {twice}: data.{twice[0]} says it for model and data.")
-    with told_as():
-        return decoder_config(model, **fixed, **overrides)
 
 
 class LanguageModel(TrainingModule):
@@ -113,6 +101,16 @@ class LanguageModel(TrainingModule):
         (example,), _, units = self.example(1)
         self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // units
         self.shard_and_compile(self.model.blocks)
+
+    def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
+        """Read a decoder of any format; what composes may be missing, and is drawn."""
+        decoder = load_decoder(source)
+        others = differing_fields(decoder.config, self.config)
+        if others:
+            said = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
+            raise UserError(f"init={source} is another model: {said} (data.vocab_size, model.model, model.overrides).")
+        weights = decoder.state_dict()
+        return weights, check_initial(source, weights, self.model, is_of_composition)
 
     def split_model(self, rank: int, ranks: int) -> Plan:
         """Tell the decoder to compute a rank's share; return how it is split then."""

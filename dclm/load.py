@@ -1,5 +1,7 @@
 """One function that loads any model: a run, a checkpoint, or a folder of any format that is read here."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,10 +10,10 @@ import torch
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
 
+from .config import build_config
 from .data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
 from .decoder import Decoder
 from .hub import load_pretrained
-from .language_model import build_config
 
 
 class LoadedModel(NamedTuple):
@@ -40,13 +42,8 @@ def load_model(
         UserError: If there is none, it is of another format, the tokenizer has more tokens than the model, or the
             device cannot be used.
     """
-    if (Path(checkpoint) / "config.json").is_file():
-        with told_as():
-            decoder = load_pretrained(checkpoint, dtype)
-        words = open_tokenizer(tokenizer or _tokenizer_in(Path(checkpoint)))
-    else:
-        decoder, words = _load_run(checkpoint, tokenizer)
-        decoder.to(dtype)
+    decoder, own = _load(checkpoint, dtype)
+    words = open_tokenizer(tokenizer) if tokenizer is not None else own()
     if words.vocab_size > decoder.config.vocab_size:
         raise UserError(
             f"the tokenizer {tokenizer or 'of ' + str(checkpoint)} has {words.vocab_size} tokens and the model "
@@ -57,16 +54,17 @@ def load_model(
     return LoadedModel(decoder.eval(), words)
 
 
-def _tokenizer_in(folder: Path) -> str:
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(
-            f"{folder} holds no tokenizer.json; name a tokenizer ({BYTES!r}, a tokenizer.json, a hub name)."
-        )
-    return str(folder)
+def load_decoder(checkpoint: str | Path, dtype: torch.dtype | None = None) -> Decoder:
+    """Load a decoder alone; arguments and errors as of `load_model`."""
+    return _load(checkpoint, dtype)[0].eval()
 
 
-def _load_run(checkpoint: str | Path, tokenizer: str | None) -> LoadedModel:
-    path = find_checkpoint(checkpoint)
+def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, Callable[[], Tokenizer]]:
+    """Load a decoder, and tell how to make the tokenizer that lies with it."""
+    if (Path(checkpoint) / "config.json").is_file():
+        with told_as():
+            return load_pretrained(checkpoint, dtype), partial(_tokenizer_in, Path(checkpoint))
+    path = find_checkpoint(str(checkpoint))
     content = load_checkpoint(path)
     hp, data = content.get("hyper_parameters", {}), content.get("TokenDataModule", {})
     if "model" not in hp or "context_length" not in hp or "state_dict" not in content:
@@ -74,6 +72,17 @@ def _load_run(checkpoint: str | Path, tokenizer: str | None) -> LoadedModel:
     decoder = Decoder(build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {}))
     weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
     decoder.load_state_dict(weights)
-    if tokenizer is not None:
-        return LoadedModel(decoder, open_tokenizer(tokenizer))
-    return LoadedModel(decoder, tokenizer_from_spec(data["tokenizer"], data["eos"]))
+    return decoder.to(dtype), partial(_tokenizer_of, data, path)
+
+
+def _tokenizer_of(data: dict, path: Path) -> Tokenizer:
+    if "tokenizer" not in data:
+        raise UserError(f"{path} was not trained on tokens of dclm and holds no tokenizer; name one.")
+    return tokenizer_from_spec(data["tokenizer"], data["eos"])
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; name a tokenizer ({BYTES!r}, a tokenizer.json, a hub name).")
+    return open_tokenizer(str(path))

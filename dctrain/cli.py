@@ -87,6 +87,7 @@ class TrainerCLI(LightningCLI):
     monitor: str
     monitor_mode: str
     best_name: str
+    init_sources: str
 
     def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
         with ExitStack() as self._held:  # the run's folder, until it has ended
@@ -125,6 +126,8 @@ class TrainerCLI(LightningCLI):
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=500, help="Optimiser steps between full checkpoints."
         )
+        said = f"Weights that a new run starts from: {self.init_sources}."
+        parser.add_argument("--init", type=str | None, default=None, metavar="WEIGHTS", help=said)
         for name in self.linked:
             parser.link_arguments(f"data.{name}", f"model.{name}")
 
@@ -218,7 +221,10 @@ class TrainerCLI(LightningCLI):
         raise NotImplementedError
 
     def fit(self, model: L.LightningModule, **kwargs) -> None:
-        """Train, from where `--resume` says."""
+        """Train, from where `--resume` says, or else from the weights of `--init`."""
+        source = self._get(self.config, "init")
+        if source is not None and self.resume_from is None:
+            model.start_from(source)
         self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
 
     def after_fit(self) -> None:

@@ -8,12 +8,14 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from dcmha import ComposedLayer
 
 from .errors import Diverged, UserError, told_as
 from .flops import forward_flops
+from .sharding.deferred import fill_shards
 from .sharding.norm import total_norm
 from .sharding.tensor_parallel import Plan
 from .strategy import FSDP2Strategy, data_rank
@@ -70,6 +72,7 @@ class TrainingModule(L.LightningModule):
         super().__init__()
         self.skipped = self.skipped_in_a_row = 0
         self._trained: dict[str, object] = {}  # hyperparameters of the checkpoint that was loaded
+        self._initial: dict[str, torch.Tensor] = {}  # weights for a model that has none before it is sharded
 
     def count_units(self, batch) -> int:
         """Count the units (images, tokens) that one rank trains on in a batch."""
@@ -82,6 +85,31 @@ class TrainingModule(L.LightningModule):
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
         raise NotImplementedError
+
+    def read_initial(self, source: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Read the weights that `self.model` is to start from, and the names of those that are drawn anew.
+
+        Raises:
+            UserError: If there are none, or they do not fit.
+        """
+        raise NotImplementedError
+
+    def start_from(self, source: str) -> None:
+        """Take other weights for those that were drawn, before training begins.
+
+        Args:
+            source: Where they are.
+
+        Raises:
+            UserError: If there are none, or they do not fit.
+        """
+        weights, drawn = self.read_initial(source)
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            self._initial = weights
+        else:
+            self.model.load_state_dict(weights, strict=False)
+        said = f"; {len(drawn)} tensors are drawn anew, the first is {drawn[0]}" if drawn else ""
+        rank_zero_only(print)(f"starts from {source}{said}", flush=True)
 
     def split_model(self, rank: int, ranks: int) -> Plan:
         """Tell `self.model` to compute a rank's share of each layer; return how it is split then."""
@@ -131,7 +159,10 @@ class TrainingModule(L.LightningModule):
         compiled = [self.model]
         if isinstance(self.trainer.strategy, FSDP2Strategy):
             self._refuse_batch_norm()
-            self.trainer.strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
+            strategy = self.trainer.strategy
+            strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
+            fill_shards(self.model, strategy.layout, self._initial)
+            self._initial = {}
             compiled = blocks
         for module in compiled if self.hparams.compile else ():
             module.compile()

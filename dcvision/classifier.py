@@ -167,6 +167,18 @@ class ImageClassifier(TrainingModule):
             raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))
 
+    def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
+        """Read the weights of a run, of an exported folder, or timm's own."""
+        from .initial import read_initial  # which loads runs, by what is defined here
+
+        return read_initial(source, self.model)
+
+    def start_from(self, source: str) -> None:
+        """Take other weights for those that were drawn, and let the average begin with them."""
+        super().start_from(source)
+        if self.ema is not None:
+            self.ema.set(self.model)
+
     def split_model(self, rank: int, ranks: int) -> Plan:
         """Tell the network to compute a rank's share; return how it is split then."""
         with told_as(f"trainer.strategy.tensor_parallel={ranks}"):

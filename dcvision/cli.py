@@ -23,6 +23,7 @@ class VisionCLI(TrainerCLI):
     linked = ("num_classes", "image_size", "seed")
     monitor = "val/top1"
     monitor_mode = "max"
+    init_sources = "a checkpoint or run of dcvision, an exported folder, or a timm name with pretrained weights"
     best_name = "best-epoch={epoch}-top1={val/top1:.4f}"
 
     def __init__(self, args: list[str]) -> None:

@@ -118,7 +118,7 @@ def dcmha_swapped(
         pretrained,
         pretrained_cfg=pretrained_cfg,
         pretrained_model_args=pretrained_model_args,
-        pretrained_filter_fn=partial(_filter_weights, base=base),
+        pretrained_filter_fn=partial(fit_weights, base=base),
         # another pooling has other parameters
         pretrained_strict=kwargs.get("global_pool") == pretrained_model_args.get("global_pool"),
         feature_cfg={"feature_cls": "getter", "out_indices": 3},
@@ -137,8 +137,8 @@ def _remake(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
     return model
 
 
-def _filter_weights(weights: dict, model: nn.Module, base: str) -> dict:
-    """Fit saved weights to another image or patch size, as the model's family in timm does."""
+def fit_weights(weights: dict, model: nn.Module, base: str) -> dict:
+    """Fit saved weights to another image or patch size, as the model's family in timm (`base` is its name) does."""
     # timm resamples FlexiViT by name, as it was trained
     options = {"interpolation": "bilinear", "antialias": False} if "flexi" in base else {}
     for cls in type(model).__mro__:

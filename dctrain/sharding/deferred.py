@@ -1,12 +1,12 @@
 """Weights that are drawn late: a model too large for one process is built without any, sharded, and drawn in parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .layout import Layout
 
@@ -58,3 +58,13 @@ def draw_shards(model: DrawsByModule, layout: Layout, device: torch.device) -> N
             for block in layout.blocks(f"{name}.{key}" if name else key, drawn.shape):
                 block.of_local(local).copy_(block.of_whole(drawn))
             module._parameters[key] = part
+
+
+@torch.no_grad()
+def fill_shards(model: nn.Module, layout: Layout, weights: Mapping[str, Tensor]) -> None:
+    """Copy a rank's parts of whole tensors into a sharded model; parameters that are not named stay as they are."""
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        local = parameters[name].to_local()
+        for block in layout.blocks(name, weight.shape):
+            block.of_local(local).copy_(block.of_whole(weight))

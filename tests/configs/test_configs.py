@@ -10,7 +10,7 @@ import yaml
 import dclm
 import dclm.cli
 import dcvision.cli
-from dclm.language_model import build_config
+from dclm.config import build_config
 
 ROOT = Path(__file__).parents[2]
 MAINS = {"dcvision": dcvision.cli.main, "dclm": dclm.cli.main}

@@ -1,0 +1,145 @@
+"""Starting from weights: plain runs and Hugging Face's models continued with composition; what does not fit."""
+
+import json
+
+import pytest
+import torch
+
+import dclm
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.faults.drill import mistake
+
+from .commands import run, small, spawn
+from .hub.test_baselines import saved
+from .test_decoder import ids
+from .test_decoder import small as small_decoder
+
+PLAIN = ["--model.model=transformer_pp_debug", "--model.overrides={num_layers: 2, dim: 32, mlp_dim: 48}"]
+COMPOSED = [
+    "--model.model=transformer_pp_debug",
+    "--model.overrides={num_layers: 2, dim: 32, mlp_dim: 48, windows: [8], pre_compose: true, post_compose: true}",
+]
+STILL = ["--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+
+
+@pytest.fixture
+def plain(corpus, tmp_path):
+    """A plain model that was trained a little."""
+    run("fit", *small(corpus, tmp_path / "plain"), *PLAIN, "--trainer.max_epochs=1")
+    return tmp_path / "plain" / "t" / "version_0"
+
+
+def test_a_plain_run_is_continued_with_composition(corpus, plain, tmp_path, capsys):
+    run("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, f"--init={plain}")
+    assert f"starts from {plain}; 6 tensors are drawn anew, the first is blocks.0." in capsys.readouterr().out
+    before, now = weights(plain), weights(tmp_path / "new")
+    assert all(torch.equal(now[name], weight) for name, weight in before.items())
+    new = sorted(now.keys() - before.keys())
+    assert len(new) == 6 and all(".attn.compose." in name and now[name].std() > 0 for name in new)
+    config = (tmp_path / "new" / "t" / "version_0" / "config.yaml").read_text()
+    assert f"init: {plain}" in config
+
+
+def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
+    common = [*small(corpus, tmp_path / "new"), *COMPOSED, f"--init={plain}"]
+    run("fit", *common, "--trainer.max_epochs=1")
+    (before,) = [weights(tmp_path / "new")]
+    capsys.readouterr()
+    run("fit", *common, "--model.lr=0", "--trainer.max_epochs=2", f"--resume={tmp_path / 'new' / 't' / 'version_0'}")
+    assert "starts from" not in capsys.readouterr().out
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "new").items())
+
+
+@pytest.mark.slow
+def test_shards_start_from_the_same_weights(corpus, plain, tmp_path):
+    two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
+    done = spawn("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, *two, f"--init={plain}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("starts from") == 1
+    now = weights(tmp_path / "new")
+    assert all(torch.equal(now[name], weight) for name, weight in weights(plain).items())
+    assert all(now[name].std() > 0 for name in now if "compose" in name)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
+def test_a_model_of_hugging_faces_is_continued(corpus, tmp_path, model_type):
+    (tmp_path / "theirs").mkdir()
+    decoder = saved(tmp_path / "theirs", model_type)
+    name = "pythia_debug" if model_type == "gpt_neox" else "transformer_pp_debug"
+    overrides = "{num_layers: 3, dim: 32, num_heads: 4, mlp_dim: 80, pre_compose: true, post_compose: true}"
+    model = [f"--model.model={name}", f"--model.overrides={overrides}", f"--init={tmp_path / 'theirs'}"]
+    data = ["--data.context_length=24", "--data.batch_size=4", f"--data.tokens={in_61(corpus)}"]
+    run("fit", *small(corpus, tmp_path / "new"), *data, "--data.vocab_size=61", *model, *STILL)
+    now = weights(tmp_path / "new")
+    assert all(torch.equal(now[f"model.{name}"], weight) for name, weight in decoder.state_dict().items())
+
+
+def in_61(corpus):
+    """The corpus with a vocabulary of 61."""
+    path = corpus / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"vocab_size": 61}
+    for entry in (entry for entries in manifest["splits"].values() for entry in entries):
+        entry["max_token"] = 60
+        file = corpus / entry["file"]
+        tokens = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint16).to(torch.int64) % 61
+        file.write_bytes(tokens.to(torch.uint16).numpy().tobytes())
+    path.write_text(json.dumps(manifest))
+    return corpus
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overrides": "norm_eps: 1.0e-6"}, "is another model: norm_eps=1e-05, here 1e-06"),
+        ({"overrides": "rotary_base: 500.0, num_layers: 1"}, "num_layers=2, here 1, rotary_base=10000.0, here 500.0"),
+        ({"overrides": "qk_norm: true"}, "qk_norm=False, here True"),
+        ({"model": "transformer_debug"}, "norm='rms', here 'layer', mlp='swiglu', here 'gelu'"),
+        ({"data": "--data.vocab_size=300"}, "vocab_size=257, here 300 (data.vocab_size, model.model"),
+        ({"init": "none"}, "no checkpoint"),
+    ],
+    ids=str,
+)
+def test_weights_of_another_model_are_refused(corpus, plain, tmp_path, capsys, changes, message):
+    overrides = "{num_layers: 2, dim: 32, mlp_dim: 48, " + changes.get("overrides", "rank: 2") + "}"
+    model = [f"--model.model={changes.get('model', 'transformer_pp_debug')}", f"--model.overrides={overrides}"]
+    model += [changes["data"]] if "data" in changes else []
+    init = f"--init={changes.get('init', plain)}"
+    assert message in mistake(capsys, run, "fit", *small(corpus, tmp_path / "new"), *model, init)
+    assert not (tmp_path / "new" / "t").exists()
+
+
+def test_composition_must_be_the_same_where_there_is_some(corpus, tmp_path, capsys):
+    run("fit", *small(corpus, tmp_path / "first"), *COMPOSED, *STILL)
+    init = f"--init={tmp_path / 'first' / 't' / 'version_0'}"
+    error = mistake(capsys, run, "fit", *small(corpus, tmp_path / "new"), *PLAIN, init)
+    assert "pre_compose=True, here False, post_compose=True, here False" in error
+
+
+def test_swap_attention_begins_near_the_plain_decoder():
+    plain = small_decoder("transformer_pp_debug").eval()
+    composed = dclm.swap_attention(plain, windows=(None,), impl="reference")
+    assert composed.config.pre_compose and composed.config.post_compose and not composed.training
+    assert not plain.config.is_composed and composed.output.weight.dtype == torch.float64
+    kept = plain.state_dict()
+    assert all(torch.equal(composed.state_dict()[name], weight) for name, weight in kept.items())
+    assert all(weight is not kept[name] for name, weight in composed.state_dict().items() if name in kept)
+    difference = (composed(ids(2, 20)) - plain(ids(2, 20))).norm() / plain(ids(2, 20)).norm()
+    assert 0 < difference < 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("transformer_pp_debug", {"num_layers": 2}, r"unknown options \['num_layers'\]; accepted: "),
+        ("dcformer_pp_debug", {}, "the decoder is composed already"),
+        ("transformer_pp_debug", {"pre_compose": False, "post_compose": False}, "compose nothing"),
+        ("transformer_pp_debug", {"rank": -1}, "rank=-1"),
+    ],
+)
+def test_swaps_that_cannot_be(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        dclm.swap_attention(small_decoder(name), **options)

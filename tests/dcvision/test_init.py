@@ -1,0 +1,75 @@
+"""Image models that start from weights: runs, exports, other sizes and classes, the average of the weights."""
+
+import pytest
+import timm
+import torch
+
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.faults.drill import mistake
+
+from .commands import run, small
+
+STILL = ["--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A plain digits model after one epoch."""
+    run("fit", *small(tmp_path / "plain"), "--model.model=mhavit_digits_patch2_8", "--trainer.max_epochs=1")
+    return next((tmp_path / "plain").rglob("version_0"))
+
+
+def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
+    average = "--model.ema_decay=0.5"
+    run("fit", *small(tmp_path / "new"), "--model.model=dcvit_digits_patch2_8", *STILL, average, f"--init={trained}")
+    assert f"starts from {trained}; " in capsys.readouterr().out
+    before, now = weights(trained), weights(tmp_path / "new")
+    assert all(torch.equal(now[name], weight) for name, weight in before.items() if name.startswith("model."))
+    new = [name for name in now if name.startswith("model.") and name not in before]
+    assert new and all(".compose." in name for name in new)
+    for name, weight in now.items():
+        if name.startswith("ema.module."):
+            torch.testing.assert_close(weight, now[name.replace("ema.module.", "model.")])
+
+
+def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
+    run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'exported'}")
+    other = ["--model.model=mhavit_digits_patch2_8", "--data.image_size=12", "--data.num_classes=12"]
+    run("fit", *small(tmp_path / "new"), *other, *STILL, f"--init={tmp_path / 'exported'}")
+    before, now = weights(trained), weights(tmp_path / "new")
+    different = [name for name in before if name.startswith("model.") and now[name].shape != before[name].shape]
+    assert sorted(different) == sorted(n for n in different if "head" in n or "pos_embed" in n) and different
+    assert torch.equal(now["model.blocks.0.attn.qkv.weight"], before["model.blocks.0.attn.qkv.weight"])
+
+
+def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
+    """A swapped model of timm's starts from the same model's weights; the download is not there."""
+    made = timm.create_model("test_vit", num_classes=10, img_size=16)
+    asked = []
+    create = timm.create_model
+    monkeypatch.setattr(
+        timm,
+        "create_model",
+        lambda n, p=False, **k: asked.append(n) or made if p or k.get("pretrained") else create(n, p, **k),
+    )
+    swapped = ["--model.model=test_vit", "--model.swap={}", "--data.image_size=16"]
+    run("fit", *small(tmp_path / "new"), *swapped, *STILL, "--init=test_vit.r160_in1k")
+    assert asked == ["test_vit.r160_in1k"]
+    now = weights(tmp_path / "new")
+    assert all(torch.equal(now[f"model.{name}"], weight) for name, weight in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model", "init", "message"),
+    [
+        ("dcvit_digits_patch2_8", "nothing", "init=nothing is neither a file or folder nor a model of timm's"),
+        ("test_vit", None, "does not fit the model: of its tensors"),
+    ],
+)
+def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, message):
+    source = f"--init={init or trained}"
+    assert message in mistake(capsys, run, "fit", *small(tmp_path / "new"), f"--model.model={model}", *STILL, source)
