@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|compare|look|shards|verify`."""
+"""Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|evaluate|compare|look|...`."""
 
 import csv
 from pathlib import Path
@@ -10,6 +10,7 @@ from .classifier import ImageClassifier
 from .compare import compare
 from .data import ImageDataModule
 from .data.make_shards import make_shards, verify
+from .evaluation import evaluate
 from .export import export
 from .look import look
 
@@ -19,7 +20,14 @@ class VisionCLI(TrainerCLI):
 
     program = "dcvision"
     description = "Image classification with DCMHA."
-    functions = {"export": export, "compare": compare, "look": look, "shards": make_shards, "verify": verify}
+    functions = {
+        "export": export,
+        "evaluate": evaluate,
+        "compare": compare,
+        "look": look,
+        "shards": make_shards,
+        "verify": verify,
+    }
     linked = ("num_classes", "image_size", "seed")
     monitor = "val/top1"
     monitor_mode = "max"

@@ -1,25 +1,24 @@
-"""`dclm evaluate`: measures models one after the other, keeps every result at once, prints one table."""
+"""`dclm evaluate`: measures language models one after the other, keeps every result at once, prints one table."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from dctrain.cli import relative
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError
+from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.ranks import Ranks, joined_ranks
+from dctrain.evaluation.results import Results, describe, read_results
+from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report
 
 from ..data.texts import find_inputs
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
-from .journal import Journal
-from .measures import Measurable, SpanFile, TextFile
-from .ranks import Ranks, joined_ranks
-from .results import IDENTITY, Results, describe_model, open_results, read_results, write_csv
+from .measures import SpanFile, TextFile
 from .scorer import Scorer
-from .table import evaluation_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,8 +71,8 @@ def evaluate(
         device: Where to run, such as cuda.
         dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
     """
-    _check_asked(checkpoint, [*texts, *spans, *tasks], compare)
-    _check_ranges(limit=limit, batch_size=batch_size, context_length=context_length, stride=stride)
+    check_asked(checkpoint, [*texts, *spans, *tasks], compare, "texts, spans or tasks")
+    check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length, stride=stride)
     if any(shots < 0 for shots in num_fewshot):
         raise UserError(f"num_fewshot={list(num_fewshot)} must not be negative.")
     if dtype is not None and dtype not in DTYPES:
@@ -84,31 +83,16 @@ def evaluate(
         *_tasks(tasks, num_fewshot, limit, task_folder),
     ]
     earlier = [read_results(Path(path)) for path in compare]
+    folder = Path(out)
     with joined_ranks() as ranks:
-        folder, found = Path(out), []
-        if checkpoint:
+        found = []
+        for path, name in zip(checkpoint, name_models(checkpoint), strict=True):
             folder.mkdir(parents=True, exist_ok=True)
-        for path, name in zip(checkpoint, _names(checkpoint), strict=True):
             load = partial(load_model, path, tokenizer, dtype=DTYPES.get(dtype), device=ranks.device(device))
-            evaluation = Evaluation(name, folder, measures, ranks, batch_size, context_length)
-            found.append(evaluation.run(load(), path))
+            make = partial(_make_scorer, ranks=ranks, batch_size=batch_size, context_length=context_length)
+            found.append(_evaluate(load(), path, Evaluation(name, folder, measures, ranks), make))
         if ranks.is_first:
-            _report([*earlier, *found], folder if checkpoint else None)
-
-
-def _check_asked(checkpoint: Sequence[str], asked: Sequence[str], compare: Sequence[str]) -> None:
-    if asked and not checkpoint:
-        raise UserError("checkpoint names no model to measure.")
-    if not checkpoint and not compare:
-        raise UserError("checkpoint must name at least one model, or compare results of earlier evaluations.")
-    if checkpoint and not asked:
-        raise UserError("nothing to measure: name texts, spans or tasks.")
-
-
-def _check_ranges(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise UserError(f"{name}={number} must be at least 1.")
+            report([*earlier, *found], folder if checkpoint else None)
 
 
 def _files(paths: Sequence[str]) -> list[Path]:
@@ -126,69 +110,17 @@ def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, 
     return find_tasks(names, num_fewshot, limit, folder)
 
 
-def _names(checkpoints: Sequence[str]) -> list[str]:
-    """Name models after their folders: a run after its experiment too, a checkpoint after its run."""
-    names = []
-    for checkpoint in checkpoints:
-        parts = [part for part in Path(checkpoint).resolve().parts if part != "checkpoints"]
-        is_folder_of_weights = (Path(checkpoint) / "config.json").is_file()
-        count = 1 if is_folder_of_weights else 3 if Path(checkpoint).is_file() else 2
-        names.append("-".join(parts[-count:]).removesuffix(".ckpt"))
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"two models are called {min(twice)}; evaluate them one by one, each with an out of its own.")
-    return names
+def _evaluate(model: LoadedModel, path: str, evaluation: Evaluation, make_scorer: partial) -> Results:
+    decoder, words = model
+    known = {"crc32": zlib.crc32(words.spec.encode()), "eos_id": words.eos_id, "vocab_size": words.vocab_size}
+    described = describe(evaluation.name, str(path), decoder, config=asdict(decoder.config), tokenizer=known)
+    return evaluation.run(described, partial(make_scorer, model))
 
 
-class Evaluation(NamedTuple):
-    """What is measured of a model, and how.
-
-    Attributes:
-        name: Of the model.
-        folder: Of the results.
-        measures: What is measured.
-        ranks: The processes that share the work.
-        batch_size: Texts read at a time.
-        context_length: Most tokens that the model reads; None for its own.
-    """
-
-    name: str
-    folder: Path
-    measures: Sequence[Measurable]
-    ranks: Ranks
-    batch_size: int
-    context_length: int | None
-
-    def run(self, model: LoadedModel, checkpoint: str) -> Results:
-        """Measure all that is not measured already, and write each result at once."""
-        path = self.folder / f"{self.name}.json"
-        described = describe_model(self.name, checkpoint, model, next(model.decoder.parameters()).device)
-        length = _context_length(model.decoder, self.context_length)
-        results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, should their disks differ
-        belongs_to = {key: described[key] for key in IDENTITY}
-        with _kept_journal(self.folder, self.name, belongs_to, self.ranks) as journal:
-            scorer = Scorer(model, self.ranks, journal, self.batch_size, length)
-            for measure in self.measures:
-                settings, before = measure.settings(length), scorer.num_cut
-                if results.has(measure.title, settings):
-                    continue
-                results.add(measure.title, settings, measure.run(scorer), scorer.num_cut - before)
-                if self.ranks.is_first:
-                    results.write(path)
-                    _tell(self.name, measure.title, scorer.num_cut - before, length)
-        return results
-
-
-@contextmanager
-def _kept_journal(folder: Path, name: str, belongs_to: dict, ranks: Ranks) -> Iterator[Journal]:
-    """Keep single answers until all is measured."""
-    journal = Journal(folder, name, belongs_to, ranks)
-    is_done = False
-    try:
-        yield journal
-        is_done = True
-    finally:
-        journal.close(is_done)
+def _make_scorer(
+    model: LoadedModel, journal: Journal, *, ranks: Ranks, batch_size: int, context_length: int | None
+) -> Scorer:
+    return Scorer(model, ranks, journal, batch_size, _context_length(model.decoder, context_length))
 
 
 def _context_length(decoder: Decoder, asked: int | None) -> int:
@@ -196,19 +128,3 @@ def _context_length(decoder: Decoder, asked: int | None) -> int:
     if asked is not None and asked > own and decoder.config.position == "learned":
         raise UserError(f"context_length={asked} exceeds the model's position table of {own}.")
     return asked or own
-
-
-def _tell(name: str, title: str, num_cut: int, limit: int) -> None:
-    cut = f"; {num_cut} texts were longer than {limit} tokens and lost their beginning" if num_cut else ""
-    print(f"{name}: {title} measured{cut}", flush=True)
-
-
-def _report(models: Sequence[Results], folder: Path | None) -> None:
-    """Print the table; write it where results are written."""
-    table = evaluation_table(models)
-    print(f"\n{table}")
-    if folder is not None:
-        with told_as():
-            (folder / "table.md").write_text(table + "\n")
-            write_csv(folder / "table.csv", models)
-        print(f"\nresults in {relative(folder)}")

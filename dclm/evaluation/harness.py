@@ -18,10 +18,11 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from dctrain.errors import UserError, told_as
+from dctrain.evaluation.results import Measure
 
 from ..likelihood import encode_pairs
 from ..sampling import Sampling
-from .measures import Measure, windows
+from .measures import windows
 from .scorer import Prompt, Scorer
 
 MAX_NEW_TOKENS = 256  # the harness's own default
@@ -49,20 +50,20 @@ class Task(NamedTuple):
         """Name the measure, uniquely."""
         return f"task {self.task}, {self.num_fewshot}-shot"
 
-    def settings(self, context_length: int) -> dict:
+    def settings(self, scorer: Scorer) -> dict:
         """Tell what the numbers depend on beside the model."""
         own = {"task": self.task, "num_fewshot": self.num_fewshot, "limit": self.limit}
-        return own | {"context_length": context_length, "lm_eval": version("lm_eval")}
+        return own | {"context_length": scorer.context_length, "lm_eval": version("lm_eval")}
 
-    def run(self, scorer: Scorer) -> list[Measure]:
-        """Ask all questions.
+    def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
+        """Ask all questions; the note tells of those that lost their beginning.
 
         Raises:
             UserError: If the task's data cannot be loaded.
         """
         with told_as(f"task {self.task}: its data cannot be loaded"):
             loaded = self.manager.load([self.task])
-        group = loaded["groups"].get(self.task)
+        group, before = loaded["groups"].get(self.task), scorer.num_cut
         with redirect_stdout(None):  # the harness tells of its bootstraps there
             found = lm_eval.simple_evaluate(
                 Model(scorer, self.title),
@@ -73,7 +74,7 @@ class Task(NamedTuple):
                 log_samples=False,
                 task_manager=self.manager,
             )
-        return _measures(found) if scorer.ranks.is_first else []
+        return _measures(found) if scorer.ranks.is_first else [], scorer.tell_cut(before)
 
 
 def find_tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, folder: str | None) -> list[Task]:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from dctrain.errors import UserError
+from dctrain.evaluation.results import Measure
 from dctrain.prepared import file_digest
 
 from ..data.texts import RECORDS, read_documents, read_records, without_lone_surrogates
@@ -15,42 +16,6 @@ from ..likelihood import Pair
 from .scorer import Scorer
 
 CHUNK_BYTES = 2**20  # of text that is scored at a time
-
-
-class Measure(NamedTuple):
-    """One number.
-
-    Attributes:
-        name: Of what.
-        metric: Which.
-        value: The number.
-        stderr: Its standard error; None if unknown.
-        higher_is_better: Whether it is.
-        count: Tokens, bytes or examples that it is of.
-        unit: What is counted.
-    """
-
-    name: str
-    metric: str
-    value: float
-    stderr: float | None
-    higher_is_better: bool
-    count: int
-    unit: str
-
-
-class Measurable(Protocol):
-    """What can be measured of a model."""
-
-    @property
-    def title(self) -> str:
-        """Name it, uniquely."""
-
-    def settings(self, context_length: int) -> dict:
-        """Tell what the numbers depend on beside the model."""
-
-    def run(self, scorer: Scorer) -> list[Measure]:
-        """Measure it."""
 
 
 def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> Iterator[Pair]:
@@ -96,19 +61,20 @@ class TextFile(NamedTuple):
         """Name the measure, uniquely."""
         return f"texts {self.path}"
 
-    def settings(self, context_length: int) -> dict:
+    def settings(self, scorer: Scorer) -> dict:
         """Tell what the numbers depend on beside the model."""
-        stride = self.stride or context_length
+        length = scorer.context_length
+        stride = self.stride or length
         return {
             **self._asdict(),
             "sha256": file_digest(Path(self.path)),
-            "context_length": context_length,
+            "context_length": length,
             "stride": stride,
-            "windows": "disjoint" if stride == context_length else "sliding",
+            "windows": "disjoint" if stride == length else "sliding",
         }
 
-    def run(self, scorer: Scorer) -> list[Measure]:
-        """Score all documents.
+    def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
+        """Score all documents; the note tells of files that are no UTF-8.
 
         Raises:
             UserError: If the file cannot be read, or holds no text.
@@ -123,13 +89,12 @@ class TextFile(NamedTuple):
                 self._add(scorer, texts, subsets, sums)
         if not sums:
             raise UserError(f"{self.path} holds no text to score.")
-        if skipped and scorer.ranks.is_first:
-            print(f"warning: {skipped} files are no UTF-8 and were left out")
         total = Sums(*map(list, zip(*sums.values(), strict=True)))
         name = Path(self.path).name
         parts = {} if len(sums) == 1 else {f"{name}: {part or 'others'}": sums[part] for part in sorted(sums, key=str)}
         everything = {name: Sums(math.fsum(total.nats), sum(total.num_tokens), sum(total.num_bytes))}
-        return [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
+        measures = [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
+        return measures, f"{skipped} files are no UTF-8 and were left out" if skipped else None
 
     def _chunks(self, bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
         texts: list[str] = []
@@ -205,12 +170,12 @@ class SpanFile(NamedTuple):
         """Name the measure, uniquely."""
         return f"spans {self.path}"
 
-    def settings(self, context_length: int) -> dict:
+    def settings(self, scorer: Scorer) -> dict:
         """Tell what the numbers depend on beside the model."""
-        return {**self._asdict(), "sha256": file_digest(Path(self.path)), "context_length": context_length}
+        return {**self._asdict(), "sha256": file_digest(Path(self.path)), "context_length": scorer.context_length}
 
-    def run(self, scorer: Scorer) -> list[Measure]:
-        """Score all targets.
+    def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
+        """Score all targets; the note tells of prompts that lost their beginning.
 
         Raises:
             UserError: If the file cannot be read, holds no record, or a record has no prompt, no target, or a target
@@ -223,10 +188,12 @@ class SpanFile(NamedTuple):
         for place, (_, target) in zip(places, pairs, strict=True):
             if not 0 < len(target) <= scorer.context_length:
                 raise UserError(f"{place}: a target of {len(target)} tokens; accepted: 1 to {scorer.context_length}.")
+        before = scorer.num_cut
         scores = scorer.score(pairs, Path(self.path).name)
         num_tokens = sum(len(target) for _, target in pairs)
         perplexity = math.exp(-math.fsum(score.log_likelihood for score in scores) / num_tokens)
-        return [Measure(Path(self.path).name, "target_perplexity", perplexity, None, False, num_tokens, "tokens")]
+        measure = Measure(Path(self.path).name, "target_perplexity", perplexity, None, False, num_tokens, "tokens")
+        return [measure], scorer.tell_cut(before)
 
     def _records(self) -> tuple[list[str], list[str], list[str]]:
         """Read prompts, targets and where they are."""

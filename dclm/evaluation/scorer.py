@@ -7,14 +7,14 @@ import torch
 from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
+from dctrain.evaluation.journal import Journal, digest
+from dctrain.evaluation.ranks import Ranks
 
 from ..generate import check_prompts, stream
 from ..growing_text import GrowingText
 from ..likelihood import Likelihood, Pair, batches, cut_left, score
 from ..load import LoadedModel
 from ..sampling import Sampling
-from .journal import Journal, digest
-from .ranks import Ranks
 
 
 class Score(NamedTuple):
@@ -53,6 +53,13 @@ class Scorer:
         self.decoder, self.tokenizer = model
         self.ranks, self.journal, self.batch_size, self.context_length = ranks, journal, batch_size, context_length
         self.num_cut = 0
+
+    def tell_cut(self, before: int) -> str | None:
+        """Tell of texts that lost their beginning since there were `before` of them."""
+        count = self.num_cut - before
+        return (
+            f"{count} texts were longer than {self.context_length} tokens and lost their beginning" if count else None
+        )
 
     def score(self, pairs: Sequence[Pair], described: str | None = None) -> list[Score]:
         """Score continuations.

@@ -7,9 +7,23 @@ import torch
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.faults.drill import mistake
 
-from .commands import run, small
+from .commands import run
 
 STILL = ["--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
+COMMON = [
+    *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+    *(
+        "--data.batch_size=32",
+        "--trainer.limit_train_batches=4",
+        "--name=t",
+        "--data.train=digits",
+        "--data.val=digits",
+    ),
+]
+
+
+def common(root) -> list[str]:
+    return [*COMMON, f"--trainer.default_root_dir={root}"]
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -19,13 +33,13 @@ def weights(folder) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def trained(tmp_path):
     """A plain digits model after one epoch."""
-    run("fit", *small(tmp_path / "plain"), "--model.model=mhavit_digits_patch2_8", "--trainer.max_epochs=1")
+    run("fit", *common(tmp_path / "plain"), "--model.model=mhavit_digits_patch2_8", "--trainer.max_epochs=1")
     return next((tmp_path / "plain").rglob("version_0"))
 
 
 def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
     average = "--model.ema_decay=0.5"
-    run("fit", *small(tmp_path / "new"), "--model.model=dcvit_digits_patch2_8", *STILL, average, f"--init={trained}")
+    run("fit", *common(tmp_path / "new"), "--model.model=dcvit_digits_patch2_8", *STILL, average, f"--init={trained}")
     assert f"starts from {trained}; " in capsys.readouterr().out
     before, now = weights(trained), weights(tmp_path / "new")
     assert all(torch.equal(now[name], weight) for name, weight in before.items() if name.startswith("model."))
@@ -39,7 +53,7 @@ def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
 def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
     run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'exported'}")
     other = ["--model.model=mhavit_digits_patch2_8", "--data.image_size=12", "--data.num_classes=12"]
-    run("fit", *small(tmp_path / "new"), *other, *STILL, f"--init={tmp_path / 'exported'}")
+    run("fit", *common(tmp_path / "new"), *other, *STILL, f"--init={tmp_path / 'exported'}")
     before, now = weights(trained), weights(tmp_path / "new")
     different = [name for name in before if name.startswith("model.") and now[name].shape != before[name].shape]
     assert sorted(different) == sorted(n for n in different if "head" in n or "pos_embed" in n) and different
@@ -51,13 +65,13 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
     made = timm.create_model("test_vit", num_classes=10, img_size=16)
     asked = []
     create = timm.create_model
-    monkeypatch.setattr(
-        timm,
-        "create_model",
-        lambda n, p=False, **k: asked.append(n) or made if p or k.get("pretrained") else create(n, p, **k),
-    )
+
+    def offline(model_name, pretrained=False, **kwargs):
+        return asked.append(model_name) or made if pretrained else create(model_name, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", offline)
     swapped = ["--model.model=test_vit", "--model.swap={}", "--data.image_size=16"]
-    run("fit", *small(tmp_path / "new"), *swapped, *STILL, "--init=test_vit.r160_in1k")
+    run("fit", *common(tmp_path / "new"), *swapped, *STILL, "--init=test_vit.r160_in1k")
     assert asked == ["test_vit.r160_in1k"]
     now = weights(tmp_path / "new")
     assert all(torch.equal(now[f"model.{name}"], weight) for name, weight in made.state_dict().items())
@@ -72,4 +86,4 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
 )
 def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, message):
     source = f"--init={init or trained}"
-    assert message in mistake(capsys, run, "fit", *small(tmp_path / "new"), f"--model.model={model}", *STILL, source)
+    assert message in mistake(capsys, run, "fit", *common(tmp_path / "new"), f"--model.model={model}", *STILL, source)

@@ -141,8 +141,8 @@ def test_what_is_written_says_where_it_comes_from(here, capsys):
     run("evaluate", "--checkpoint", "model", "other", "--spans", "flan.jsonl", "--out=out")
     printed = capsys.readouterr().out
     content = json.loads((here / "out" / "model.json").read_text())
-    assert {"checkpoint", "weights_crc32", "parameters", "dtype", "config", "tokenizer"} <= set(content)
-    assert {"commit", "torch", "dcmha", "device"} <= set(content["environment"])
+    assert {"weights_crc32", "dtype", "config", "tokenizer"} == set(content["identity"])
+    assert {"commit", "torch", "device"} <= set(content["environment"]) and content["checkpoint"] == "model"
     settings = content["results"]["spans flan.jsonl"]["settings"]
     assert settings["context_length"] == 64 and len(settings["sha256"]) == 64
     first, second = (numbers(here / "out" / f"{name}.json")["flan.jsonl", "target_perplexity"] for name in MODELS)
@@ -164,7 +164,7 @@ def test_what_is_cut_is_told(here, capsys):
     write_records(here / "long.jsonl", [{"prompt": "word " * 300, "target": "end"}, {"prompt": "a", "target": "b"}])
     run("evaluate", "--checkpoint=model", "--spans", "long.jsonl")
     assert "1 texts were longer than 64 tokens and lost their beginning" in capsys.readouterr().out
-    assert json.loads((here / "evaluation" / "model.json").read_text())["results"]["spans long.jsonl"]["num_cut"] == 1
+    assert json.loads((here / "evaluation" / "model.json").read_text())["results"]["spans long.jsonl"]["note"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_is_cut_is_told(here, capsys):
             "empty.jsonl, line 2: a target of 0 tokens; accepted: 1 to 64",
         ),
         (["--checkpoint=model", "--spans", "model/tokenizer.json"], "is no file of records; accepted: .jsonl"),
-        (["--compare", "model/config.json"], "model/config.json is no result of `dclm evaluate`"),
+        (["--compare", "model/config.json"], "model/config.json is no result of `evaluate`"),
         (
             ["--checkpoint=model", "--tokenizer=big.json", "--texts", "pile.jsonl"],
             "big.json has 500 tokens and the model 400",
@@ -219,7 +219,7 @@ def test_results_of_other_weights_are_not_mixed(here, capsys):
     (here / "model").rename(here / "before")
     small_folder(here / "model", seed=1)
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
-    assert "model.json is of other weights, another dtype or another tokenizer" in error
+    assert "model.json is of another model: weights_crc32 differ" in error
 
 
 def test_arguments_come_from_a_file_and_the_command_line_counts_more(here, capsys):

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from statistics import mean
 
-from dctrain.table import markdown_table
+from .markdown import markdown_table
+from .results import Measure, Results
 
-from .measures import Measure
-from .results import Results
-
-PERCENT = ("acc", "acc_norm", "exact_match", "f1", "mcc")  # metrics between 0 and 1, told in percent
+PERCENT = ("acc", "acc_norm", "exact_match", "f1", "mcc", "top1", "top5")  # metrics between 0 and 1, told in percent
 
 
 def evaluation_table(models: Sequence[Results]) -> str:

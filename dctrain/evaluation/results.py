@@ -1,0 +1,150 @@
+"""Results: what was measured of a model, where and with what, as JSON that grows measure by measure."""
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..environment import environment
+from ..errors import UserError, told_as
+from ..files import write_json, written_whole
+
+FORMAT = "dcmha-evaluation-1"
+
+
+class Measure(NamedTuple):
+    """One number.
+
+    Attributes:
+        name: Of what.
+        metric: Which.
+        value: The number.
+        stderr: Its standard error; None if unknown.
+        higher_is_better: Whether it is.
+        count: Tokens, bytes, questions or images that it is of.
+        unit: What is counted.
+    """
+
+    name: str
+    metric: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool
+    count: int
+    unit: str
+
+
+class Results:
+    """What was measured of one model.
+
+    Attributes:
+        model: Its name.
+        content: As the file has it: what the model is and where it ran, and under "results" for each measurement its
+            settings, numbers, and a note where there is something to say of them.
+    """
+
+    def __init__(self, content: dict) -> None:
+        self.content, self.model = content, content["model"]
+
+    @property
+    def measures(self) -> list[Measure]:
+        """All numbers."""
+        return [Measure(**measure) for entry in self.content["results"].values() for measure in entry["measures"]]
+
+    def has(self, title: str, settings: dict) -> bool:
+        """Tell whether something was measured, with these settings."""
+        return self.content["results"].get(title, {}).get("settings") == as_json(settings)
+
+    def add(self, title: str, settings: dict, measures: Sequence[Measure], note: str | None) -> None:
+        """Add what was measured."""
+        entry = {"settings": settings, "note": note, "measures": [measure._asdict() for measure in measures]}
+        self.content["results"][title] = as_json(entry)
+
+    def write(self, path: Path) -> None:
+        """Write the file whole."""
+        write_json(path, self.content)
+
+
+def describe(name: str, checkpoint: str, model: nn.Module, **more: object) -> dict:
+    """Tell what a model is and where it runs; `more` is what else its numbers depend on.
+
+    Returns:
+        The content of a file without results. Under "identity": what must be equal for results to be of one model.
+    """
+    weight = next(model.parameters())
+    identity = {"weights_crc32": checksum(model), "dtype": str(weight.dtype).removeprefix("torch."), **more}
+    return {
+        "format": FORMAT,
+        "model": name,
+        "checkpoint": checkpoint,
+        "identity": as_json(identity),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "environment": environment(weight.device) | {"dcmha": version("dcmha")},
+        "results": {},
+    }
+
+
+def checksum(model: nn.Module) -> int:
+    """Sum up all weights, whatever device they are on."""
+    total = 0
+    for weight in model.state_dict().values():
+        data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total = zlib.crc32(data.numpy(), total)
+    return total
+
+
+def open_results(path: Path, described: dict) -> Results:
+    """Go on with a file of the same model, or begin one.
+
+    Raises:
+        UserError: If the file is of another model, or damaged.
+    """
+    if not path.is_file():
+        return Results(described)
+    found = read_results(path).content
+    theirs, ours = found["identity"], described["identity"]
+    others = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    if others:
+        raise UserError(f"{path} is of another model: {', '.join(others)} differ; name another out.")
+    return Results(described | {"results": found["results"]})
+
+
+def read_results(path: Path) -> Results:
+    """Read a file.
+
+    Raises:
+        UserError: If it is none.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; accepted: a JSON file that `evaluate` wrote.")
+    with told_as(f"{path} is no JSON"):
+        content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{path} is no result of `evaluate`.")
+    return Results(content)
+
+
+def write_csv(path: Path, models: Iterable[Results]) -> None:
+    """Write a line for each number of each model."""
+    with written_whole(path) as file:
+        lines = [("model", "checkpoint", "commit", "torch", *Measure._fields)]
+        for results in models:
+            where = results.content["environment"]
+            head = (results.model, results.content["checkpoint"], where["commit"], where["torch"])
+            lines += [(*head, *measure) for measure in results.measures]
+        file.write(("\n".join(map(_csv_line, lines)) + "\n").encode())
+
+
+def _csv_line(values: Sequence) -> str:
+    texts = ("" if value is None else str(value).replace('"', '""') for value in values)
+    return ",".join(f'"{text}"' if set(text) & set(',"\n') else text for text in texts)
+
+
+def as_json(content: dict) -> dict:
+    """Make of content what reading it back gives."""
+    return json.loads(json.dumps(content))

@@ -1,0 +1,133 @@
+"""Measuring one model after the other: what is measured already is kept, what comes is written at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from ..cli import relative
+from ..errors import UserError, told_as
+from .journal import Journal
+from .ranks import Ranks
+from .results import Measure, Results, open_results, write_csv
+from .table import evaluation_table
+
+Subject = TypeVar("Subject", contravariant=True)
+
+
+class Measurable(Protocol[Subject]):
+    """What can be measured of a subject, which is a model and what it needs to answer."""
+
+    @property
+    def title(self) -> str:
+        """Name it, uniquely."""
+
+    def settings(self, subject: Subject) -> dict:
+        """Tell what the numbers depend on beside the model."""
+
+    def run(self, subject: Subject) -> tuple[list[Measure], str | None]:
+        """Measure it; return the numbers, and what there is to say of them."""
+
+
+class Evaluation(NamedTuple):
+    """What is measured of a model.
+
+    Attributes:
+        name: Of the model.
+        folder: Of the results.
+        measures: What is measured.
+        ranks: The processes that share the work.
+    """
+
+    name: str
+    folder: Path
+    measures: Sequence[Measurable]
+    ranks: Ranks
+
+    def run(self, described: dict, make_subject: Callable[[Journal], object]) -> Results:
+        """Measure all that is not measured already.
+
+        Args:
+            described: By `describe`.
+            make_subject: Makes what is asked, with a journal of its answers.
+
+        Raises:
+            UserError: If there are results of another model under this name.
+        """
+        path = self.folder / f"{self.name}.json"
+        results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, should their disks differ
+        with _kept_journal(self.folder, self.name, described["identity"], self.ranks) as journal:
+            subject = make_subject(journal)
+            for measure in self.measures:
+                settings = measure.settings(subject)
+                if results.has(measure.title, settings):
+                    continue
+                numbers, note = measure.run(subject)
+                results.add(measure.title, settings, numbers, note)
+                if self.ranks.is_first:
+                    results.write(path)
+                    print(f"{self.name}: {measure.title} measured{f'; {note}' if note else ''}", flush=True)
+        return results
+
+
+@contextmanager
+def _kept_journal(folder: Path, name: str, identity: dict, ranks: Ranks) -> Iterator[Journal]:
+    """Keep single answers until all is measured."""
+    journal = Journal(folder, name, identity, ranks)
+    is_done = False
+    try:
+        yield journal
+        is_done = True
+    finally:
+        journal.close(is_done)
+
+
+def check_asked(models: Sequence[str], asked: Sequence[str], compare: Sequence[str], what: str) -> None:
+    """Check that there are models and something to measure, or results to compare.
+
+    Raises:
+        UserError: If not.
+    """
+    if asked and not models:
+        raise UserError("checkpoint names no model to measure.")
+    if not models and not compare:
+        raise UserError("checkpoint must name at least one model, or compare results of earlier evaluations.")
+    if models and not asked:
+        raise UserError(f"nothing to measure: name {what}.")
+
+
+def check_at_least_one(**numbers: int | None) -> None:
+    """Raise UserError if a number is given that is less than 1."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise UserError(f"{name}={number} must be at least 1.")
+
+
+def name_models(checkpoints: Sequence[str]) -> list[str]:
+    """Name models after their folders: a run after its experiment too, a checkpoint after its run.
+
+    Raises:
+        UserError: If two have one name.
+    """
+    names = []
+    for checkpoint in checkpoints:
+        path = Path(checkpoint)
+        parts = [part for part in path.resolve().parts if part != "checkpoints"]
+        is_name_or_folder_of_weights = not path.exists() or (path / "config.json").is_file()
+        count = 1 if is_name_or_folder_of_weights else 3 if path.is_file() else 2
+        names.append("-".join(parts[-count:]).removesuffix(".ckpt"))
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"two models are called {min(twice)}; evaluate them one by one, each with an out of its own.")
+    return names
+
+
+def report(models: Sequence[Results], folder: Path | None) -> None:
+    """Print the table; write it where results are written."""
+    table = evaluation_table(models)
+    print(f"\n{table}")
+    if folder is not None:
+        with told_as():
+            (folder / "table.md").write_text(table + "\n")
+            write_csv(folder / "table.csv", models)
+        print(f"\nresults in {relative(folder)}")

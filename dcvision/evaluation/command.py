@@ -1,0 +1,86 @@
+"""`dcvision evaluate`: measures classifiers one after the other, keeps every result at once, prints one table."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dctrain.errors import UserError, told_as
+from dctrain.evaluation.ranks import Ranks, joined_ranks
+from dctrain.evaluation.results import Results, describe, read_results
+from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report
+
+from .images import Answerer, ImageSet
+from .networks import load_classifier
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def evaluate(
+    checkpoint: Sequence[str] = (),
+    images: Sequence[str] = (),
+    real: str | None = None,
+    compare: Sequence[str] = (),
+    out: str = "evaluation",
+    limit: int | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> None:
+    """Measure classifiers: accuracy on sets of images, by ImageNet's own and reassessed labels, and throughput.
+
+    Each model gets images as it was made for: runs by their own settings, others as timm says. Results are kept as they
+    come; the same command goes on where it was interrupted. Several processes share the work: torchrun
+    --nproc_per_node N -m dcvision evaluate ...
+
+    Args:
+        checkpoint: Models: .ckpt files, folders of runs or exports, or timm names with a tag of pretrained weights.
+        images: Sets of images: "shards:PATTERN", "folder:DIR" (with classes called by numbers, as ImageNet-V2's, those
+            numbers count), "torchvision:NAME:DIR" or "digits".
+        real: JSON file of ImageNet's reassessed labels (ReaL) for sets whose images are called ILSVRC2012_val_NNNNNNNN.
+        compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
+            the first of the table.
+        out: Folder of the results: MODEL.json, table.csv, table.md.
+        limit: Only this many images of each set, to try things out.
+        batch_size: Images classified at a time.
+        num_workers: Processes that load images, of each rank.
+        device: Where to run, such as cuda.
+        dtype: "float32", "bfloat16" or "float16".
+    """
+    check_asked(checkpoint, images, compare, "images")
+    check_at_least_one(limit=limit, batch_size=batch_size)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r}; accepted: {', '.join(DTYPES)}.")
+    if real is not None and not Path(real).is_file():
+        raise UserError(f"real={real} does not exist.")
+    sets = [ImageSet(spec, real, limit) for spec in images]
+    earlier = [read_results(Path(path)) for path in compare]
+    folder = Path(out)
+    with joined_ranks() as ranks:
+        found = []
+        for path, name in zip(checkpoint, name_models(checkpoint), strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            run = partial(_evaluate, path, Evaluation(name, folder, sets, ranks), ranks)
+            found.append(run(ranks.device(device), DTYPES[dtype], batch_size, num_workers))
+        if ranks.is_first:
+            report([*earlier, *found], folder if checkpoint else None)
+
+
+def _evaluate(
+    path: str,
+    evaluation: Evaluation,
+    ranks: Ranks,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_size: int,
+    num_workers: int,
+) -> Results:
+    network = load_classifier(path)
+    with told_as(f"device={str(device)!r} cannot be used"):
+        network.model.to(device, dtype)
+    described = describe(evaluation.name, path, network.model, preprocessing=network.preprocessing)
+    return evaluation.run(
+        described, lambda journal: Answerer(network, journal, ranks, batch_size, num_workers, device, dtype)
+    )

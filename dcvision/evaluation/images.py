@@ -1,0 +1,240 @@
+"""Accuracy on a set of images: by its labels, and by ImageNet's reassessed ones (ReaL, Beyer et al. 2020)."""
+
+# B batch
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from dctrain.errors import UserError, told_as
+from dctrain.evaluation.journal import Journal, digest
+from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.results import Measure
+from dctrain.prepared import file_digest
+
+from ..data.decode import BadImage
+from ..data.sources import Source, open_source
+from .networks import Network
+
+VALIDATION_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})")
+TOP = 5
+
+
+class Answerer(NamedTuple):
+    """A network and how it is asked.
+
+    Attributes:
+        network: The classifier.
+        journal: Where answers are kept.
+        ranks: The processes that share the work.
+        batch_size: Images classified at a time.
+        num_workers: Loader processes of a rank.
+        device: Where the network is.
+        dtype: Of the images.
+    """
+
+    network: Network
+    journal: Journal
+    ranks: Ranks
+    batch_size: int
+    num_workers: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Answer(NamedTuple):
+    """Of an image: its loss in nats (NaN if it could not be read) and the likeliest classes, the first at first."""
+
+    loss: float
+    classes: list[int]
+
+
+class _Images(torch.utils.data.Dataset):
+    """Some images of a source, as a network takes them; None where one cannot be read."""
+
+    def __init__(self, source: Source, network: Network, indices: list[int]) -> None:
+        self.source, self.prepare, self.indices = source, network.prepare, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: int) -> tuple[int, torch.Tensor | None]:
+        index = self.indices[place]
+        try:
+            return index, self.prepare(self.source.read(index)[0])
+        except (BadImage, OSError, ValueError, SyntaxError):
+            return index, None
+
+
+class ImageSet(NamedTuple):
+    """A set of images to be classified.
+
+    Attributes:
+        spec: In the notation of `dcvision.data.sources`.
+        real: JSON file of ImageNet's reassessed labels: a list of lists of classes for the 50,000 validation images.
+            None for none.
+        limit: Only this many images.
+    """
+
+    spec: str
+    real: str | None
+    limit: int | None
+
+    @property
+    def title(self) -> str:
+        """Name it, uniquely."""
+        return f"images {self.spec}"
+
+    @property
+    def name(self) -> str:
+        """Name it in the table."""
+        return self.spec.rpartition(":")[2].rstrip("/").rpartition("/")[2] or self.spec
+
+    def settings(self, answerer: Answerer) -> dict:
+        """Tell what the numbers depend on beside the model."""
+        source = self._open()
+        content = digest([source.name(index) for index in range(len(source))], _labels(source))
+        return {
+            "spec": self.spec,
+            "limit": self.limit,
+            "images": len(source),
+            "content": content,
+            "real": None if self.real is None else file_digest(Path(self.real)),
+            "preprocessing": answerer.network.preprocessing,
+        }
+
+    def run(self, answerer: Answerer) -> tuple[list[Measure], str | None]:
+        """Classify all images; the note tells of those that cannot be read.
+
+        Raises:
+            UserError: If the labels do not fit the model, or the reassessed ones the images.
+        """
+        source = self._open()
+        labels = _labels(source)[: self.limit]
+        _check_classes(self.spec, source, answerer.network.classes)
+        keys = [digest(self.spec, source.name(index), label) for index, label in enumerate(labels)]
+        todo = [index for index, key in enumerate(keys) if key not in answerer.journal.known]
+        speed = _answer(answerer, source, todo[answerer.ranks.rank :: answerer.ranks.size], labels, keys, self.name)
+        answers = [Answer(*answerer.journal.known[key]) for key in keys]
+        read = [(index, answer) for index, answer in enumerate(answers) if not math.isnan(answer.loss)]
+        if not read:
+            raise UserError(f"{self.spec}: no image can be read.")
+        measures = self._measures(read, labels)
+        if self.real is not None:
+            measures += self._reassessed(read, source)
+        if speed is not None:
+            name = f"{self.name}, batches of {answerer.batch_size}"
+            measures.append(Measure(name, "images_per_second", speed, None, True, len(todo), "images"))
+        lost = len(answers) - len(read)
+        return measures, f"{lost} images cannot be read and were left out" if lost else None
+
+    def _open(self) -> Source:
+        source = open_source(self.spec, is_train=False)
+        if len(source) == 0:
+            raise UserError(f"{self.spec} holds no image.")
+        return source
+
+    def _measures(self, read: list[tuple[int, Answer]], labels: list[int]) -> list[Measure]:
+        top1 = [answer.classes[0] == labels[index] for index, answer in read]
+        top5 = [labels[index] in answer.classes for index, answer in read]
+        loss, count = math.fsum(answer.loss for _, answer in read) / len(read), len(read)
+        return [
+            _accuracy(self.name, "top1", top1),
+            _accuracy(self.name, "top5", top5),
+            Measure(self.name, "loss", loss, None, False, count, "images"),
+        ]
+
+    def _reassessed(self, read: list[tuple[int, Answer]], source: Source) -> list[Measure]:
+        """Score against the reassessed labels: right is any of an image's; images without any do not count."""
+        with told_as(f"real={self.real} is no list of lists of classes"):
+            real = [list(map(int, labels)) for labels in json.loads(Path(self.real).read_text())]
+        hits = []
+        for index, answer in read:
+            found = VALIDATION_IMAGE.search(source.name(index))
+            if found is None or not 1 <= int(found[1]) <= len(real):
+                raise UserError(
+                    f"real={self.real}: {source.name(index)} is none of the {len(real)} images it labels; accepted: "
+                    "names that hold ILSVRC2012_val_ and a number of eight digits."
+                )
+            labels = real[int(found[1]) - 1]
+            if labels:
+                hits.append(answer.classes[0] in labels)
+        if not hits:
+            raise UserError(f"real={self.real} has no label for any image of {self.spec}.")
+        return [_accuracy(f"{self.name}, ReaL", "top1", hits)]
+
+
+def _accuracy(name: str, metric: str, hits: list[bool]) -> Measure:
+    rate = sum(hits) / len(hits)
+    stderr = math.sqrt(rate * (1 - rate) / len(hits))
+    return Measure(name, metric, rate, stderr, True, len(hits), "images")
+
+
+def _labels(source: Source) -> list[int]:
+    """Read the labels; classes that are called by numbers, as ImageNet-V2's folders are, have those numbers."""
+    labels = source.labels().tolist()
+    names = source.classes
+    if names and all(name.isdigit() for name in names):
+        return [int(names[label]) for label in labels]
+    return labels
+
+
+def _check_classes(spec: str, source: Source, known: list[str] | None) -> None:
+    names = source.classes
+    if known and names and not all(name.isdigit() for name in names) and list(names) != list(known):
+        raise UserError(f"{spec} has other classes than the model ({names[0]!r}, ... and {known[0]!r}, ...).")
+
+
+def _answer(
+    answerer: Answerer, source: Source, indices: list[int], labels: list[int], keys: list[str], described: str
+) -> float | None:
+    """Classify a rank's images and learn the others' answers; return images per second of the network alone."""
+    answers: dict = {}
+    seconds, count = [], []
+    for numbers, images in _batches(answerer, source, indices, described):
+        found = {keys[number]: [math.nan, []] for number, image in zip(numbers, images, strict=True) if image is None}
+        shown = [(number, image) for number, image in zip(numbers, images, strict=True) if image is not None]
+        if shown:
+            start = time.perf_counter()
+            logits = _classify(answerer, torch.stack([image for _, image in shown]))
+            seconds.append(time.perf_counter() - start)
+            count.append(len(shown))
+            found |= _judge(logits, [number for number, _ in shown], labels, keys)
+        answerer.journal.add(found)
+        answers |= found
+    answerer.journal.share(answers)
+    rest = slice(1, None) if len(count) > 1 else slice(None)  # the first batch warms up
+    return sum(count[rest]) / sum(seconds[rest]) if seconds else None
+
+
+def _batches(answerer: Answerer, source: Source, indices: list[int], described: str) -> Iterator[tuple[list, list]]:
+    loader = DataLoader(
+        _Images(source, answerer.network, indices),
+        answerer.batch_size,
+        num_workers=answerer.num_workers,
+        collate_fn=lambda items: tuple(map(list, zip(*items, strict=True))),
+    )
+    yield from tqdm(loader, described, unit="batch", leave=False, disable=not answerer.ranks.is_first)
+
+
+@torch.inference_mode()
+def _classify(answerer: Answerer, images: torch.Tensor) -> torch.Tensor:
+    """Compute logits [B, classes], float32, on the CPU."""
+    return answerer.network.model(images.to(answerer.device, answerer.dtype)).float().cpu()
+
+
+def _judge(logits: torch.Tensor, numbers: list[int], labels: list[int], keys: list[str]) -> dict[str, list]:
+    targets = torch.tensor([labels[number] for number in numbers])
+    if int(targets.max()) >= logits.shape[1] or int(targets.min()) < 0:
+        raise UserError(f"labels reach {int(targets.max())}; the model has {logits.shape[1]} classes.")
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
+    best = logits.topk(min(TOP, logits.shape[1])).indices.tolist()
+    return {keys[number]: [loss, classes] for number, loss, classes in zip(numbers, losses, best, strict=True)}

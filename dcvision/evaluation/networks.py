@@ -1,0 +1,86 @@
+"""Any classifier with the preprocessing it was made for: of a run, of an exported folder, or timm's own."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import timm
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+from torchvision.transforms.v2.functional import normalize, to_pil_image
+
+from dctrain.checkpoint import find_checkpoint, map_checkpoint
+from dctrain.errors import UserError, told_as
+
+from ..data.decode import decode, eval_transform
+from ..export import load_network
+
+
+class Network(NamedTuple):
+    """A classifier.
+
+    Attributes:
+        model: Gives logits [B, classes] for images [B, 3, size, size].
+        prepare: Makes such an image, [3, size, size], of an encoded or a decoded one.
+        preprocessing: What `prepare` does, in words and numbers.
+        classes: Names of the classes; None if they are not known.
+    """
+
+    model: nn.Module
+    prepare: Callable[[bytes | Tensor], Tensor]
+    preprocessing: dict
+    classes: list[str] | None
+
+
+def load_classifier(checkpoint: str) -> Network:
+    """Load a classifier.
+
+    Args:
+        checkpoint: A .ckpt file or run of `dcvision fit` (its average, if it kept one, and its own preprocessing), a
+            folder that `export` wrote, or a timm name with pretrained weights (timm's preprocessing).
+
+    Raises:
+        UserError: If there is none.
+    """
+    path = Path(checkpoint)
+    if path.exists() and not (path / "config.json").is_file():
+        return _of_run(checkpoint)
+    name = f"local-dir:{checkpoint}" if path.exists() else checkpoint
+    if not path.exists() and not timm.is_model(checkpoint) and not checkpoint.startswith("hf-hub:"):
+        raise UserError(
+            f"{checkpoint} is neither a file or folder nor a model of timm's; accepted: a checkpoint or run of "
+            "dcvision, an exported folder, a timm name with pretrained weights."
+        )
+    with told_as(f"{checkpoint} has no pretrained weights that can be loaded"):
+        model = timm.create_model(name, pretrained=True).eval()
+    config = resolve_data_config({}, model=model)
+    transform = create_transform(**config)
+    words = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+    classes = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
+    return Network(model, lambda image: transform(_as_pil(image)), {"by": "timm", **words}, classes)
+
+
+def _of_run(checkpoint: str) -> Network:
+    model, size, classes = load_network(checkpoint)
+    data = map_checkpoint(find_checkpoint(checkpoint)).get("datamodule_hyper_parameters", {})
+    fraction = data.get("crop_fraction", 1.0)
+    transform = eval_transform(size, fraction)
+    cfg = getattr(model, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    mean, std = list(cfg["mean"]), list(cfg["std"])
+
+    def prepare(image: bytes | Tensor) -> Tensor:
+        pixels = decode(image) if isinstance(image, bytes) else image
+        return normalize(transform(pixels).float() / 255, mean, std)
+
+    words = {"by": "dcvision", "size": size, "crop_fraction": fraction, "mean": mean, "std": std}
+    return Network(model.eval(), prepare, words, classes)
+
+
+def _as_pil(image: bytes | Tensor) -> Image.Image:
+    if isinstance(image, Tensor):
+        return to_pil_image(image)
+    with Image.open(io.BytesIO(image)) as opened:
+        return opened.convert("RGB")

@@ -1,0 +1,164 @@
+"""`dcvision evaluate`: runs as `validate` scores them, timm's models as timm does, ImageNet's other labels, mistakes."""
+
+import json
+import re
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from timm.models import save_for_hf
+
+from dcvision.evaluation import images as evaluation
+from tests.faults.drill import mistake
+
+from .commands import run
+from .test_init import common
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(folder, seed=0, **options):
+    """A random model of timm's in a folder, with preprocessing of its own."""
+    torch.manual_seed(seed)
+    model = timm.create_model("test_vit", num_classes=12, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2 if parameter.dim() > 1 else 1)
+    save_for_hf(
+        model, str(folder), model_config={"crop_pct": 0.7, "interpolation": "bilinear"}, safe_serialization=True
+    )
+    return model
+
+
+def pictures(folder, names):
+    """Images of noise, of unequal sizes."""
+    generator = torch.Generator().manual_seed(0)
+    for number, name in enumerate(names):
+        path = folder / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(256, (9 + number, 12, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).resize((200 + 10 * number, 180)).save(path)
+    return folder
+
+
+def predictions(folder, paths):
+    """What timm itself makes of images: the classes from the likeliest."""
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    transform = create_transform(**resolve_data_config({}, model=model))
+    with torch.inference_mode():
+        return [
+            model(transform(Image.open(path).convert("RGB"))[None])[0].argsort(descending=True).tolist()
+            for path in paths
+        ]
+
+
+def numbers(path):
+    entries = json.loads(path.read_text())["results"].values()
+    return {(m["name"], m["metric"]): m["value"] for entry in entries for m in entry["measures"]}
+
+
+def test_a_run_scores_as_validate_says(here, capsys):
+    run(
+        "fit",
+        *common(here),
+        "--model.model=dcvit_digits_patch2_8",
+        "--trainer.max_epochs=1",
+        "--data.crop_fraction=1.0",
+    )
+    best = re.search(r"best val/top1 ([\d.]+) %", capsys.readouterr().out)[1]
+    run("evaluate", "--checkpoint", "t/version_0", "--images", "digits")
+    found = numbers(here / "evaluation" / "t-version_0.json")
+    assert f"{100 * found['digits', 'top1']:.2f}" == best
+    assert found["digits, batches of 64", "images_per_second"] > 0
+    printed = capsys.readouterr().out
+    assert f"| digits                | top1 (%)          |             {100 * found['digits', 'top1']:.1f} |" in printed
+
+
+def test_timms_models_see_what_timm_shows_them_and_numbered_classes_are_numbers(here):
+    """Folders 2 and 10 are classes 2 and 10, whatever the order of their names."""
+    made(here / "model")
+    names = [f"{label}/a{number}" for label in (2, 10, 11) for number in range(3)]
+    folder = pictures(here / "v2", names)
+    ranked = predictions(here / "model", [folder / f"{name}.png" for name in names])
+    labels = [int(name.partition("/")[0]) for name in names]
+    for size in (2, 64):
+        run("evaluate", "--checkpoint=model", "--images", "folder:v2", f"--batch_size={size}", f"--out=out{size}")
+        found = numbers(here / f"out{size}" / "model.json")
+        assert found["v2", "top1"] == sum(row[0] == label for row, label in zip(ranked, labels, strict=True)) / 9
+        assert found["v2", "top5"] == sum(label in row[:5] for row, label in zip(ranked, labels, strict=True)) / 9
+
+
+def test_reassessed_labels_belong_to_names(here, capsys):
+    made(here / "model")
+    names = [f"n{number % 3}/ILSVRC2012_val_{number:08d}" for number in (1, 2, 3, 5, 6)]
+    folder = pictures(here / "val", names)
+    ranked = predictions(here / "model", [folder / f"{name}.png" for name in names])
+    real = [[row[0]] for row in ranked[:2]] + [[(ranked[2][0] + 1) % 12], [7], [], [ranked[4][0], 3]]
+    (here / "real.json").write_text(json.dumps(real))
+    run("evaluate", "--checkpoint=model", "--images", "folder:val", "--real=real.json")
+    assert numbers(here / "evaluation" / "model.json")["val, ReaL", "top1"] == 3 / 4  # the fifth has no label
+    made(here / "other", seed=1)
+    run("evaluate", "--checkpoint=other", "--images", "folder:val", "--compare", "evaluation/model.json")
+    assert "/ +" in capsys.readouterr().out.replace("/ -", "/ +")
+
+
+def test_an_interrupted_one_goes_on(here, monkeypatch):
+    made(here / "model")
+    pictures(here / "val", [f"{label}/a{number}" for label in (0, 1) for number in range(6)])
+    asked = ("evaluate", "--checkpoint=model", "--images", "folder:val", "--batch_size=2")
+    run(*asked, "--out=whole")
+    real, calls = evaluation._classify, []
+
+    def classify(answerer, images):
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        calls.append(len(images))
+        return real(answerer, images)
+
+    monkeypatch.setattr(evaluation, "_classify", classify)
+    with pytest.raises(SystemExit):
+        run(*asked, "--out=out")
+    monkeypatch.setattr(evaluation, "_classify", lambda *args: calls.append(2) or real(*args))
+    run(*asked, "--out=out")
+    assert sum(calls) == 12
+    expected, found = (numbers(here / name / "model.json") for name in ("whole", "out"))
+    assert {k: v for k, v in found.items() if "batches" not in k[0]} == {
+        k: v for k, v in expected.items() if "batches" not in k[0]
+    }
+
+
+def test_what_cannot_be_read_is_told(here, capsys):
+    made(here / "model")
+    pictures(here / "val", ["0/a", "1/b", "1/c"])
+    (here / "val" / "1" / "d.png").write_bytes(b"no image")
+    run("evaluate", "--checkpoint=model", "--images", "folder:val")
+    assert "1 images cannot be read and were left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint=model"], "nothing to measure: name images"),
+        (["--checkpoint=none", "--images", "folder:val"], "none is neither a file or folder nor a model of timm's"),
+        (["--checkpoint=model", "--images", "val"], "data set 'val' is unknown; accepted: digits"),
+        (["--checkpoint=model", "--images", "folder:big"], "labels reach 900; the model has 12 classes"),
+        (["--checkpoint=model", "--images", "folder:val", "--real=none"], "real=none does not exist"),
+        (["--checkpoint=model", "--images", "folder:val", "--real=real.json"], "is none of the 1 images it labels"),
+        (["--checkpoint=model", "--images", "folder:val", "--real=bad.json"], "is no list of lists of classes"),
+        (["--checkpoint=model", "--images", "folder:val", "--dtype=int8"], "dtype='int8'; accepted: float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_end_in_one_line(here, capsys, arguments, message):
+    made(here / "model")
+    pictures(here / "val", ["0/a", "1/b"])
+    pictures(here / "big", ["0/a", "900/b"])
+    (here / "real.json").write_text("[[1]]")
+    (here / "bad.json").write_text('{"a": 1}')
+    assert message in mistake(capsys, run, "evaluate", *arguments)
