@@ -183,7 +183,7 @@ DDP = ["--trainer.strategy=ddp"]
     ("strategy", "impl", "tolerance"),
     [
         pytest.param(DDP, "auto", 1e-10, id="ddp", marks=pytest.mark.long),
-        pytest.param(FSDP, "auto", 1e-10, id="fsdp2"),
+        pytest.param(FSDP, "auto", 1e-10, id="fsdp2", marks=pytest.mark.slow),
         pytest.param(DDP, "triton", 1e-5, id="ddp-triton", marks=pytest.mark.long),
         pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton", marks=pytest.mark.long),
     ],

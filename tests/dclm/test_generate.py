@@ -130,6 +130,7 @@ def test_a_cache_takes_no_gradients():
         decoder.decode(ids(1, 3), cache)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
     from torch._dynamo.testing import CompileCounter

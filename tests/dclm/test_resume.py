@@ -66,8 +66,8 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_pat
 @pytest.mark.parametrize(
     ("by", "at"),  # before the first checkpoint but that of the start, and behind one
     [
-        ("steps", 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("steps", 6), ("epochs", 2), ("epochs", 6))),
+        pytest.param("steps", 2, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("steps", 6), ("epochs", 2), ("epochs", 6))),
     ],
 )
 def test_curves_go_on_at_their_steps(corpus, tmp_path, at, by):

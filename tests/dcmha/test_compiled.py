@@ -74,6 +74,7 @@ def test_a_growing_cache_needs_one_graph(graphs):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
     monkeypatch.setattr(blocks, "STATIC_SHAPES", 2)
     for T in range(3, 9):

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import time
 
 import numpy as np
+import pyarrow
 import pytest
 import zstandard
 from filelock import FileLock
+from pyarrow import parquet
 
 from dclm.cli import main
 from dclm.data.make_tokens import Options, Segment, make_tokens, prepare
@@ -38,7 +41,13 @@ def documents_of(folder) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.zst", "json.gz"])
+def parquet_bytes(records: list[dict]) -> bytes:
+    buffer = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(records), buffer, row_group_size=7)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.zst", "json.gz", "parquet"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_every_document_comes_back(kind, tokenizer, tmp_path):
     documents = texts(40)
@@ -52,6 +61,8 @@ def test_every_document_comes_back(kind, tokenizer, tmp_path):
                 data = b"".join(zstandard.compress(half) for half in (data[:100], data[100:]))
             if kind.endswith("gz"):
                 data = gzip.compress(data)
+            if kind == "parquet":
+                data = parquet_bytes([json.loads(line) for line in data.splitlines()])
             (tmp_path / f"in/{part}.{kind}").write_bytes(data)
     manifest = prepared([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer, val_fraction=0.3)
     found = documents_of(tmp_path / "out")
@@ -161,6 +172,9 @@ def test_the_splits_are_chosen_by_content(tmp_path):
         ("a.jsonl", b'["x"]\n', {}, "line 1: no JSON object"),
         ("a.jsonl", jsonl(["x"]), {"text_key": "content"}, "line 1: no text under 'content'"),
         ("a.jsonl.zst", b"no zstandard", {}, "a.jsonl.zst is damaged"),
+        ("a.parquet", b"no parquet", {}, "a.parquet is damaged"),
+        ("a.parquet", parquet_bytes([{"text": "x", "n": 1}]), {"text_key": "n"}, "a.parquet, row 1: no text under 'n'"),
+        ("a.parquet", parquet_bytes([{"text": "x"}]), {"text_key": "body"}, "a.parquet, row 1: no text under 'body'"),
         ("a.bin", b"x", {"tokenizer": "bpe:9"}, "bpe:9 is too small; accepted: at least 257"),
         ("a.bin", b"x", {"tokenizer": "bpe:many"}, "tokenizer='bpe:many'; accepted: bpe:SIZE"),
         ("a.bin", b"x", {"tokenizer": "no/such/tokenizer.json"}, "no/such/tokenizer.json does not exist"),

@@ -9,6 +9,7 @@ import torch
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.data.token_files import Corpus
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
 
@@ -156,3 +157,42 @@ def test_batches_are_what_a_model_takes(tmp_path):
     batch = next(iter(module(numbered_corpus(tmp_path / "c")).train_dataloader()))
     assert batch.input_ids.shape == batch.targets.shape == (3, 32)
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "rows"),
+    [
+        ("c", {}, 257),
+        ("c", {"vocab_multiple": 64}, 320),
+        ("c", {"vocab_size": 300}, 300),
+        ("stdlib", {"vocab_multiple": 10}, 260),
+    ],
+)
+def test_embedding_rows_follow_the_tokenizer(tokens, options, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbered_corpus(tmp_path / "c")
+    assert TokenDataModule(tokens, **options).vocab_size == rows
+
+
+def test_the_model_of_a_run_has_as_many_rows(tmp_path):
+    from ..commands import run, small
+
+    corpus = numbered_corpus(tmp_path / "c", 41 * 24 + 1)
+    options = ["--data.vocab_size=null", "--data.vocab_multiple=100", "--trainer.max_epochs=1"]
+    run("fit", *small(corpus, tmp_path), *options, "--trainer.limit_train_batches=1")
+    weights = load_checkpoint(find_checkpoint(str(tmp_path / "t")))["state_dict"]
+    assert weights["model.embed.weight"].shape[0] == weights["model.output.weight"].shape[0] == 300
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 300, "vocab_multiple": 2}, "vocab_size=300 and vocab_multiple=2 are both given"),
+        ({"vocab_multiple": 0}, "vocab_size=None and vocab_multiple=0 must be at least 1"),
+        ({"tokens": "none"}, "none holds no prepared corpus"),
+        ({"tokens": "idxmap:none"}, "data.tokenizer must"),
+    ],
+)
+def test_rows_that_cannot_be_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        TokenDataModule(**options)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import dclm
 
 pytestmark = pytest.mark.slow  # the import of the library takes seconds
 SHAPE = {"vocab_size": 97, "dim": 32, "num_layers": 3, "num_heads": 4, "mlp_dim": 48, "context_length": 64}
+GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["dcformer_pp_debug", "dcpythia_debug"]
 
 
@@ -58,6 +60,15 @@ def test_logits_equal_the_decoders(both):
     assert torch.equal(theirs(input_ids).logits, ours(input_ids))
     assert torch.equal(theirs(input_ids, logits_to_keep=3).logits, ours(input_ids)[:, -3:])
     assert (theirs.config.hidden_size, theirs.config.max_position_embeddings) == (32, 64)
+
+
+@pytest.mark.parametrize("name", ["dcformer_lg", "dcformer_mha", "dcpythia_parallel"])
+@torch.no_grad()
+def test_the_authors_own_folders_load(name, transformers):
+    """Folders that the published code wrote, its fields and derived tensors included."""
+    folder = GOLDEN / name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(model(ids(1, 12) % 20).logits, dclm.load_pretrained(folder, torch.float32)(ids(1, 12) % 20))
 
 
 @torch.no_grad()

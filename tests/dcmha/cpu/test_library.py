@@ -48,6 +48,7 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once(tmp_path):
     processes = [attend() for _ in range(3)]
     told = [process.communicate(timeout=120) for process in processes]
@@ -127,6 +128,7 @@ def test_a_name_is_that_of_source_command_compiler_and_processor(tmp_path, monke
     assert len(names) == 5
 
 
+@pytest.mark.slow
 def test_each_pair_of_ranks_has_a_library_and_a_damaged_one_is_compiled_again(tmp_path):
     kept = []
     for ranks in (Ranks(1, None), Ranks(0, 0), Ranks(0, 0)):

@@ -251,7 +251,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_other_processes(tmp_path, method):
     """As workers of a loader are started, after threads have run here."""
     script = tmp_path / "attend.py"

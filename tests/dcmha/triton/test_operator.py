@@ -59,9 +59,10 @@ FORMS = [
     {"branches": "qkg", "R": 0},
 ]
 # every shape with every kind, the forms in turn: each pair of a shape and a kind, and of a kind and a form, occurs;
-# every second of them at once, so that each shape, kind and form does
+# every second of them in the first two tiers, so that each shape, kind and form does
+TIERS = ([], pytest.mark.long, pytest.mark.slow, pytest.mark.long)
 CASES = [
-    pytest.param(Case(**shape | kind | form), marks=[pytest.mark.slow] * (number % 2))
+    pytest.param(Case(**shape | kind | form), marks=TIERS[number % 4])
     for number, ((shape, kind), form) in enumerate(
         zip(itertools.product(SHAPES, KINDS), itertools.cycle(FORMS), strict=False)
     )
@@ -267,7 +268,9 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("how", ["aot_eager", "inductor", "dynamic", "checkpoint"])
+@pytest.mark.parametrize(
+    "how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "dynamic", "checkpoint"]
+)
 def test_compiled_and_checkpointed(how):
     case = Case(B=2, T=9, S=9, H=6, D=16, is_causal=True, branches="qkg")
     operands = make_operands(case, torch.float32)
