@@ -12,12 +12,12 @@ from dctrain.errors import UserError
 from dctrain.evaluation.journal import Journal
 from dctrain.evaluation.ranks import Ranks, joined_ranks
 from dctrain.evaluation.results import Results, describe, read_results
-from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report
+from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report, short_names
 
 from ..data.texts import find_inputs
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
-from .measures import SpanFile, TextFile
+from .measures import SpanFile, TextSet
 from .scorer import Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,7 +51,7 @@ def evaluate(
 
     Args:
         checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models.
-        texts: Files or folders whose texts are scored: text files, JSONL, JSONL.zst, .json.gz, parquet.
+        texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, .json.gz, parquet.
         spans: Files of records (JSONL or parquet) with a prompt and a target, which is scored.
         tasks: Names of tasks, groups or tags of the lm-evaluation-harness.
         num_fewshot: Examples before each question; several numbers ask each task with each.
@@ -78,8 +78,8 @@ def evaluate(
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}; accepted: {', '.join(DTYPES)}.")
     measures = [
-        *(TextFile(str(path), text_key, subset_key, stride, limit) for path in _files(texts)),
-        *(SpanFile(str(path), prompt_key, target_key, limit) for path in _files(spans)),
+        *(TextSet(name, path, text_key, subset_key, stride, limit) for name, path in _named(texts)),
+        *(SpanFile(name, path, prompt_key, target_key, limit) for name, path in _named(spans)),
         *_tasks(tasks, num_fewshot, limit, task_folder),
     ]
     earlier = [read_results(Path(path)) for path in compare]
@@ -95,8 +95,11 @@ def evaluate(
             report([*earlier, *found], folder if checkpoint else None)
 
 
-def _files(paths: Sequence[str]) -> list[Path]:
-    return find_inputs([Path(path) for path in paths]) if paths else []
+def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Name files and folders for the table, which must be there."""
+    for path in paths:
+        find_inputs([Path(path)])
+    return list(zip(short_names(paths), paths, strict=True))
 
 
 def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, folder: str | None) -> list:

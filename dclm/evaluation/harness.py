@@ -18,6 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from dctrain.errors import UserError, told_as
+from dctrain.evaluation.journal import digest
 from dctrain.evaluation.results import Measure
 
 from ..likelihood import encode_pairs
@@ -52,8 +53,14 @@ class Task(NamedTuple):
 
     def settings(self, scorer: Scorer) -> dict:
         """Tell what the numbers depend on beside the model."""
-        own = {"task": self.task, "num_fewshot": self.num_fewshot, "limit": self.limit}
-        return own | {"context_length": scorer.context_length, "lm_eval": version("lm_eval")}
+        return {
+            "task": self.task,
+            "num_fewshot": self.num_fewshot,
+            "limit": self.limit,
+            "context_length": scorer.context_length,
+            "lm_eval": version("lm_eval"),
+            "content": _content(self.manager, self.task),
+        }
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
         """Ask all questions; the note tells of those that lost their beginning.
@@ -61,8 +68,7 @@ class Task(NamedTuple):
         Raises:
             UserError: If the task's data cannot be loaded.
         """
-        with told_as(f"task {self.task}: its data cannot be loaded"):
-            loaded = self.manager.load([self.task])
+        loaded = _load(self.manager, self.task)
         group, before = loaded["groups"].get(self.task), scorer.num_cut
         with redirect_stdout(None):  # the harness tells of its bootstraps there
             found = lm_eval.simple_evaluate(
@@ -75,6 +81,22 @@ class Task(NamedTuple):
                 task_manager=self.manager,
             )
         return _measures(found) if scorer.ranks.is_first else [], scorer.tell_cut(before)
+
+
+def _load(manager: TaskManager, task: str) -> dict:
+    with told_as(f"task {task}: its data cannot be loaded"):
+        return manager.load([task])
+
+
+@cache
+def _content(manager: TaskManager, task: str) -> str:
+    """Sum up the settings and the data of a task, or of all tasks of a group."""
+    parts = []
+    for name, leaf in sorted(_load(manager, task)["tasks"].items()):
+        splits = leaf.dataset.items() if isinstance(leaf.dataset, dict) else []
+        data = {split: getattr(rows, "_fingerprint", len(rows)) for split, rows in splits}
+        parts.append((name, repr(sorted(leaf.dump_config().items(), key=str)), data))
+    return digest(*parts)
 
 
 def find_tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, folder: str | None) -> list[Task]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from dctrain.errors import UserError
 from dctrain.evaluation.results import Measure
 from dctrain.prepared import file_digest
 
-from ..data.texts import RECORDS, read_documents, read_records, without_lone_surrogates
+from ..data.texts import RECORDS, Document, find_inputs, read_documents, read_records, without_lone_surrogates
 from ..likelihood import Pair
 from .scorer import Scorer
 
@@ -37,19 +38,21 @@ def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) 
         first, end = end, min(end + stride, len(tokens))
 
 
-class TextFile(NamedTuple):
-    """Perplexity per token and bits per byte of a file of texts, in all and for each part of it.
+class TextSet(NamedTuple):
+    """Perplexity per token and bits per byte of texts, in all and for each part of them.
 
     Each document is read by itself, after the token that begins a text; its own tokens count, and no end token.
 
     Attributes:
-        path: As `read_documents` takes it.
-        text_key: Likewise.
+        name: In the table.
+        path: A file as `read_documents` takes it, or a folder of such files.
+        text_key: As `read_documents` takes it.
         subset_key: Likewise.
         stride: Of the windows; None for disjoint ones.
         limit: Only this many documents.
     """
 
+    name: str
     path: str
     text_key: str
     subset_key: str
@@ -61,13 +64,26 @@ class TextFile(NamedTuple):
         """Name the measure, uniquely."""
         return f"texts {self.path}"
 
+    @property
+    def files(self) -> list[Path]:
+        """The file, or those of the folder."""
+        return find_inputs([Path(self.path)])
+
     def settings(self, scorer: Scorer) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Tell what the numbers depend on beside the model.
+
+        Raises:
+            UserError: If a window adds more than the model reads.
+        """
         length = scorer.context_length
         stride = self.stride or length
+        if stride > length:
+            raise UserError(f"stride={stride} must be at most the context of {length}.")
         return {
-            **self._asdict(),
-            "sha256": file_digest(Path(self.path)),
+            "text_key": self.text_key,
+            "subset_key": self.subset_key,
+            "limit": self.limit,
+            "sha256": [file_digest(file) for file in self.files],
             "context_length": length,
             "stride": stride,
             "windows": "disjoint" if stride == length else "sliding",
@@ -77,32 +93,30 @@ class TextFile(NamedTuple):
         """Score all documents; the note tells of files that are no UTF-8.
 
         Raises:
-            UserError: If the file cannot be read, or holds no text.
+            UserError: If a file cannot be read, or there is no text.
         """
         sums: dict[str | None, Sums] = {}
-        path, skipped = Path(self.path), 0
-        bar = tqdm(total=path.stat().st_size, desc=path.name, unit="B", unit_scale=True, leave=False)
-        bar.disable = not scorer.ranks.is_first
-        with bar:
-            for texts, subsets, unreadable in self._chunks(bar):
+        files, skipped = self.files, 0
+        total = sum(file.stat().st_size for file in files)
+        hidden = not scorer.ranks.is_first
+        with tqdm(total=total, desc=self.name, unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
+            for texts, subsets, unreadable in self._chunks(files, bar):
                 skipped += unreadable
                 self._add(scorer, texts, subsets, sums)
         if not sums:
             raise UserError(f"{self.path} holds no text to score.")
-        total = Sums(*map(list, zip(*sums.values(), strict=True)))
-        name = Path(self.path).name
-        parts = {} if len(sums) == 1 else {f"{name}: {part or 'others'}": sums[part] for part in sorted(sums, key=str)}
-        everything = {name: Sums(math.fsum(total.nats), sum(total.num_tokens), sum(total.num_bytes))}
+        nats, num_tokens, num_bytes = zip(*sums.values(), strict=True)
+        parts = {} if len(sums) == 1 else {f"{self.name}: {p or 'others'}": sums[p] for p in sorted(sums, key=str)}
+        everything = {self.name: Sums(math.fsum(nats), sum(num_tokens), sum(num_bytes))}
         measures = [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
         return measures, f"{skipped} files are no UTF-8 and were left out" if skipped else None
 
-    def _chunks(self, bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
+    def _chunks(self, files: list[Path], bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
+        """Gather documents until there is enough to score: texts, their parts, and files that are no UTF-8."""
         texts: list[str] = []
         subsets: list[str | None] = []
         size = unreadable = 0
-        for number, document in enumerate(read_documents(Path(self.path), self.text_key, self.subset_key)):
-            if number == self.limit:
-                break
+        for document in islice(self._documents(files, bar), self.limit):
             if document.text is None:
                 unreadable += 1
             else:
@@ -112,8 +126,15 @@ class TextFile(NamedTuple):
             if size >= CHUNK_BYTES:
                 yield texts, subsets, unreadable
                 texts, subsets, size, unreadable = [], [], 0, 0
-                bar.update(document.position - bar.n)
         yield texts, subsets, unreadable
+
+    def _documents(self, files: list[Path], bar: tqdm) -> Iterator[Document]:
+        for file in files:
+            before = 0
+            for document in read_documents(file, self.text_key, self.subset_key):
+                yield document
+                bar.update(document.position - before)
+                before = document.position
 
     def _add(self, scorer: Scorer, texts: list[str], subsets: list[str | None], sums: dict[str | None, "Sums"]) -> None:
         tokenizer = scorer.tokenizer
@@ -130,6 +151,14 @@ class TextFile(NamedTuple):
             sums[subset] = Sums(nats, num_tokens, before.num_bytes + len(text.encode()))
 
 
+def perplexity_of(nats: float, num_tokens: int) -> float:
+    """Exponentiate a mean loss; what no float holds is infinite."""
+    try:
+        return math.exp(nats / num_tokens)
+    except OverflowError:
+        return math.inf
+
+
 class Sums(NamedTuple):
     """Of texts: minus their log-likelihood in nats, their tokens, their bytes."""
 
@@ -139,7 +168,7 @@ class Sums(NamedTuple):
 
     def measures(self, name: str) -> list[Measure]:
         """Tell perplexity and bits per byte."""
-        perplexity = math.exp(self.nats / self.num_tokens)
+        perplexity = perplexity_of(self.nats, self.num_tokens)
         bits = self.nats / math.log(2) / self.num_bytes
         return [
             Measure(name, "perplexity", perplexity, None, False, self.num_tokens, "tokens"),
@@ -154,12 +183,14 @@ class SpanFile(NamedTuple):
     that begins a text.
 
     Attributes:
+        name: In the table.
         path: JSONL, compressed or not, or parquet.
         prompt_key: Key of the prompt, which may be empty.
         target_key: Key of the target.
         limit: Only this many records.
     """
 
+    name: str
     path: str
     prompt_key: str
     target_key: str
@@ -172,7 +203,8 @@ class SpanFile(NamedTuple):
 
     def settings(self, scorer: Scorer) -> dict:
         """Tell what the numbers depend on beside the model."""
-        return {**self._asdict(), "sha256": file_digest(Path(self.path)), "context_length": scorer.context_length}
+        own = {"prompt_key": self.prompt_key, "target_key": self.target_key, "limit": self.limit}
+        return own | {"sha256": file_digest(Path(self.path)), "context_length": scorer.context_length}
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
         """Score all targets; the note tells of prompts that lost their beginning.
@@ -189,10 +221,10 @@ class SpanFile(NamedTuple):
             if not 0 < len(target) <= scorer.context_length:
                 raise UserError(f"{place}: a target of {len(target)} tokens; accepted: 1 to {scorer.context_length}.")
         before = scorer.num_cut
-        scores = scorer.score(pairs, Path(self.path).name)
+        scores = scorer.score(pairs, self.name)
         num_tokens = sum(len(target) for _, target in pairs)
-        perplexity = math.exp(-math.fsum(score.log_likelihood for score in scores) / num_tokens)
-        measure = Measure(Path(self.path).name, "target_perplexity", perplexity, None, False, num_tokens, "tokens")
+        perplexity = perplexity_of(-math.fsum(score.log_likelihood for score in scores), num_tokens)
+        measure = Measure(self.name, "target_perplexity", perplexity, None, False, num_tokens, "tokens")
         return [measure], scorer.tell_cut(before)
 
     def _records(self) -> tuple[list[str], list[str], list[str]]:

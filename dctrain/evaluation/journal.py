@@ -7,6 +7,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
+from ..files import written_whole
 from .ranks import Ranks
 
 
@@ -35,7 +36,8 @@ class Journal:
             self.known |= found
         path = folder / f"{name}.partial-{ranks.rank}.jsonl"
         whole = "".join(f"{json.dumps(line)}\n" for line in (belongs_to, *_read_lines(path, belongs_to)))
-        path.write_text(whole)  # without a last line that was cut off
+        with written_whole(path) as file:  # without a last line that was cut off
+            file.write(whole.encode())
         self._file = open(path, "a")  # noqa: SIM115  closed by close()
 
     def _read(self, belongs_to: dict) -> dict[str, list | str]:

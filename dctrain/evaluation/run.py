@@ -60,7 +60,7 @@ class Evaluation(NamedTuple):
             subject = make_subject(journal)
             for measure in self.measures:
                 settings = measure.settings(subject)
-                if results.has(measure.title, settings):
+                if self.ranks.gather(results.has(measure.title, settings))[0]:
                     continue
                 numbers, note = measure.run(subject)
                 results.add(measure.title, settings, numbers, note)
@@ -101,6 +101,19 @@ def check_at_least_one(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise UserError(f"{name}={number} must be at least 1.")
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Name paths by their last parts; by the whole path where two would have one name.
+
+    Raises:
+        UserError: If a path stands twice.
+    """
+    twice = {path for path in paths if list(paths).count(path) > 1}
+    if twice:
+        raise UserError(f"{min(twice)} is given twice.")
+    names = [path.rpartition(":")[2].rstrip("/").rpartition("/")[2] or path for path in paths]
+    return [path if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 
 
 def name_models(checkpoints: Sequence[str]) -> list[str]:

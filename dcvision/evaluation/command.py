@@ -9,7 +9,7 @@ import torch
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.ranks import Ranks, joined_ranks
 from dctrain.evaluation.results import Results, describe, read_results
-from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report
+from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report, short_names
 
 from .images import Answerer, ImageSet
 from .networks import load_classifier
@@ -55,7 +55,7 @@ def evaluate(
         raise UserError(f"dtype={dtype!r}; accepted: {', '.join(DTYPES)}.")
     if real is not None and not Path(real).is_file():
         raise UserError(f"real={real} does not exist.")
-    sets = [ImageSet(spec, real, limit) for spec in images]
+    sets = [ImageSet(name, spec, real, limit) for name, spec in zip(short_names(images), images, strict=True)]
     earlier = [read_results(Path(path)) for path in compare]
     folder = Path(out)
     with joined_ranks() as ranks:

@@ -78,12 +78,14 @@ class ImageSet(NamedTuple):
     """A set of images to be classified.
 
     Attributes:
+        name: In the table.
         spec: In the notation of `dcvision.data.sources`.
         real: JSON file of ImageNet's reassessed labels: a list of lists of classes for the 50,000 validation images.
             None for none.
         limit: Only this many images.
     """
 
+    name: str
     spec: str
     real: str | None
     limit: int | None
@@ -92,11 +94,6 @@ class ImageSet(NamedTuple):
     def title(self) -> str:
         """Name it, uniquely."""
         return f"images {self.spec}"
-
-    @property
-    def name(self) -> str:
-        """Name it in the table."""
-        return self.spec.rpartition(":")[2].rstrip("/").rpartition("/")[2] or self.spec
 
     def settings(self, answerer: Answerer) -> dict:
         """Tell what the numbers depend on beside the model."""

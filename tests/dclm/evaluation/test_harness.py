@@ -1,6 +1,8 @@
 """The lm-evaluation-harness's tasks from local files: its own Hugging Face model's answers, and mistakes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,24 @@ def test_the_command_asks_tasks_by_name_and_shots(tasks, tmp_path, capsys):
     entry = json.loads((tmp_path / "evaluation" / "model.json").read_text())["results"]["task sums, 0-shot"]
     assert entry["settings"]["limit"] == 8 and entry["measures"][0]["count"] == 8
     assert entry["measures"][0]["stderr"] > 0
+
+
+def test_what_was_asked_is_not_asked_again_unless_the_questions_change(tasks, tmp_path, monkeypatch):
+    from dclm.evaluation import harness
+
+    small_folder(tmp_path / "model")
+    asked = ("evaluate", "--checkpoint=model", "--tasks", "last", "rolling", "--task_folder=tasks")
+    run(*asked)
+    calls, ask = [], harness.lm_eval.simple_evaluate
+    monkeypatch.setattr(harness.lm_eval, "simple_evaluate", lambda *a, **k: calls.append(1) or ask(*a, **k))
+    again = subprocess.run([sys.executable, "-m", "dclm", *asked], capture_output=True, text=True, check=True)
+    assert "measured" not in again.stdout
+    write_records(tmp_path / "questions.jsonl", QUESTIONS[:5])
+    harness._content.cache_clear()
+    run(*asked)
+    assert len(calls) == 2
+    entry = json.loads((tmp_path / "evaluation" / "model.json").read_text())["results"]["task last, 0-shot"]
+    assert entry["measures"][0]["count"] == 5
 
 
 def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
