@@ -1,16 +1,18 @@
 """Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|tokens|verify|evaluate`."""
 
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from dctrain.cli import TrainerCLI, run_program
 from dctrain.errors import told_as
+from dctrain.files import write_json
 
 from .data import TokenDataModule
 from .data.datamodule import embedding_rows
 from .data.make_tokens import make_tokens, verify
-from .data.tokenizers import BYTES
+from .data.tokenizers import BYTES, SubwordTokenizer
 from .evaluation import evaluate
 from .hub import save_pretrained
 from .language_model import LanguageModel
@@ -78,8 +80,18 @@ def export(checkpoint: str, out: str) -> None:
     if tokenizer.spec == BYTES:
         print("tokens are bytes: generate from the folder with --tokenizer bytes")
     else:
-        (Path(out) / "tokenizer.json").write_text(tokenizer.spec)
+        _write_tokenizer(Path(out), tokenizer)
     print(f'exported to {out}; load with dclm.load_pretrained("{out}")')
+
+
+def _write_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> None:
+    """Write the tokenizer as Hugging Face's library reads it, and for its generation what ends a text."""
+    (folder / "tokenizer.json").write_text(tokenizer.spec)
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token)
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | ends)
+    path = folder / "config.json"
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_id)
+    write_json(path, json.loads(path.read_text()) | ids)
 
 
 class LanguageCLI(TrainerCLI):

@@ -1,5 +1,6 @@
 """One function that loads any model: a run, a checkpoint, or a folder of any format that is read here."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -85,4 +86,14 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; name a tokenizer ({BYTES!r}, a tokenizer.json, a hub name).")
-    return open_tokenizer(str(path))
+    return open_tokenizer(str(path), _end_token(folder))
+
+
+def _end_token(folder: Path) -> str | None:
+    """Read which token ends a text, where the folder says it."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    with told_as(f"{path} is damaged"):
+        token = json.loads(path.read_text()).get("eos_token")
+    return token["content"] if isinstance(token, dict) else token

@@ -225,6 +225,8 @@ class TrainerCLI(LightningCLI):
         source = self._get(self.config, "init")
         if source is not None and self.resume_from is None:
             model.start_from(source)
+        elif source is not None and self.trainer.is_global_zero:
+            print(f"init={source} is not used: the run goes on from {relative(self.resume_from)}", flush=True)
         self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
 
     def after_fit(self) -> None:

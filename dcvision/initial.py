@@ -27,6 +27,7 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
         UserError: If there are no weights, or they do not fit.
     """
     network = _load(source)
+    _compare_heads(source, network, model)
     name = str(getattr(model, "pretrained_cfg", {}).get("architecture", ""))
     with told_as(f"init={source} does not fit the model"):
         weights = fit_weights(dict(network.state_dict()), model, name)
@@ -35,6 +36,14 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     others = [key for key in head if key in weights and key in ours and weights[key].shape != ours[key].shape]
     kept = {key: weight for key, weight in weights.items() if not others or key not in head}
     return kept, check_initial(source, kept, model, lambda key: is_of_composition(key) or key in head)
+
+
+def _compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
+    """Refuse weights of attention with another number of heads, which have the same shapes."""
+    theirs = {name: module.num_heads for name, module in network.named_modules() if hasattr(module, "num_heads")}
+    for name, module in model.named_modules():
+        if name in theirs and getattr(module, "num_heads", theirs[name]) != theirs[name]:
+            raise UserError(f"init={source} has {theirs[name]} heads in {name}; the model has {module.num_heads}.")
 
 
 def _head(model: nn.Module) -> set[str]:

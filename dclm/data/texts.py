@@ -43,6 +43,8 @@ def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list
             raise UserError(f"input {path} does not exist.")
         if path.suffix in COMPRESSED and not path.name.endswith(JSONL):
             raise UserError(f"input {path} is compressed; of these {', '.join(JSONL[1:])} are read.")
+        if path.suffix == ".json":
+            raise UserError(f"input {path} is one JSON document; a file of a record a line must be called .jsonl.")
         files += sorted(_below(path, suffixes)) if path.is_dir() else [path]
     if not files:
         raise UserError(f"no input below {', '.join(map(str, paths))}; looked for {', '.join(suffixes)}.")
@@ -73,7 +75,7 @@ def read_documents(path: Path, text_key: str, subset_key: str | None = None) -> 
         data = path.read_bytes()
         yield Document(_decoded(data), len(data))
         return
-    columns = [key.split(".")[0] for key in (text_key, subset_key) if key is not None]
+    columns = [text_key] if subset_key is None else [text_key, subset_key, subset_key.split(".")[0]]
     for record in read_records(path, columns):
         text = record.content.get(text_key)
         if not isinstance(text, str):
@@ -117,8 +119,9 @@ def _parquet_records(path: Path, keys: list[str]) -> Iterator[Record]:
     with told_as(f"{path} is damaged"):
         file = parquet.ParquetFile(path)
     size, total, count = path.stat().st_size, max(1, file.metadata.num_rows), 0
+    there = [name for name in dict.fromkeys(keys) if name in file.schema_arrow.names]
     with file:
-        batches = file.iter_batches(PARQUET_ROWS, columns=keys)
+        batches = file.iter_batches(PARQUET_ROWS, columns=there)
         while True:
             with told_as(f"{path} is damaged"):
                 batch = next(batches, None)
@@ -130,8 +133,10 @@ def _parquet_records(path: Path, keys: list[str]) -> Iterator[Record]:
 
 
 def _subset(content: dict, key: str) -> str | None:
-    """Find a name by a path of keys."""
+    """Find a name by a key, or by a path of keys."""
     found: object = content
+    if key in content:
+        return None if content[key] is None else str(content[key])
     for name in key.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return None if found is None else str(found)

@@ -98,6 +98,11 @@ class SubwordTokenizer:
         bare, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         self.begin_ids = marked[: next(i for i in range(len(marked)) if marked[i : i + len(bare)] == bare)]
 
+    @property
+    def eos_token(self) -> str:
+        """What the token is called that ends a document."""
+        return self._tokenizer.id_to_token(self.eos_id)
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text."""
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)

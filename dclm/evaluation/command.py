@@ -17,7 +17,7 @@ from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, 
 from ..data.texts import find_inputs
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
-from .measures import SpanFile, TextSet
+from .measures import PILE_KEY, SpanFile, TextSet
 from .scorer import Scorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,14 +28,14 @@ def evaluate(
     texts: Sequence[str] = (),
     spans: Sequence[str] = (),
     tasks: Sequence[str] = (),
-    num_fewshot: Sequence[int] = (0,),
+    num_fewshot: Sequence[int] = (),
     compare: Sequence[str] = (),
     out: str = "evaluation",
     tokenizer: str | None = None,
     context_length: int | None = None,
     stride: int | None = None,
     text_key: str = "text",
-    subset_key: str = "meta.pile_set_name",
+    subset_key: str = PILE_KEY,
     prompt_key: str = "prompt",
     target_key: str = "target",
     task_folder: str | None = None,
@@ -51,10 +51,10 @@ def evaluate(
 
     Args:
         checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models.
-        texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, .json.gz, parquet.
+        texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, parquet, ...
         spans: Files of records (JSONL or parquet) with a prompt and a target, which is scored.
         tasks: Names of tasks, groups or tags of the lm-evaluation-harness.
-        num_fewshot: Examples before each question; several numbers ask each task with each.
+        num_fewshot: Examples before each question; several numbers ask each task with each. By default each task's own.
         compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
             the first of the table.
         out: Folder of the results: MODEL.json, table.csv, table.md.

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.journal import digest
-from dctrain.evaluation.results import Measure
+from dctrain.evaluation.results import QUESTIONS, Measure
 
 from ..likelihood import encode_pairs
 from ..sampling import Sampling
@@ -28,7 +29,7 @@ from .scorer import Prompt, Scorer
 
 MAX_NEW_TOKENS = 256  # the harness's own default
 BOOTSTRAPS = 1000  # for standard errors that have no formula
-ACCEPTED = ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "max_new_tokens", "max_tokens")
+ACCEPTED = ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks")
 
 
 class Task(NamedTuple):
@@ -36,20 +37,20 @@ class Task(NamedTuple):
 
     Attributes:
         task: Its name.
-        num_fewshot: Examples before each question; a task that fixes the number itself keeps it.
+        num_fewshot: Examples before each question; None for the task's own number. One that says 0 itself keeps it.
         limit: Only this many questions.
         manager: Knows all tasks.
     """
 
     task: str
-    num_fewshot: int
+    num_fewshot: int | None
     limit: int | None
     manager: TaskManager
 
     @property
     def title(self) -> str:
         """Name the measure, uniquely."""
-        return f"task {self.task}, {self.num_fewshot}-shot"
+        return f"task {self.task}" + ("" if self.num_fewshot is None else f", {self.num_fewshot}-shot")
 
     def settings(self, scorer: Scorer) -> dict:
         """Tell what the numbers depend on beside the model."""
@@ -66,7 +67,7 @@ class Task(NamedTuple):
         """Ask all questions; the note tells of those that lost their beginning.
 
         Raises:
-            UserError: If the task's data cannot be loaded.
+            UserError: If the task or its data cannot be loaded.
         """
         loaded = _load(self.manager, self.task)
         group, before = loaded["groups"].get(self.task), scorer.num_cut
@@ -84,7 +85,7 @@ class Task(NamedTuple):
 
 
 def _load(manager: TaskManager, task: str) -> dict:
-    with told_as(f"task {task}: its data cannot be loaded"):
+    with told_as(f"task {task}: its file or its data cannot be loaded"):
         return manager.load([task])
 
 
@@ -104,7 +105,7 @@ def find_tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | No
 
     Args:
         names: Of tasks, groups or tags.
-        num_fewshot: Numbers of examples; each task is asked with each.
+        num_fewshot: Numbers of examples; each task is asked with each, or with its own if there is none.
         limit: Only this many questions.
         folder: Where task files of one's own lie, beside the harness's.
 
@@ -119,7 +120,7 @@ def find_tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | No
             near = difflib.get_close_matches(name, manager.all_tasks, 5)
             hint = f"; near it are {', '.join(near)}" if near else ""
             raise UserError(f"task {name!r} is unknown to the lm-evaluation-harness {version('lm_eval')}{hint}.")
-    return [Task(name, shots, limit, manager) for shots in num_fewshot for name in names]
+    return [Task(name, shots, limit, manager) for shots in num_fewshot or (None,) for name in names]
 
 
 @cache
@@ -168,23 +169,24 @@ class Model(LM):
 
 
 def _prompt(tokens: tuple[int, ...], options: dict) -> Prompt:
-    """Read how a task wants a text continued."""
-    unknown = sorted(set(options) - set(ACCEPTED))
+    """Read how a task wants a text continued, as the harness's own models do."""
+    given = normalize_gen_kwargs({key: value for key, value in options.items() if value is not None}, MAX_NEW_TOKENS)
+    unknown = sorted(set(given) - set(ACCEPTED))
     if unknown:
         raise UserError(f"the task generates with {unknown}; accepted: {', '.join(ACCEPTED)}.")
-    until = options.get("until") or []
+    until = given.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-    counts = [options[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in options]
-    temperature = float(options.get("temperature") or 0.0)
-    samples = options.get("do_sample", temperature > 0)
-    sampling = Sampling((temperature or 1.0) if samples else 0.0, options.get("top_k"), options.get("top_p"))
-    return Prompt(tokens, int(counts[0]) if counts else MAX_NEW_TOKENS, stops, sampling)
+    temperature = given.get("temperature", 1.0) if given.get("do_sample") else 0.0
+    with told_as("the task's generation_kwargs"):
+        sampling = Sampling(float(temperature), given.get("top_k") or None, given.get("top_p"))
+    return Prompt(tokens, int(given["max_gen_toks"]), stops, sampling)
 
 
 def _measures(found: dict) -> list[Measure]:
     """Read the harness's results: of tasks, and of the groups that sum them up."""
     measures = []
-    for name, values in {**found["results"], **found.get("groups", {})}.items():
+    groups = found.get("groups", {})
+    for name, values in {**found["results"], **groups}.items():
         shots = found["n-shot"].get(name)
         label = name if shots is None else f"{name}, {shots}-shot"
         count = found["n-samples"].get(name, {}).get("effective", 0)
@@ -196,5 +198,6 @@ def _measures(found: dict) -> list[Measure]:
             stderr = float(stderr) if isinstance(stderr, int | float) else None
             higher = bool(found["higher_is_better"].get(name, {}).get(metric, True))
             metric = metric if way == "none" else f"{metric} ({way})"
-            measures.append(Measure(label, metric, float(value), stderr, higher, count, "questions"))
+            unit = "questions of a group" if name in groups else QUESTIONS
+            measures.append(Measure(label, metric, float(value), stderr, higher, count, unit))
     return measures

@@ -16,6 +16,7 @@ from ..data.texts import RECORDS, Document, find_inputs, read_documents, read_re
 from ..likelihood import Pair
 from .scorer import Scorer
 
+PILE_KEY = "meta.pile_set_name"
 CHUNK_BYTES = 2**20  # of text that is scored at a time
 
 
@@ -104,12 +105,14 @@ class TextSet(NamedTuple):
                 skipped += unreadable
                 self._add(scorer, texts, subsets, sums)
         if not sums:
-            raise UserError(f"{self.path} holds no text to score.")
+            raise UserError(f"{self.path} holds no text to score{' (it is no UTF-8)' if skipped else ''}.")
         nats, num_tokens, num_bytes = zip(*sums.values(), strict=True)
-        parts = {} if len(sums) == 1 else {f"{self.name}: {p or 'others'}": sums[p] for p in sorted(sums, key=str)}
+        parts = {f"{self.name}: {p or '(no part)'}": sums[p] for p in sorted(sums, key=str)} if len(sums) > 1 else {}
         everything = {self.name: Sums(math.fsum(nats), sum(num_tokens), sum(num_bytes))}
         measures = [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
-        return measures, f"{skipped} files are no UTF-8 and were left out" if skipped else None
+        notes = [f"{skipped} files are no UTF-8 and were left out"] if skipped else []
+        notes += [f"no record has {self.subset_key}"] if set(sums) == {None} and self.subset_key != PILE_KEY else []
+        return measures, "; ".join(notes) or None
 
     def _chunks(self, files: list[Path], bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
         """Gather documents until there is enough to score: texts, their parts, and files that are no UTF-8."""

@@ -1,5 +1,7 @@
 """Scorer: answers questions about texts with one model, each once, in batches, shared by the ranks."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -81,7 +83,10 @@ class Scorer:
 
         def answer(batch: list) -> dict:
             with torch.inference_mode():
-                return {names[number]: _summed(found) for number, found in score(self.decoder, batch)}
+                found = {names[number]: _summed(likelihood) for number, likelihood in score(self.decoder, batch)}
+            if any(math.isnan(log_likelihood) for log_likelihood, _ in found.values()):
+                raise UserError("the log-likelihoods are NaN: the weights are damaged, or too large for their dtype.")
+            return found
 
         self._work_through(work, answer, described)
         return [Score(*self.journal.known[key]) for key in keys]
@@ -89,13 +94,18 @@ class Scorer:
     def complete(self, prompts: Sequence[Prompt], described: str | None = None) -> list[str]:
         """Continue prompts, up to the first stop string or the end of the document; arguments as in `score`.
 
-        Sampled texts depend on their prompt alone, not on what is sampled beside them.
+        Sampled texts depend on their prompt, and on how often it came before, not on what is sampled beside them.
 
         Raises:
             UserError: If a prompt leaves no room for its continuation.
         """
         prompts = [self._cut_prompt(prompt) for prompt in prompts]
-        keys = [digest("complete", *prompt[:-1], *vars(prompt.sampling).values()) for prompt in prompts]
+        seen: Counter[Prompt] = Counter()
+        keys = []
+        for prompt in prompts:
+            turn = seen[prompt] if prompt.sampling.temperature > 0 else 0
+            seen[prompt] += 1
+            keys.append(digest("complete", *prompt[:-1], *vars(prompt.sampling).values(), turn))
         todo = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.journal.known}
         work = self._alike(todo)[self.ranks.rank :: self.ranks.size]
         self._work_through(work, self._complete_batch, described)
@@ -137,8 +147,8 @@ class Scorer:
         def watch(tokens: list[int]) -> list[bool]:
             for row, token in enumerate(tokens):
                 if not texts[row].is_ended:
-                    written[row].append(token)
                     texts[row].add(token)
+                    written[row] += [token] if token != self.tokenizer.eos_id else []
             return [text.is_ended for text in texts]
 
         with told_as(of=ValueError):

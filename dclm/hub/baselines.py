@@ -48,6 +48,7 @@ LLAMA = BOTH | {
     "rope_theta": 10000.0,
     "sliding_window": None,
 }
+MISTRAL = {"sliding_window": 4096}
 WITHOUT_EFFECT = (  # on the logits
     *("initializer_range", "attention_dropout", "hidden_dropout", "classifier_dropout", "pretraining_tp"),
     *("is_decoder", "max_sequence_length"),
@@ -80,7 +81,7 @@ def llama_config(content: dict) -> DecoderConfig:
     Raises:
         ValueError: As `neox_config`.
     """
-    fields = _read(content, LLAMA)
+    fields = _read(content, LLAMA | MISTRAL if content["model_type"] == "mistral" else LLAMA)
     head_dim = fields["hidden_size"] // fields["num_attention_heads"]
     check_values(fields, {"hidden_act": ("silu",), "head_dim": (None, head_dim)})
     if fields["attention_bias"] != fields["mlp_bias"]:
@@ -112,11 +113,12 @@ def _shape(fields: Mapping) -> dict:
 
 def _rotary(fields: Mapping, base: float, fraction: float) -> dict:
     """Read the rotary embedding, in the older fields or in `rope_parameters`; a scaled one is not known here."""
+    for name in ("rope_parameters", "rope_scaling"):
+        kind = (fields[name] or {}).get("rope_type", (fields[name] or {}).get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"{name} has rope_type={kind!r}; accepted: 'default' (frequencies that are not scaled).")
+        check_known(fields[name] or {}, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
     given = fields["rope_parameters"] or fields["rope_scaling"] or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope_type={kind!r}; accepted: 'default' (frequencies that are not scaled).")
-    check_known(given, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
     partial = given.get("partial_rotary_factor", fields["partial_rotary_factor"])
     return {
         "rotary_base": float(given.get("rope_theta", base)),
@@ -162,7 +164,7 @@ def _named(name: str, family: str) -> str:
     return f"{LAYERS[family]}.{match[1]}.{WITHIN[family][match[2]]}.{parameter}"
 
 
-def prepare(tensors: dict[str, Tensor], config: DecoderConfig) -> None:
+def prepare(tensors: dict[str, Tensor], config: DecoderConfig, content: Mapping) -> None:
     """Drop buffers, and replace other spellings by the one that is read: an output that is tied or has another name,
     queries, keys and values in three tensors.
     """
@@ -172,7 +174,7 @@ def prepare(tensors: dict[str, Tensor], config: DecoderConfig) -> None:
     output, embed = (f"{TOP[family][module]}.weight" for module in ("output", "embed"))
     if family == "neox" and "lm_head.weight" in tensors:
         tensors[output] = tensors.pop("lm_head.weight")
-    if output not in tensors and embed in tensors:
+    if content.get("tie_word_embeddings") and output not in tensors and embed in tensors:
         tensors[output] = tensors[embed].clone()
     for query in [name for name in tensors if f".{SPLIT[0]}." in name]:
         names = [query.replace(SPLIT[0], part) for part in SPLIT]

@@ -33,14 +33,14 @@ class Format(NamedTuple):
 
     Attributes:
         read_config: Translates the content of `config.json`.
-        prepare: Replaces other spellings among the tensors, in place.
+        prepare: Replaces other spellings among the tensors, in place, by what `config.json` says.
         expected: Tells the tensors of a decoder's state dict as the folder has them.
         may_miss: Ends of names that may be missing, and are not needed.
         read_weights: Makes a decoder's state dict.
     """
 
     read_config: Callable[[dict], DecoderConfig]
-    prepare: Callable[[Tensors, DecoderConfig], None]
+    prepare: Callable[[Tensors, DecoderConfig, dict], None]
     expected: Callable[[Tensors, DecoderConfig], Tensors]
     may_miss: Callable[[DecoderConfig], tuple[str, ...]]
     read_weights: Callable[[Tensors, DecoderConfig], Tensors]
@@ -53,7 +53,7 @@ def _published_weights(tensors: Tensors, config: DecoderConfig) -> Tensors:
 
 PUBLISHED = Format(
     config_from_hub,
-    lambda tensors, config: join_qkv(tensors),
+    lambda tensors, config, content: join_qkv(tensors),
     weights_to_hub,
     lambda config: DERIVED if config.is_composed else (*DERIVED, *COMPOSE),
     _published_weights,
@@ -86,11 +86,11 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
         FileNotFoundError: If `config.json` or the weights are not there.
     """
     folder = Path(folder)
-    layout, config = _read_config(folder)
+    layout, config, content = _read_config(folder)
     tensors = _read_weights(folder)
     decoder = Decoder(config, device="meta")
     expected = layout.expected(decoder.state_dict(), config)
-    layout.prepare(tensors, config)
+    layout.prepare(tensors, config, content)
     _check_weights(folder, tensors, expected, layout.may_miss(config))
     weights = layout.read_weights(tensors, config)
     dtype = dtype or reduce(torch.promote_types, {w.dtype for w in weights.values()})
@@ -127,7 +127,7 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
     return folder
 
 
-def _read_config(folder: Path) -> tuple[Format, DecoderConfig]:
+def _read_config(folder: Path) -> tuple[Format, DecoderConfig, dict]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; accepted: a folder with config.json and weights.")
@@ -136,7 +136,7 @@ def _read_config(folder: Path) -> tuple[Format, DecoderConfig]:
     try:
         if kind not in FORMATS:
             raise ValueError(f"model_type={kind!r} is unknown; accepted: {', '.join(map(repr, FORMATS))}.")
-        return FORMATS[kind], FORMATS[kind].read_config(content)
+        return FORMATS[kind], FORMATS[kind].read_config(content), content
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -156,13 +156,13 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Read all tensors, by memory map where the format allows, and never unpickle anything but tensors."""
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
-        if index.is_file():
+        if (folder / name).is_file():  # an index beside it is an older one's
+            shards = [name]
+        elif index.is_file():
             weight_map = _read_object(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map.")
             shards = sorted(set(weight_map.values()))
-        elif (folder / name).is_file():
-            shards = [name]
         else:
             continue
         missing = [shard for shard in shards if not (folder / shard).is_file()]

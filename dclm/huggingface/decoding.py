@@ -20,10 +20,27 @@ class DecodingState(Cache):
         self._decoder, self._capacity, self._cache = decoder, capacity, None
 
     def decode(self, input_ids: Tensor, attention_mask: Tensor | None, last_only: bool) -> Tensor:
-        """Predict what follows new tokens: logits [B, T or 1, V]; the mask counts at the first call."""
+        """Predict what follows new tokens: logits [B, T or 1, V].
+
+        Raises:
+            ValueError: If the mask hides something else than the padding that was before the first tokens.
+        """
+        padding = count_left_padding(attention_mask)
         if self._cache is None:
-            self._cache = self._decoder.make_cache(self._capacity, count_left_padding(attention_mask))
+            self._cache = self._decoder.make_cache(self._capacity, padding)
+        elif attention_mask is not None:
+            self._check_mask(attention_mask, padding, input_ids.shape[1])
         return self._decoder.decode(input_ids, self._cache, last_only=last_only)
+
+    def _check_mask(self, attention_mask: Tensor, padding: Tensor | None, num_new: int) -> None:
+        kept, total = self._cache.clock.padding, self._cache.num_tokens + num_new
+        none = attention_mask.new_zeros(len(attention_mask))
+        same = torch.equal(none if kept is None else kept, none if padding is None else padding)
+        if attention_mask.shape[1] != total or not same:
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)} or other padding than the tokens in the cache; "
+                f"accepted: [B, {total}], for these and the new ones."
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count the tokens that are in it."""

@@ -2,11 +2,12 @@
 
 # B batch, T tokens, V vocabulary
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-import torch
+import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -14,13 +15,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoder import Decoder
 from ..hub import load_pretrained
-from ..hub.published_weights import weights_to_hub
+from ..hub.published_config import field_defaults
+from ..hub.published_weights import join_qkv, weights_from_hub, weights_to_hub
 from ..loss import IGNORED, next_token_loss
 from .configuration import DCFormerConfig, DCPythiaConfig, PublishedConfig
 from .decoding import DecodingState, documents_of
 
 PREFIX = "decoder."
 OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+OF_GENERATE = ("tokenizer", "assistant_tokenizer")  # which `generate` hands on without need
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
 
 
@@ -76,20 +79,23 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: DecodingState | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
         **others,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple:
         """Predict every next token.
 
         Args:
             input_ids: Token ids [B, T].
-            attention_mask: 0 for padding [B, T], before or after the tokens of a row; with a cache before them.
+            attention_mask: 0 for padding [B, T], before or after the tokens of a row; with a cache before them, for all
+                tokens that are in it and the new ones.
             past_key_values: What `generate` keeps; `input_ids` come after it.
             labels: The ids themselves [B, T], -100 where they do not count; shifted here.
             use_cache: Keep a cache of `block_size` tokens and return it.
-            logits_to_keep: Only the logits of the last so many tokens; 0 for all.
+            logits_to_keep: Only the logits of the last so many tokens, 0 for all; or of these places.
             num_items_in_batch: Divides the sum of losses, instead of the labels of this batch.
+            return_dict: False for a tuple.
             **others: Arguments of other models; only None and False are accepted.
 
         Returns:
@@ -99,21 +105,39 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: If an argument is not supported, or padding is where it cannot be.
         """
         _refuse(others)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if past_key_values is None and use_cache and labels is None:
             past_key_values = DecodingState(self.decoder, self.config.block_size)
         if past_key_values is not None:
-            logits = past_key_values.decode(input_ids, attention_mask, last_only=logits_to_keep == 1)
-            return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], past_key_values=past_key_values)
-        self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
-        hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))
-        loss = None if labels is None else self._loss(hidden, labels, num_items_in_batch)
-        logits = None if loss is not None and self.training else self.decoder.output(hidden[:, -logits_to_keep:])
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+            _check_cached(past_key_values, labels)
+            is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
+            logits = past_key_values.decode(input_ids, attention_mask, last_only=is_last)
+            out = CausalLMOutputWithPast(logits=logits[:, kept], past_key_values=past_key_values)
+        else:
+            self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
+            hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))
+            loss = None if labels is None else self._loss(hidden, labels, num_items_in_batch)
+            logits = None if loss is not None and self.training else self.decoder.output(hidden[:, kept])
+            out = CausalLMOutputWithPast(loss=loss, logits=logits)
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
     def _loss(self, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        loss = next_token_loss(hidden, self.decoder.output.weight, targets)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        output = self.decoder.output
+        if type(output) is nn.Linear:
+            loss = next_token_loss(hidden, output.weight, targets)
+        else:  # an adapter around it, which computes more than a product
+            loss = F.cross_entropy(output(hidden).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
+        """Load weights by their names here, or by those of published folders, as the library's trainer does."""
+        if not any(name.startswith(PREFIX) for name in state_dict):
+            tensors = dict(state_dict)
+            join_qkv(tensors)
+            ours = weights_from_hub(tensors, self.decoder.config)
+            state_dict = {f"{PREFIX}{name}": weight for name, weight in ours.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _prepare_cache_for_generation(
         self,
@@ -124,7 +148,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Give `generate` the low-rank cache."""
-        if generation_config.cache_implementation is not None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}; accepted: None, as these models "
                 "have a cache of their own."
@@ -144,7 +168,9 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         of_hub = {name: kwargs.pop(name) for name in OF_THE_HUB if name in kwargs}
         folder = _find_folder(pretrained_model_name_or_path, of_hub)
         if config is None:
-            config = cls.config_class.from_pretrained(folder)
+            names = {*field_defaults({"model_type": cls.config_class.model_type}), *cls.config_class.attribute_map}
+            changes = {name: kwargs.pop(name) for name in names if name in kwargs}
+            config = cls.config_class.from_pretrained(folder, **changes)
         weights = load_pretrained(folder).state_dict()
         weights = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
         wants_info = kwargs.get("output_loading_info", False)
@@ -165,9 +191,18 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
 
 def _refuse(others: dict) -> None:
     given = sorted(name for name, value in others.items() if value is not None and value is not False)
-    given = [name for name in given if name != "return_dict"]
+    given = [name for name in given if name not in OF_GENERATE]
     if given:
         raise ValueError(f"{', '.join(given)}: not supported by these models.")
+
+
+def _check_cached(cache: object, labels: Tensor | None) -> None:
+    if not isinstance(cache, DecodingState):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; accepted: what an earlier call returned, or None."
+        )
+    if labels is not None:
+        raise ValueError("labels are given with past_key_values; accepted: one of the two.")
 
 
 def _find_folder(name: str | Path, options: dict) -> Path:

@@ -3,6 +3,7 @@
 One file a rank, FOLDER/NAME.partial-RANK.jsonl: a line that tells what all belongs to, then a line for each answer.
 """
 
+import glob
 import json
 from hashlib import blake2b
 from pathlib import Path
@@ -30,7 +31,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, name: str, belongs_to: dict, ranks: Ranks) -> None:
-        self._folder, self._pattern, self._ranks = folder, f"{name}.partial-*.jsonl", ranks
+        self._folder, self._pattern, self._ranks = folder, f"{glob.escape(name)}.partial-*.jsonl", ranks
         self.known: dict[str, list | str] = {}
         for found in ranks.gather(self._read(belongs_to)):
             self.known |= found

@@ -7,9 +7,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table as Markdown whose columns are aligned: texts on the left, cells that begin with a digit or a sign
     on the right.
     """
-    lines = [list(header), *map(list, rows)]
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *rows)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
-    is_numeric = [all(_is_number(row[column]) for row in rows) for column in range(len(header))]
+    is_numeric = [all(_is_number(line[column]) for line in lines[1:]) for column in range(len(header))]
     rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, is_numeric, strict=True)]
 
     def write(line: Sequence[str]) -> str:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..errors import told_as
+
 PATIENCE = timedelta(days=1)  # of ranks that have nothing left to do, for the others
 
 
@@ -33,8 +35,13 @@ class Ranks(NamedTuple):
         return values
 
     def device(self, name: str) -> torch.device:
-        """Choose this process's device: of "cuda", one for each on a machine."""
-        return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
+        """Choose this process's device: of "cuda", one for each on a machine.
+
+        Raises:
+            UserError: If there is no such kind of device.
+        """
+        with told_as(f"device={name!r} is unknown"):
+            return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Results: what was measured of a model, where and with what, as JSON that grows measure by measure."""
 
+import csv
+import io
 import json
 import zlib
 from collections.abc import Iterable, Sequence
@@ -15,6 +17,8 @@ from ..errors import UserError, told_as
 from ..files import write_json, written_whole
 
 FORMAT = "dcmha-evaluation-1"
+PARTS = {"model", "checkpoint", "identity", "parameters", "environment", "results"}
+QUESTIONS = "questions"  # the unit of tasks; what sums some of them up is of another
 
 
 class Measure(NamedTuple):
@@ -124,25 +128,22 @@ def read_results(path: Path) -> Results:
         raise UserError(f"{path} does not exist; accepted: a JSON file that `evaluate` wrote.")
     with told_as(f"{path} is no JSON"):
         content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() < PARTS:
         raise UserError(f"{path} is no result of `evaluate`.")
     return Results(content)
 
 
 def write_csv(path: Path, models: Iterable[Results]) -> None:
     """Write a line for each number of each model."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("model", "checkpoint", "commit", "torch", *Measure._fields))
+    for results in models:
+        where = results.content["environment"]
+        head = (results.model, results.content["checkpoint"], where["commit"], where["torch"])
+        writer.writerows((*head, *measure) for measure in results.measures)
     with written_whole(path) as file:
-        lines = [("model", "checkpoint", "commit", "torch", *Measure._fields)]
-        for results in models:
-            where = results.content["environment"]
-            head = (results.model, results.content["checkpoint"], where["commit"], where["torch"])
-            lines += [(*head, *measure) for measure in results.measures]
-        file.write(("\n".join(map(_csv_line, lines)) + "\n").encode())
-
-
-def _csv_line(values: Sequence) -> str:
-    texts = ("" if value is None else str(value).replace('"', '""') for value in values)
-    return ",".join(f'"{text}"' if set(text) & set(',"\n') else text for text in texts)
+        file.write(text.getvalue().encode())
 
 
 def as_json(content: dict) -> dict:

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from filelock import FileLock, Timeout
+
 from ..cli import relative
 from ..errors import UserError, told_as
 from .journal import Journal
@@ -52,8 +54,30 @@ class Evaluation(NamedTuple):
             make_subject: Makes what is asked, with a journal of its answers.
 
         Raises:
-            UserError: If there are results of another model under this name.
+            UserError: If there are results of another model under this name, or another process writes them.
         """
+        with self._held():
+            return self._run(described, make_subject)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the model's results: a second evaluation that wants them is refused."""
+        if not self.ranks.is_first:
+            yield
+            return
+        path = self.folder / f".{self.name}.lock"
+        lock = FileLock(path, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise UserError(f"{self.folder / self.name}.json is being written by another evaluation.") from error
+        try:
+            yield
+        finally:
+            lock.release()
+            path.unlink(missing_ok=True)
+
+    def _run(self, described: dict, make_subject: Callable[[Journal], object]) -> Results:
         path = self.folder / f"{self.name}.json"
         results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, should their disks differ
         with _kept_journal(self.folder, self.name, described["identity"], self.ranks) as journal:

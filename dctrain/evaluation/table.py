@@ -2,50 +2,96 @@
 
 from collections.abc import Sequence
 from statistics import mean
+from typing import NamedTuple
 
 from .markdown import markdown_table
-from .results import Measure, Results
+from .results import QUESTIONS, Measure, Results
 
-PERCENT = ("acc", "acc_norm", "exact_match", "f1", "mcc", "top1", "top5")  # metrics between 0 and 1, told in percent
+PERCENT = ("acc", "acc_norm", "exact_match", "top1", "top5")  # metrics between 0 and 1, told in percent
+APART = ("preprocessing", "real")  # settings that each model brings itself, or that have rows of their own
+Key = tuple[str, str]  # what, and by which metric
+
+
+class Number(NamedTuple):
+    """A number and what it depends on beside the model."""
+
+    measure: Measure
+    settings: dict
 
 
 def evaluation_table(models: Sequence[Results]) -> str:
-    """Write the table as Markdown, which is readable on a terminal: "6.360 / -0.270" is a value and its difference."""
+    """Write the table as Markdown, which is readable on a terminal: "6.360 / -0.270" is a value and its difference.
+
+    No difference is made between numbers of other settings, such as another limit; a line below the table tells which.
+    """
     columns = [_numbers(results) for results in models]
-    keys = list(dict.fromkeys(key for column in columns for key in column))
+    for column, means in zip(columns, _means(columns), strict=True):
+        column |= means
+    others: set[str] = set()
     rows = []
-    for name, metric in keys:
-        first = columns[0].get((name, metric))
-        cells = [_cell(metric, column.get((name, metric)), first, is_first=not i) for i, column in enumerate(columns)]
+    for key in dict.fromkeys(key for column in columns for key in column):
+        first = columns[0].get(key)
+        cells = [_cell(column.get(key), first, others, is_first=not i) for i, column in enumerate(columns)]
+        name, metric = key
         rows.append([name, f"{metric} (%)" if _is_percent(metric) else metric, *cells])
-    return markdown_table(["", "metric", *(results.model for results in models)], rows)
+    table = markdown_table(["", "metric", *(results.model for results in models)], rows)
+    if others:
+        said = ", ".join(sorted(others))
+        table += f"\n\n\\* measured otherwise than the first model's ({said}); no difference is made"
+    return table
 
 
-def _numbers(results: Results) -> dict[tuple[str, str], Measure]:
-    """Take a model's numbers by what they are, and the mean accuracy over tasks of as many shots."""
-    numbers = {(measure.name, measure.metric): measure for measure in results.measures}
-    by_shots: dict[str, list[Measure]] = {}
-    for (name, metric), measure in numbers.items():
-        task, _, shots = name.rpartition(", ")
-        if metric == "acc" and task:
-            by_shots.setdefault(shots, []).append(measure)
-    for shots, measures in by_shots.items():
-        if len(measures) > 1:
+def _numbers(results: Results) -> dict[Key, Number]:
+    numbers = {}
+    for entry in results.content["results"].values():
+        settings = {name: value for name, value in entry["settings"].items() if name not in APART}
+        for measure in (Measure(**values) for values in entry["measures"]):
+            numbers[measure.name, measure.metric] = Number(measure, settings)
+    return numbers
+
+
+def _means(columns: Sequence[dict[Key, Number]]) -> list[dict[Key, Number]]:
+    """Average the accuracies of tasks asked with as many shots, where all models were asked the same ones alike."""
+    by_shots: list[dict[str, dict[str, Number]]] = []
+    for column in columns:
+        found: dict[str, dict[str, Number]] = {}
+        for (name, metric), number in column.items():
+            task, _, shots = name.rpartition(", ")
+            if metric == "acc" and task and number.measure.unit == QUESTIONS:
+                found.setdefault(shots, {})[task] = number
+        by_shots.append(found)
+    means: list[dict[Key, Number]] = [{} for _ in columns]
+    for shots, asked in by_shots[0].items():
+        alike = [
+            {task: number.settings for task, number in found.get(shots, {}).items()}
+            == {task: number.settings for task, number in asked.items()}
+            for found in by_shots
+        ]
+        if len(asked) < 2 or not all(alike):
+            continue
+        for column, found in zip(means, by_shots, strict=True):
+            measures = [number.measure for number in found[shots].values()]
             name = f"mean of {len(measures)} tasks, {shots}"
             value, count = mean(measure.value for measure in measures), sum(measure.count for measure in measures)
-            numbers[name, "acc"] = Measure(name, "acc", value, None, True, count, "questions")
-    return numbers
+            column[name, "acc"] = Number(Measure(name, "acc", value, None, True, count, QUESTIONS), {})
+    return means
 
 
 def _is_percent(metric: str) -> bool:
     return metric.partition(" ")[0] in PERCENT
 
 
-def _cell(metric: str, measure: Measure | None, first: Measure | None, is_first: bool) -> str:
-    if measure is None:
+def _cell(number: Number | None, first: Number | None, others: set[str], is_first: bool) -> str:
+    """Write a number; the names of settings that are others than the first's are added to `others`."""
+    if number is None:
         return "-"
-    factor, digits = (100, 1) if _is_percent(metric) else (1, 3)
-    said = f"{factor * measure.value:.{digits}f}"
+    factor, digits = (100, 1) if _is_percent(number.measure.metric) else (1, 3)
+    said = f"{factor * number.measure.value:.{digits}f}"
     if is_first or first is None:
         return said
-    return f"{said} / {factor * (measure.value - first.value):+.{digits}f}"
+    names = {**number.settings, **first.settings}
+    different = {name for name in names if number.settings.get(name) != first.settings.get(name)}
+    if different:
+        others |= different
+        return f"{said} *"
+    return f"{said} / {factor * (number.measure.value - first.measure.value):+.{digits}f}"

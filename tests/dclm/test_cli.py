@@ -226,7 +226,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
         ["--model.model=transformer_debug"],
         ["--model.model=dcpythia_debug", "--model.decay_all=false"],
         ["--model.recompute=block", "--data.separate_documents=true"],
-        pytest.param(["--model.compile=true", "--trainer.max_epochs=1"], marks=pytest.mark.slow, id="compiled"),
+        pytest.param(["--model.compile=true", "--trainer.max_epochs=1"], marks=pytest.mark.long, id="compiled"),
         ["--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"],
     ],
     ids=lambda extra: extra[0].split("=")[-1],

@@ -268,7 +268,7 @@ def test_options_reach_the_layers(overrides):
     [
         pytest.param(9, True, "aot_eager", id="short"),
         pytest.param(9, False, "inductor", marks=pytest.mark.long, id="short-inductor"),
-        pytest.param(300, True, "inductor", marks=pytest.mark.slow, id="long-inductor"),
+        pytest.param(300, True, "inductor", marks=pytest.mark.long, id="long-inductor"),
     ],
 )
 def test_compiles_whole_and_trains(tokens, recompute, backend):

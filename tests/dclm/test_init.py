@@ -50,7 +50,8 @@ def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
     (before,) = [weights(tmp_path / "new")]
     capsys.readouterr()
     run("fit", *common, "--model.lr=0", "--trainer.max_epochs=2", f"--resume={tmp_path / 'new' / 't' / 'version_0'}")
-    assert "starts from" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "starts from" not in printed and f"init={plain} is not used: the run goes on from" in printed
     assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "new").items())
 
 

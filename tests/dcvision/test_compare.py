@@ -85,7 +85,7 @@ def test_a_run_that_trains_nothing_is_no_result(tmp_path, capsys):
     assert "trained nothing (see" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_settings_may_hold_spaces_and_errors_are_told_whole(tmp_path, capsys):
     models = ["dcvit_digits_patch2_8 model_kwargs={depth: 1, num_heads: 5} lr=0.001"]
     with pytest.raises(UserError, match=UNFINISHED):
@@ -93,7 +93,7 @@ def test_settings_may_hold_spaces_and_errors_are_told_whole(tmp_path, capsys):
     assert "dim=64 must be divisible by num_heads=5" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_validation_a_run_is_no_result(tmp_path, capsys):
     with pytest.raises(UserError, match=UNFINISHED):
         compare(CONFIG, MODELS[:1], str(tmp_path), extra=[*SHORT, "--trainer.limit_val_batches=0"])

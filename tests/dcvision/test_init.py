@@ -81,7 +81,8 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
     ("model", "init", "message"),
     [
         ("dcvit_digits_patch2_8", "nothing", "init=nothing is neither a file or folder nor a model of timm's"),
-        ("test_vit", None, "does not fit the model: of its tensors"),
+        ("test_vit", None, "has 4 heads in blocks.0.attn; the model has 2"),
+        ("test_resnet", None, "does not fit the model: of its tensors"),
     ],
 )
 def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, message):

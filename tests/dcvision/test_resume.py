@@ -103,7 +103,7 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "signalled_rank", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
+    "signalled_rank", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long)]
 )
 def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signalled_rank):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2", "--data.num_workers=1"]

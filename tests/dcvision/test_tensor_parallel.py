@@ -21,7 +21,7 @@ MODEL = "depth: 2, num_groups: 2, reg_tokens: 2, init_values: 0.1"
     ("devices", "batch_size", "random"),
     [
         pytest.param(2, 4, ["--model.mixup_alpha=0.2", "drop_path_rate: 0.2"], id="1x2", marks=pytest.mark.long),
-        pytest.param(4, 2, ["--model.mixup_alpha=0", "qk_norm: true"], id="2x2", marks=pytest.mark.slow),
+        pytest.param(4, 2, ["--model.mixup_alpha=0", "qk_norm: true"], id="2x2", marks=pytest.mark.long),
     ],
 )
 def test_takes_the_steps_of_one_process(shards, tmp_path, devices, batch_size, random):

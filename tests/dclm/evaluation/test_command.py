@@ -10,6 +10,8 @@ import sys
 import time
 
 import pytest
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 
 from dclm.evaluation import scorer
 from tests.dctrain.commands import ROOT
@@ -71,7 +73,7 @@ def test_two_processes_find_what_one_finds(here):
     assert sorted(path.name for path in (here / "two").iterdir()) == ["model.json", "table.csv", "table.md"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_of_which_one_was_killed_go_on(here):
     """Three begin, one is killed, the others end with it; two go on."""
     asked = (*ASKED, "--batch_size=1", "--stride=4", "--out=out")
@@ -160,6 +162,64 @@ def test_what_is_written_says_where_it_comes_from(here, capsys):
 MODELS = ("model", "other")
 
 
+def test_numbers_of_other_settings_are_not_subtracted(here, capsys):
+    small_folder(here / "other", seed=1)
+    run("evaluate", "--checkpoint=model", "--texts", "pile.jsonl", "--limit=2")
+    run("evaluate", "--checkpoint=other", "--texts", "pile.jsonl", "--compare", "evaluation/model.json")
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith("| pile.jsonl ") and "other" not in line]
+    assert rows[-2:] and all(" * |" in row and " / " not in row for row in rows[-2:])
+    assert "measured otherwise than the first model's (limit); no difference is made" in printed
+
+
+def test_files_of_one_name_have_rows_of_their_own_and_a_folder_has_one(here, capsys):
+    for name in ("a", "b"):
+        (here / name).mkdir()
+        (here / name / "x.txt").write_text(SOURCES[0].read_text()[: 900 if name == "a" else 500])
+    run("evaluate", "--checkpoint=model", "--texts", "a/x.txt", "b/x.txt")
+    found = numbers(here / "evaluation" / "model.json")
+    assert found["a/x.txt", "perplexity"] != found["b/x.txt", "perplexity"]
+    (here / "a" / "y.txt").write_text("")
+    run("evaluate", "--checkpoint=model", "--texts", "a", "--out=folder")
+    assert numbers(here / "folder" / "model.json")["a", "perplexity"] == found["a/x.txt", "perplexity"]
+
+
+def test_what_changes_the_model_begins_anew(here, capsys):
+    run("evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
+    path = here / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_base": 123.0}))
+    error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
+    assert "model.json is of another model: config differ" in error
+
+
+def test_two_evaluations_do_not_write_one_result(here, capsys):
+    (here / "out").mkdir()
+    with FileLock(here / "out" / ".model.lock"):
+        error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
+    assert "out/model.json is being written by another evaluation" in error
+
+
+def test_a_model_that_gives_nan_has_no_result(here, capsys):
+    path = here / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["norm.weight"] *= float("nan")
+    save_file(weights, path)
+    error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl")
+    assert "the log-likelihoods are NaN" in error
+
+
+def test_names_with_signs_of_tables_stay_whole(here, capsys):
+    text = SOURCES[0].read_text()[:300]
+    names = ['A "q", x|y', "two\nlines"]
+    write_records(here / "t.jsonl", [{"text": text, "meta": {"pile_set_name": name}} for name in names])
+    run("evaluate", "--checkpoint=model", "--texts", "t.jsonl")
+    with open(here / "evaluation" / "table.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["name"] for row in rows} == {"t.jsonl", *(f"t.jsonl: {name}" for name in names)}
+    table = (here / "evaluation" / "table.md").read_text()
+    assert 't.jsonl: A "q", x\\|y' in table and "t.jsonl: two lines" in table
+
+
 def test_what_is_cut_is_told(here, capsys):
     write_records(here / "long.jsonl", [{"prompt": "word " * 300, "target": "end"}, {"prompt": "a", "target": "b"}])
     run("evaluate", "--checkpoint=model", "--spans", "long.jsonl")
@@ -180,6 +240,9 @@ def test_what_is_cut_is_told(here, capsys):
             "pile.jsonl, line 1: no text under 'body'",
         ),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--stride=0"], "stride=0 must be at least 1"),
+        (["--checkpoint=model", "--texts", "pile.jsonl", "--stride=65"], "stride=65 must be at most the context of 64"),
+        (["--checkpoint=model", "--texts", "pile.jsonl", "pile.jsonl"], "pile.jsonl is given twice"),
+        (["--checkpoint=model", "--texts", "pile.jsonl", "--device=gpu"], "device='gpu' is unknown"),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--dtype=int8"], "dtype='int8'; accepted: float32, bfloat16"),
         (["--checkpoint=model", "--spans", "pile.jsonl"], "pile.jsonl, line 1: no text under 'prompt'"),
         (["--checkpoint=model", "--spans", "flan.jsonl", "--target_key=x"], "flan.jsonl, line 1: no text under 'x'"),
@@ -187,7 +250,7 @@ def test_what_is_cut_is_told(here, capsys):
             ["--checkpoint=model", "--spans", "empty.jsonl"],
             "empty.jsonl, line 2: a target of 0 tokens; accepted: 1 to 64",
         ),
-        (["--checkpoint=model", "--spans", "model/tokenizer.json"], "is no file of records; accepted: .jsonl"),
+        (["--checkpoint=model", "--spans", "model/tokenizer.json"], "must be called .jsonl"),
         (["--compare", "model/config.json"], "model/config.json is no result of `evaluate`"),
         (
             ["--checkpoint=model", "--tokenizer=big.json", "--texts", "pile.jsonl"],

@@ -52,6 +52,13 @@ doc_to_target: "{{choices[0]}}"
 generation_kwargs: {until: ["e", "Question"], max_gen_toks: 12}
 metric_list: [{metric: exact_match}]
 """,
+    "again": """output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+repeats: 4
+generation_kwargs: {until: ["zz"], max_gen_toks: 12, do_sample: true, temperature: 1.0, top_k: 0}
+metric_list: [{metric: exact_match}]
+""",
     "missing": """output_type: loglikelihood
 doc_to_text: "{{question}}"
 doc_to_target: "a"
@@ -164,8 +171,26 @@ def test_what_was_asked_is_not_asked_again_unless_the_questions_change(tasks, tm
     harness._content.cache_clear()
     run(*asked)
     assert len(calls) == 2
-    entry = json.loads((tmp_path / "evaluation" / "model.json").read_text())["results"]["task last, 0-shot"]
+    entry = json.loads((tmp_path / "evaluation" / "model.json").read_text())["results"]["task last"]
     assert entry["measures"][0]["count"] == 5
+
+
+def test_repeated_questions_are_sampled_anew_and_the_same_way_each_time(tasks, tmp_path, monkeypatch):
+    from dclm.evaluation import harness
+
+    small_folder(tmp_path / "model")
+    found, ask = [], harness.Model.generate_until
+
+    def generate_until(self, requests):
+        found.append([(request.args[0], text) for request, text in zip(requests, ask(self, requests), strict=True)])
+        return [text for _, text in found[-1]]
+
+    monkeypatch.setattr(harness.Model, "generate_until", generate_until)
+    for size in (1, 5):
+        options = ["--task_folder=tasks", "--limit=3", f"--batch_size={size}", f"--out=out{size}"]
+        run("evaluate", "--checkpoint=model", "--tasks", "again", *options)
+    assert found[0] == found[1] and len(found[0]) == 12
+    assert len(set(found[0])) > 9
 
 
 def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
@@ -174,7 +199,7 @@ def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
     error = mistake(capsys, run, *asked, "--tasks", "sumz")
     assert "task 'sumz' is unknown to the lm-evaluation-harness" in error and "sums" in error.partition("near")[2]
     error = mistake(capsys, run, *asked, "--tasks", "sums", "missing")
-    assert "task missing: its data cannot be loaded" in error
+    assert "task missing: its file or its data cannot be loaded" in error
     assert ("sums, 0-shot", "acc") in numbers(tmp_path / "evaluation" / "model.json")
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--tasks", "sums", "--task_folder=none")
     assert "task_folder=none is no folder" in error

@@ -111,7 +111,12 @@ def test_older_fields_and_names_are_read(model_type, tmp_path):
         ("gpt_neox", {"rotary_emb_base": "big"}, "rotary_emb_base='big' must be of type int or float"),
         ("gpt_neox", {"quantization_config": {}}, r"unknown fields \['quantization_config'\]"),
         ("gpt_neox", {"hidden_size": None}, "hidden_size=None must be of type int"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'; accepted: 'default'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type='linear'; accepted"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}},
+            "rope_scaling has rope_type='linear'",
+        ),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "beta_fast": 2}}, r"unknown fields \['beta_fast'\]"),
         ("llama", {"head_dim": 16}, "head_dim=16; accepted: null or 8"),
         ("llama", {"attention_bias": True}, "attention_bias=True and mlp_bias=False; accepted: equal ones"),
@@ -125,6 +130,29 @@ def test_what_a_decoder_does_not_compute_is_refused(model_type, changes, message
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
         dclm.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("model_type", "output"), [("gpt_neox", "embed_out"), ("llama", "lm_head")])
+@pytest.mark.filterwarnings("ignore")
+def test_an_output_is_tied_only_where_the_config_says_so(model_type, output, tmp_path):
+    saved(tmp_path, model_type)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    del weights[f"{output}.weight"]
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=f"missing {output}.weight"):
+        dclm.load_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    decoder = dclm.load_pretrained(tmp_path)
+    assert torch.equal(decoder.output.weight, decoder.embed.weight)
+
+
+def test_mistral_has_a_window_if_it_says_nothing(tmp_path):
+    saved(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mistral"}))
+    assert dclm.load_pretrained(tmp_path).config.windows == (4096,)
 
 
 def test_a_missing_field_is_named(tmp_path):

@@ -17,7 +17,7 @@ NAMES = ["dcformer_pp_debug", "dcpythia_debug"]
 
 def decoder(name="dcformer_pp_debug", **options) -> dclm.Decoder:
     torch.manual_seed(0)
-    made = dclm.Decoder(dclm.decoder_config(name, **SHAPE, **{"windows": (6, None)} | options))
+    made = dclm.Decoder(dclm.decoder_config(name, **SHAPE | {"windows": (6, None)} | options))
     with torch.no_grad():
         for key, parameter in made.named_parameters():
             if parameter.dim() > 1:
@@ -264,3 +264,94 @@ def test_values_outside_the_format_are_refused(transformers):
         DCFormerConfig(tie_word_embeddings=True)
     with pytest.raises(ValueError, match="is of model_type='dcformer', not 'dcpythia'"):
         DCPythiaConfig.from_decoder_config(decoder().config)
+
+
+def test_the_trainer_resumes_and_keeps_the_best(both, tmp_path, transformers):
+    """Its checkpoints are in the published format; what it loads into a model that exists must be."""
+    _, theirs = both
+    data = [{"input_ids": row, "labels": row} for row in ids(16, 12)]
+    common = {"per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 1}
+    common |= {
+        "learning_rate": 1e-2,
+        "save_steps": 3,
+        "lr_scheduler_type": "constant",
+        "output_dir": str(tmp_path / "r"),
+    }
+
+    def train(model, resume=None, **options):
+        args = transformers.TrainingArguments(**common | options)
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def fresh():
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published")
+
+    whole = train(fresh(), max_steps=6)
+    resumed = train(fresh(), resume=str(tmp_path / "r" / "checkpoint-3"), max_steps=6)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+    kept = train(fresh(), max_steps=9, learning_rate=3.0, output_dir=str(tmp_path / "best"), **best)
+    assert kept.evaluate()["eval_loss"] == pytest.approx(kept.state.best_metric, rel=1e-4)
+
+
+def test_an_adapter_on_the_output_is_trained(both):
+    import peft
+
+    _, theirs = both
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["output"]))
+    with torch.no_grad():
+        adapted.base_model.model.decoder.output.lora_B["default"].weight.normal_()
+    adapted.eval()
+    out = adapted(input_ids=ids(2, 12), labels=ids(2, 12))
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids(2, 12)[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+    assert adapted.base_model.model.decoder.output.lora_A["default"].weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_a_mask_after_the_first_call_must_say_the_same(both):
+    _, theirs = both
+    row, mask = ids(1, 6), torch.ones(1, 6, dtype=torch.long)
+    cache = theirs(row[:, :4], use_cache=True).past_key_values
+    for wrong in (mask.index_fill(1, torch.tensor([0]), 0), mask[:, :5]):
+        with pytest.raises(ValueError, match=r"accepted: \[B, 6\], for these and the new ones"):
+            theirs(row[:, 4:], past_key_values=cache, attention_mask=wrong)
+    with pytest.raises(ValueError, match="labels are given with past_key_values"):
+        theirs(row[:, 4:], past_key_values=cache, labels=row[:, 4:])
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+        from transformers import DynamicCache
+
+        theirs(row, past_key_values=DynamicCache())
+
+
+@torch.no_grad()
+def test_smaller_habits_of_the_library(both, tmp_path, transformers):
+    ours, theirs = both
+    (logits,) = theirs(ids(1, 5), return_dict=False)
+    assert torch.equal(logits, ours(ids(1, 5)))
+    assert torch.equal(theirs(ids(1, 5), logits_to_keep=torch.tensor([1, 3])).logits, ours(ids(1, 5))[:, [1, 3]])
+    wide = type(theirs).from_pretrained(tmp_path / "published", window_size=None)
+    assert wide.decoder.config.windows == (None,)
+    theirs.save_pretrained(tmp_path / "s", max_shard_size="20KB")
+    theirs.save_pretrained(tmp_path / "s")
+    dclm.load_pretrained(tmp_path / "s")
+
+
+def test_exported_folders_generate_text_until_its_end(tmp_path, transformers):
+    """A run's tokenizer comes along, and generation ends where documents end."""
+    from dclm.cli import _write_tokenizer
+    from dclm.data.tokenizers import train_bpe
+
+    dclm.save_pretrained(decoder(vocab_size=300), tmp_path / "out")
+    words = train_bpe(["a cat sat on a mat"] * 50, 300)
+    _write_tokenizer(tmp_path / "out", words)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == words.eos_id
+    prompts = tokenizer(["a cat", "a cat sat on"], return_tensors="pt", padding=True, padding_side="left")
+    prompts.pop("token_type_ids", None)
+    out = model.generate(**prompts, max_new_tokens=8, do_sample=False, stop_strings=["zz"], tokenizer=tokenizer)
+    assert out.shape[0] == 2 and dclm.load_model(tmp_path / "out").tokenizer.eos_id == words.eos_id

@@ -123,7 +123,7 @@ CHUNKED = [  # and the budget of a workspace, in KiB
     pytest.param({"T": 19, "S": 37}, 4, marks=pytest.mark.long),
     pytest.param({"T": 37, "S": 37, "is_causal": True}, 16, marks=pytest.mark.long),
     ({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4),
-    pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.slow),
+    pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.long),
     pytest.param({"B": 1, "T": 52, "S": 52, "window": 14}, 60, marks=pytest.mark.long),
     pytest.param({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20, marks=pytest.mark.long),
     pytest.param({"B": 1, "T": 64, "S": 53, "window": 5}, 64, marks=pytest.mark.long),
