@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from .errors import UserError
 
 EXTRA = "extra"  # the parameter that takes what stands after --
+CONFIG = "config"
 
 Functions = Mapping[str, Callable[..., None]]
 
@@ -50,7 +51,8 @@ class Once(argparse.Action):
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
     """Call a function with arguments of the command line: `PROGRAM NAME --parameter value ...`.
 
-    `--config FILE` reads arguments from YAML; what stands after it on the command line counts more.
+    `--config FILE` reads arguments from YAML, unless it is a parameter of the function itself; what stands after it on
+    the command line counts more.
 
     A parameter that is a sequence takes its values one after the other, each as plain text. One called `extra` takes
     what stands after `--`.
@@ -67,7 +69,8 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
     if EXTRA in parameters and "--" in args:
         at = args.index("--")
         args, extra = args[:at], args[at + 1 :]
-    parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of these arguments.")
+    if CONFIG not in parameters:
+        parser.add_argument(f"--{CONFIG}", action=ActionConfigFile, help="A YAML file of these arguments.")
     parser.add_function_arguments(function, as_group=False, skip=sequences)
     helps = _parameter_docs(function)
     for key in sequences - {EXTRA}:
@@ -83,7 +86,8 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             help=helps[key],
         )
     options = parser.parse_args(args).as_dict()
-    del options["config"]
+    if CONFIG not in parameters:
+        del options[CONFIG]
     function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
 
 

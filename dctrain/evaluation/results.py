@@ -137,10 +137,11 @@ def write_csv(path: Path, models: Iterable[Results]) -> None:
     """Write a line for each number of each model."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("model", "checkpoint", "commit", "torch", *Measure._fields))
+    writer.writerow(("model", "checkpoint", "weights_crc32", "dtype", "commit", "torch", *Measure._fields))
     for results in models:
-        where = results.content["environment"]
-        head = (results.model, results.content["checkpoint"], where["commit"], where["torch"])
+        identity, where = results.content["identity"], results.content["environment"]
+        origin = (identity["weights_crc32"], identity["dtype"], where["commit"], where["torch"])
+        head = (results.model, results.content["checkpoint"], *origin)
         writer.writerows((*head, *measure) for measure in results.measures)
     with written_whole(path) as file:
         file.write(text.getvalue().encode())

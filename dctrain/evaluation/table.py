@@ -22,6 +22,8 @@ class Number(NamedTuple):
 def evaluation_table(models: Sequence[Results]) -> str:
     """Write the table as Markdown, which is readable on a terminal: "6.360 / -0.270" is a value and its difference.
 
+    Below it a line for each model tells where its numbers come from.
+
     No difference is made between numbers of other settings, such as another limit; a line below the table tells which.
     """
     columns = [_numbers(results) for results in models]
@@ -38,7 +40,21 @@ def evaluation_table(models: Sequence[Results]) -> str:
     if others:
         said = ", ".join(sorted(others))
         table += f"\n\n\\* measured otherwise than the first model's ({said}); no difference is made"
-    return table
+    return "\n".join([table, "", *map(_provenance, models)])
+
+
+def _provenance(results: Results) -> str:
+    """Tell in a line what a model is and where its numbers come from."""
+    content = results.content
+    identity, where = content["identity"], content["environment"]
+    tokenizer = identity.get("tokenizer")
+    parts = [
+        f"{content['checkpoint']}, {content['parameters']:,} parameters, {identity['dtype']}",
+        f"weights {identity['weights_crc32']:08x}",
+        f"tokenizer {tokenizer['crc32']:08x} ({tokenizer['vocab_size']:,} tokens)" if tokenizer else None,
+        f"commit {where['commit']}, torch {where['torch']}, {where['device']}",
+    ]
+    return f"- {results.model}: {'; '.join(part for part in parts if part)}"
 
 
 def _numbers(results: Results) -> dict[Key, Number]:
