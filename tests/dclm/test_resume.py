@@ -13,8 +13,8 @@ from tests.dctrain.recorder import read
 from .commands import run, small, spawn
 
 WORKERS = ["--data.num_workers=1", "--data.separate_documents=true"]
-STOPS = [(4, []), (9, WORKERS)]
-MORE_STOPS = [(17, []), (17, WORKERS), (9, []), (4, WORKERS)]
+STOPS = [(4, WORKERS)]
+MORE_STOPS = [(17, []), (17, WORKERS), (9, []), (9, WORKERS), (4, [])]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
     "case",
     [
         CASE,
-        replace(CASE, mask="float-inf", shared=2, is_causal=False),
+        pytest.param(replace(CASE, mask="float-inf", shared=2, is_causal=False), marks=pytest.mark.slow),
         pytest.param(replace(CASE, mask="bias 1HTS", window=9, compositions="post"), marks=pytest.mark.slow),
         pytest.param(replace(CASE, has_documents=True, dropout_p=0.3, branches="qkg"), marks=pytest.mark.slow),
         pytest.param(replace(CASE, T=50, S=41, compositions="pre"), marks=pytest.mark.slow),

@@ -66,7 +66,11 @@ def read_run(folder) -> EventAccumulator:
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param([], marks=pytest.mark.slow, id="raw"), pytest.param(["--model.ema_decay=0.9"], id="averaged")]
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow, id="raw"),
+        pytest.param(["--model.ema_decay=0.9"], marks=pytest.mark.slow, id="averaged"),
+    ],
 )
 def test_pictures_during_training(tmp_path, image, more):
     """At the start and after every epoch, of the weights evaluated; the steps are those of a run without them."""

@@ -122,7 +122,7 @@ def _gradients(case, operands, impl, dtype):
 CHUNKED = [  # and the budget of a workspace, in KiB
     pytest.param({"T": 19, "S": 37}, 4, marks=pytest.mark.long),
     pytest.param({"T": 37, "S": 37, "is_causal": True}, 16, marks=pytest.mark.long),
-    ({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4),
+    pytest.param({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4, marks=pytest.mark.slow),
     pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.long),
     pytest.param({"B": 1, "T": 52, "S": 52, "window": 14}, 60, marks=pytest.mark.long),
     pytest.param({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20, marks=pytest.mark.long),
@@ -179,6 +179,7 @@ def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window):
         assert (queries == 1).all()
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_bits_twice():
     case = Case(B=2, T=19, S=19, H=6, is_causal=True)
     first, second = (output_and_gradients(case, "triton", torch.float32) for _ in range(2))
