@@ -97,10 +97,11 @@ class Decoder(nn.Module):
             ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
                 alone) a token is outside the vocabulary.
         """
+        if targets is not None:
+            _check_like("targets", targets, input_ids)
         x = self.hidden_states(input_ids, documents=documents)
         if targets is None:
             return self.output(x)
-        _check_like("targets", targets, input_ids)
         return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
 
     def hidden_states(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:

@@ -91,7 +91,7 @@ class TextSet(NamedTuple):
         }
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
-        """Score all documents; the note tells of files that are no UTF-8.
+        """Score all documents; the note tells of the windows, and of files that are no UTF-8.
 
         Raises:
             UserError: If a file cannot be read, or there is no text.
@@ -110,9 +110,15 @@ class TextSet(NamedTuple):
         parts = {f"{self.name}: {p or '(no part)'}": sums[p] for p in sorted(sums, key=str)} if len(sums) > 1 else {}
         everything = {self.name: Sums(math.fsum(nats), sum(num_tokens), sum(num_bytes))}
         measures = [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
-        notes = [f"{skipped} files are no UTF-8 and were left out"] if skipped else []
+        notes = [self._windows(scorer.context_length)]
+        notes += [f"{skipped} files are no UTF-8 and were left out"] if skipped else []
         notes += [f"no record has {self.subset_key}"] if set(sums) == {None} and self.subset_key != PILE_KEY else []
-        return measures, "; ".join(notes) or None
+        return measures, "; ".join(notes)
+
+    def _windows(self, length: int) -> str:
+        if (self.stride or length) == length:
+            return f"disjoint windows of {length} tokens"
+        return f"windows of {length} tokens that slide by {self.stride}"
 
     def _chunks(self, files: list[Path], bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
         """Gather documents until there is enough to score: texts, their parts, and files that are no UTF-8."""

@@ -193,7 +193,9 @@ def _check_classes(spec: str, source: Source, known: list[str] | None) -> None:
 def _answer(
     answerer: Answerer, source: Source, indices: list[int], labels: list[int], keys: list[str], described: str
 ) -> float | None:
-    """Classify a rank's images and learn the others' answers; return images per second of the network alone."""
+    """Classify a rank's images and learn the others' answers; return images per second of the network, copies
+    to and from its device included.
+    """
     answers: dict = {}
     seconds, count = [], []
     for numbers, images in _batches(answerer, source, indices, described):
@@ -217,9 +219,14 @@ def _batches(answerer: Answerer, source: Source, indices: list[int], described: 
         _Images(source, answerer.network, indices),
         answerer.batch_size,
         num_workers=answerer.num_workers,
-        collate_fn=lambda items: tuple(map(list, zip(*items, strict=True))),
+        collate_fn=_as_lists,
     )
     yield from tqdm(loader, described, unit="batch", leave=False, disable=not answerer.ranks.is_first)
+
+
+def _as_lists(items: list[tuple[int, torch.Tensor | None]]) -> tuple[list, list]:
+    """Separate indices and images."""
+    return tuple(map(list, zip(*items, strict=True)))
 
 
 @torch.inference_mode()
@@ -229,6 +236,8 @@ def _classify(answerer: Answerer, images: torch.Tensor) -> torch.Tensor:
 
 
 def _judge(logits: torch.Tensor, numbers: list[int], labels: list[int], keys: list[str]) -> dict[str, list]:
+    if logits.isnan().any():
+        raise UserError("the logits are NaN: the weights are damaged, or too large for their dtype.")
     targets = torch.tensor([labels[number] for number in numbers])
     if int(targets.max()) >= logits.shape[1] or int(targets.min()) < 0:
         raise UserError(f"labels reach {int(targets.max())}; the model has {logits.shape[1]} classes.")
