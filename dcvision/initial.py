@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import timm
-import torch
 from torch import Tensor, nn
 
 from dctrain.errors import UserError, told_as
 from dctrain.initial import check_initial, is_of_composition
 
 from .export import load_network
+from .pretrained import is_exported, load_pretrained
 from .swap import fit_weights
 
 
@@ -26,7 +25,8 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     Raises:
         UserError: If there are no weights, or they do not fit.
     """
-    network = _load(source)
+    is_run = Path(source).exists() and not is_exported(source)
+    network = load_network(source)[0] if is_run else load_pretrained(source)
     _compare_heads(source, network, model)
     name = str(getattr(model, "pretrained_cfg", {}).get("architecture", ""))
     with told_as(f"init={source} does not fit the model"):
@@ -53,18 +53,3 @@ def _head(model: nn.Module) -> set[str]:
         return set()
     owned = {id(parameter) for parameter in classifier.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
-
-
-def _load(source: str) -> nn.Module:
-    if (Path(source) / "config.json").is_file():
-        with told_as(f"init={source} cannot be loaded"):
-            return timm.create_model(f"local-dir:{source}", pretrained=True)
-    if Path(source).exists():
-        return load_network(source)[0]
-    if not timm.is_model(source) and not source.startswith("hf-hub:"):
-        raise UserError(
-            f"init={source} is neither a file or folder nor a model of timm's; accepted: a checkpoint or run of "
-            "dcvision, an exported folder, a timm name with pretrained weights."
-        )
-    with told_as(f"init={source} has no pretrained weights that can be loaded"), torch.no_grad():
-        return timm.create_model(source, pretrained=True)

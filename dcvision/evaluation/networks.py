@@ -2,10 +2,10 @@
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import timm
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, to_pil_image
 
 from dctrain.checkpoint import find_checkpoint, map_checkpoint
-from dctrain.errors import UserError, told_as
 
-from ..data.decode import decode, eval_transform
+from ..data.decode import Transform, decode, eval_transform
 from ..export import load_network
+from ..pretrained import is_exported, load_pretrained
 
 
 class Network(NamedTuple):
@@ -45,22 +45,14 @@ def load_classifier(checkpoint: str) -> Network:
     Raises:
         UserError: If there is none.
     """
-    path = Path(checkpoint)
-    if path.exists() and not (path / "config.json").is_file():
+    if Path(checkpoint).exists() and not is_exported(checkpoint):
         return _of_run(checkpoint)
-    name = f"local-dir:{checkpoint}" if path.exists() else checkpoint
-    if not path.exists() and not timm.is_model(checkpoint) and not checkpoint.startswith("hf-hub:"):
-        raise UserError(
-            f"{checkpoint} is neither a file or folder nor a model of timm's; accepted: a checkpoint or run of "
-            "dcvision, an exported folder, a timm name with pretrained weights."
-        )
-    with told_as(f"{checkpoint} has no pretrained weights that can be loaded"):
-        model = timm.create_model(name, pretrained=True).eval()
+    model = load_pretrained(checkpoint).eval()
     config = resolve_data_config({}, model=model)
     transform = create_transform(**config)
     words = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
     classes = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
-    return Network(model, lambda image: transform(_as_pil(image)), {"by": "timm", **words}, classes)
+    return Network(model, partial(_by_timm, transform), {"by": "timm", **words}, classes)
 
 
 def _of_run(checkpoint: str) -> Network:
@@ -70,13 +62,17 @@ def _of_run(checkpoint: str) -> Network:
     transform = eval_transform(size, fraction)
     cfg = getattr(model, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     mean, std = list(cfg["mean"]), list(cfg["std"])
-
-    def prepare(image: bytes | Tensor) -> Tensor:
-        pixels = decode(image) if isinstance(image, bytes) else image
-        return normalize(transform(pixels).float() / 255, mean, std)
-
     words = {"by": "dcvision", "size": size, "crop_fraction": fraction, "mean": mean, "std": std}
-    return Network(model.eval(), prepare, words, classes)
+    return Network(model.eval(), partial(_as_in_training, transform, mean, std), words, classes)
+
+
+def _by_timm(transform: Callable[[Image.Image], Tensor], image: bytes | Tensor) -> Tensor:
+    return transform(_as_pil(image))
+
+
+def _as_in_training(transform: Transform, mean: list[float], std: list[float], image: bytes | Tensor) -> Tensor:
+    pixels = decode(image) if isinstance(image, bytes) else image
+    return normalize(transform(pixels).float() / 255, mean, std)
 
 
 def _as_pil(image: bytes | Tensor) -> Image.Image:

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from timm.data import create_transform, resolve_data_config
 from timm.models import save_for_hf
 
@@ -83,7 +84,8 @@ def test_timms_models_see_what_timm_shows_them_and_numbered_classes_are_numbers(
     ranked = predictions(here / "model", [folder / f"{name}.png" for name in names])
     labels = [int(name.partition("/")[0]) for name in names]
     for size in (2, 64):
-        run("evaluate", "--checkpoint=model", "--images", "folder:v2", f"--batch_size={size}", f"--out=out{size}")
+        options = [f"--batch_size={size}", f"--num_workers={int(size > 2)}", f"--out=out{size}"]
+        run("evaluate", "--checkpoint=model", "--images", "folder:v2", *options)
         found = numbers(here / f"out{size}" / "model.json")
         assert found["v2", "top1"] == sum(row[0] == label for row, label in zip(ranked, labels, strict=True)) / 9
         assert found["v2", "top5"] == sum(label in row[:5] for row, label in zip(ranked, labels, strict=True)) / 9
@@ -134,6 +136,16 @@ def test_what_cannot_be_read_is_told(here, capsys):
     (here / "val" / "1" / "d.png").write_bytes(b"no image")
     run("evaluate", "--checkpoint=model", "--images", "folder:val")
     assert "1 images cannot be read and were left out" in capsys.readouterr().out
+
+
+def test_a_model_that_gives_nan_has_no_result(here, capsys):
+    made(here / "model")
+    pictures(here / "val", ["0/a", "1/b"])
+    weights = load_file(here / "model" / "model.safetensors")
+    weights["norm.weight"] *= float("nan")
+    save_file(weights, here / "model" / "model.safetensors")
+    error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--images", "folder:val")
+    assert "the logits are NaN" in error and not (here / "evaluation" / "model.json").exists()
 
 
 @pytest.mark.parametrize(

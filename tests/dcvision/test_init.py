@@ -80,7 +80,7 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "init", "message"),
     [
-        ("dcvit_digits_patch2_8", "nothing", "init=nothing is neither a file or folder nor a model of timm's"),
+        ("dcvit_digits_patch2_8", "nothing", "nothing is neither a file or folder nor a model of timm's"),
         ("test_vit", None, "has 4 heads in blocks.0.attn; the model has 2"),
         ("test_resnet", None, "does not fit the model: of its tensors"),
     ],
