@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from filelock import FileLock, Timeout
+
+from .errors import UserError
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
@@ -27,6 +31,24 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)  # the system does not say it of a full disk
         raise
+
+
+@contextmanager
+def held(path: Path, said: str) -> Iterator[None]:
+    """Hold a lock file for the body. The lock of a process that died holds nobody.
+
+    Raises:
+        UserError: With what is `said`, if another process holds it.
+    """
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(said) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from .checkpoint import make_folder
 from .errors import UserError, told_as
-from .files import write_json
+from .files import held, write_json
 
 
 class Preparation:
@@ -96,11 +95,9 @@ def preparing(
     make_folder(str(out))
     try:
         preparation = Preparation(out, plan, plan_name, manifest_name, products)
-        with FileLock(preparation.plan_path.with_suffix(".lock"), timeout=0):
+        with held(preparation.plan_path.with_suffix(".lock"), f"{out} is being prepared by another process."):
             preparation.check()
             yield preparation
-    except Timeout as error:
-        raise UserError(f"{out} is being prepared by another process.") from error
     except KeyboardInterrupt:
         print("\nthe same command goes on from here", file=sys.stderr)
         raise

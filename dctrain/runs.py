@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from .errors import UserError
+from .files import held
 
 LOCK = ".lock"
 
@@ -72,15 +71,8 @@ def held_run(folder: Path) -> Iterator[None]:
     if rank_zero_only.rank:
         yield
         return
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(f"the run {folder} is being trained by another process.") from error
-    try:
+    with held(folder / LOCK, f"the run {folder} is being trained by another process."):
         yield
-    finally:
-        lock.release()
 
 
 def go_on_in(folder: Path, logger: Logger) -> None:

@@ -9,18 +9,21 @@ from pathlib import Path
 import torch
 
 from dctrain.errors import UserError
-from dctrain.evaluation.journal import Journal
-from dctrain.evaluation.ranks import Ranks, joined_ranks
-from dctrain.evaluation.results import Results, describe, read_results
-from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report, short_names
+from dctrain.evaluation.results import Results, describe
+from dctrain.evaluation.run import (
+    Evaluation,
+    check_asked,
+    check_at_least_one,
+    find_dtype,
+    measure_models,
+    short_names,
+)
 
 from ..data.texts import find_inputs
 from ..decoder import Decoder
-from ..load import LoadedModel, load_model
+from ..load import load_model
 from .measures import PILE_KEY, SpanFile, TextSet
 from .scorer import Scorer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def evaluate(
@@ -75,24 +78,14 @@ def evaluate(
     check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length, stride=stride)
     if any(shots < 0 for shots in num_fewshot):
         raise UserError(f"num_fewshot={list(num_fewshot)} must not be negative.")
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r}; accepted: {', '.join(DTYPES)}.")
+    how = {"tokenizer": tokenizer, "dtype": find_dtype(dtype), "device": device}
     measures = [
         *(TextSet(name, path, text_key, subset_key, stride, limit) for name, path in _named(texts)),
         *(SpanFile(name, path, prompt_key, target_key, limit) for name, path in _named(spans)),
         *_tasks(tasks, num_fewshot, limit, task_folder),
     ]
-    earlier = [read_results(Path(path)) for path in compare]
-    folder = Path(out)
-    with joined_ranks() as ranks:
-        found = []
-        for path, name in zip(checkpoint, name_models(checkpoint), strict=True):
-            folder.mkdir(parents=True, exist_ok=True)
-            load = partial(load_model, path, tokenizer, dtype=DTYPES.get(dtype), device=ranks.device(device))
-            make = partial(_make_scorer, ranks=ranks, batch_size=batch_size, context_length=context_length)
-            found.append(_evaluate(load(), path, Evaluation(name, folder, measures, ranks), make))
-        if ranks.is_first:
-            report([*earlier, *found], folder if checkpoint else None)
+    measure = partial(_evaluate, batch_size=batch_size, context_length=context_length, **how)
+    measure_models(checkpoint, measures, compare, out, measure)
 
 
 def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
@@ -113,17 +106,24 @@ def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, 
     return find_tasks(names, num_fewshot, limit, folder)
 
 
-def _evaluate(model: LoadedModel, path: str, evaluation: Evaluation, make_scorer: partial) -> Results:
+def _evaluate(
+    checkpoint: str,
+    evaluation: Evaluation,
+    *,
+    tokenizer: str | None,
+    dtype: torch.dtype | None,
+    device: str,
+    batch_size: int,
+    context_length: int | None,
+) -> Results:
+    """Load a model and measure it."""
+    ranks = evaluation.ranks
+    model = load_model(checkpoint, tokenizer, dtype=dtype, device=ranks.device(device))
     decoder, words = model
+    length = _context_length(decoder, context_length)
     known = {"crc32": zlib.crc32(words.spec.encode()), "eos_id": words.eos_id, "vocab_size": words.vocab_size}
-    described = describe(evaluation.name, str(path), decoder, config=asdict(decoder.config), tokenizer=known)
-    return evaluation.run(described, partial(make_scorer, model))
-
-
-def _make_scorer(
-    model: LoadedModel, journal: Journal, *, ranks: Ranks, batch_size: int, context_length: int | None
-) -> Scorer:
-    return Scorer(model, ranks, journal, batch_size, _context_length(model.decoder, context_length))
+    described = describe(evaluation.name, checkpoint, decoder, config=asdict(decoder.config), tokenizer=known)
+    return evaluation.run(described, lambda journal: Scorer(model, ranks, journal, batch_size, length))
 
 
 def _context_length(decoder: Decoder, asked: int | None) -> int:

@@ -5,15 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from filelock import FileLock, Timeout
+import torch
 
 from ..cli import relative
 from ..errors import UserError, told_as
+from ..files import held
 from .journal import Journal
-from .ranks import Ranks
-from .results import Measure, Results, open_results, write_csv
+from .ranks import Ranks, joined_ranks
+from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
 
 
@@ -66,16 +68,11 @@ class Evaluation(NamedTuple):
             yield
             return
         path = self.folder / f".{self.name}.lock"
-        lock = FileLock(path, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise UserError(f"{self.folder / self.name}.json is being written by another evaluation.") from error
-        try:
-            yield
-        finally:
-            lock.release()
-            path.unlink(missing_ok=True)
+        with held(path, f"{self.folder / self.name}.json is being written by another evaluation."):
+            try:
+                yield
+            finally:
+                path.unlink()
 
     def _run(self, described: dict, make_subject: Callable[[Journal], object]) -> Results:
         path = self.folder / f"{self.name}.json"
@@ -104,6 +101,46 @@ def _kept_journal(folder: Path, name: str, identity: dict, ranks: Ranks) -> Iter
         is_done = True
     finally:
         journal.close(is_done)
+
+
+def measure_models(
+    checkpoints: Sequence[str],
+    measures: Sequence[Measurable],
+    compare: Sequence[str],
+    out: str,
+    measure: Callable[[str, Evaluation], Results],
+) -> None:
+    """Measure models one after the other, together with the other ranks; report on them.
+
+    Args:
+        checkpoints: The models.
+        measures: What is measured.
+        compare: Results of earlier evaluations, which the table begins with.
+        out: Folder of the results.
+        measure: Loads one model and runs its evaluation.
+
+    Raises:
+        UserError: If results or models cannot be read, or as `Evaluation.run`.
+    """
+    earlier = [read_results(Path(path)) for path in compare]
+    folder, found = Path(out), []
+    with joined_ranks() as ranks:
+        for checkpoint, name in zip(checkpoints, name_models(checkpoints), strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            found.append(measure(checkpoint, Evaluation(name, folder, measures, ranks)))
+        if ranks.is_first:
+            report([*earlier, *found], folder if checkpoints else None)
+
+
+def find_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name; None of None.
+
+    Raises:
+        UserError: If the name is another than those accepted.
+    """
+    if name is not None and name not in DTYPES:
+        raise UserError(f"dtype={name!r}; accepted: {', '.join(DTYPES)}.")
+    return DTYPES.get(name)
 
 
 def check_asked(models: Sequence[str], asked: Sequence[str], compare: Sequence[str], what: str) -> None:

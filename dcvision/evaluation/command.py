@@ -7,14 +7,18 @@ from pathlib import Path
 import torch
 
 from dctrain.errors import UserError, told_as
-from dctrain.evaluation.ranks import Ranks, joined_ranks
-from dctrain.evaluation.results import Results, describe, read_results
-from dctrain.evaluation.run import Evaluation, check_asked, check_at_least_one, name_models, report, short_names
+from dctrain.evaluation.results import Results, describe
+from dctrain.evaluation.run import (
+    Evaluation,
+    check_asked,
+    check_at_least_one,
+    find_dtype,
+    measure_models,
+    short_names,
+)
 
 from .images import Answerer, ImageSet
 from .networks import load_classifier
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def evaluate(
@@ -51,36 +55,22 @@ def evaluate(
     """
     check_asked(checkpoint, images, compare, "images")
     check_at_least_one(limit=limit, batch_size=batch_size)
-    if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r}; accepted: {', '.join(DTYPES)}.")
+    how = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "dtype": find_dtype(dtype)}
     if real is not None and not Path(real).is_file():
         raise UserError(f"real={real} does not exist.")
     sets = [ImageSet(name, spec, real, limit) for name, spec in zip(short_names(images), images, strict=True)]
-    earlier = [read_results(Path(path)) for path in compare]
-    folder = Path(out)
-    with joined_ranks() as ranks:
-        found = []
-        for path, name in zip(checkpoint, name_models(checkpoint), strict=True):
-            folder.mkdir(parents=True, exist_ok=True)
-            run = partial(_evaluate, path, Evaluation(name, folder, sets, ranks), ranks)
-            found.append(run(ranks.device(device), DTYPES[dtype], batch_size, num_workers))
-        if ranks.is_first:
-            report([*earlier, *found], folder if checkpoint else None)
+    measure_models(checkpoint, sets, compare, out, partial(_evaluate, **how))
 
 
 def _evaluate(
-    path: str,
-    evaluation: Evaluation,
-    ranks: Ranks,
-    device: torch.device,
-    dtype: torch.dtype,
-    batch_size: int,
-    num_workers: int,
+    checkpoint: str, evaluation: Evaluation, *, batch_size: int, num_workers: int, device: str, dtype: torch.dtype
 ) -> Results:
-    network = load_classifier(path)
-    with told_as(f"device={str(device)!r} cannot be used"):
-        network.model.to(device, dtype)
-    described = describe(evaluation.name, path, network.model, preprocessing=network.preprocessing)
+    """Load a model and measure it."""
+    network, ranks = load_classifier(checkpoint), evaluation.ranks
+    place = ranks.device(device)
+    with told_as(f"device={device!r} cannot be used"):
+        network.model.to(place, dtype)
+    described = describe(evaluation.name, checkpoint, network.model, preprocessing=network.preprocessing)
     return evaluation.run(
-        described, lambda journal: Answerer(network, journal, ranks, batch_size, num_workers, device, dtype)
+        described, lambda journal: Answerer(network, journal, ranks, batch_size, num_workers, place, dtype)
     )
