@@ -64,16 +64,16 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
         prog=f"{program} {name}", description=inspect.getdoc(function).splitlines()[0], allow_abbrev=False
     )
     parameters = inspect.signature(function).parameters
-    sequences = {key for key, parameter in parameters.items() if _item_type(parameter.annotation)}
+    sequences = [key for key, parameter in parameters.items() if _item_type(parameter.annotation)]
     extra = []
     if EXTRA in parameters and "--" in args:
         at = args.index("--")
         args, extra = args[:at], args[at + 1 :]
     if CONFIG not in parameters:
         parser.add_argument(f"--{CONFIG}", action=ActionConfigFile, help="A YAML file of these arguments.")
-    parser.add_function_arguments(function, as_group=False, skip=sequences)
+    parser.add_function_arguments(function, as_group=False, skip=set(sequences))
     helps = _parameter_docs(function)
-    for key in sequences - {EXTRA}:
+    for key in (key for key in sequences if key != EXTRA):
         default = parameters[key].default
         is_required = default is inspect.Parameter.empty
         parser.add_argument(

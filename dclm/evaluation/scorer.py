@@ -58,10 +58,9 @@ class Scorer:
 
     def tell_cut(self, before: int) -> str | None:
         """Tell of texts that lost their beginning since there were `before` of them."""
-        count = self.num_cut - before
-        return (
-            f"{count} texts were longer than {self.context_length} tokens and lost their beginning" if count else None
-        )
+        if self.num_cut == before:
+            return None
+        return f"{self.num_cut - before} texts were longer than {self.context_length} tokens and lost their beginning"
 
     def score(self, pairs: Sequence[Pair], described: str | None = None) -> list[Score]:
         """Score continuations.
