@@ -50,10 +50,11 @@ def apply(options: argparse.Namespace) -> None:
     for tile in options.tile:
         name, _, numbers = tile.partition("=")
         values = tuple(map(int, numbers.split(",")))
-        if name not in launch.TILES or len(values) != 4:
-            raise SystemExit(f"--tile={tile}; accepted: NAME=queries,keys,warps,stages of {', '.join(launch.TILES)}.")
+        if name not in launch.TILES or len(values) not in (4, 5):
+            names = ", ".join(launch.TILES)
+            raise SystemExit(f"--tile={tile}; accepted: NAME=queries,keys,warps,stages[,registers] of {names}.")
         for table in (launch.TILES, launch.MASKED_TILES, launch.TWO_BLOCK_TILES, launch.WIDE_TILES):
-            table[name] = values
+            table[name] = launch.Tile(*values)
     if options.workspace_mib:
         chunks.WORKSPACE_MIB = options.workspace_mib
 
@@ -61,7 +62,7 @@ def apply(options: argparse.Namespace) -> None:
 def main() -> None:
     """Measure and print."""
     parser = operator_parser(__doc__)
-    parser.add_argument("--tile", nargs="*", default=[], help="NAME=queries,keys,warps,stages, in 16 bit")
+    parser.add_argument("--tile", nargs="*", default=[], help="NAME=queries,keys,warps,stages[,registers]")
     parser.add_argument("--workspace-mib", type=int)
     parser.set_defaults(device="cuda", dtype="bfloat16", tokens=[2048])
     options = parser.parse_args()
@@ -75,7 +76,8 @@ def main() -> None:
         seconds, launches = seconds_of_kernels(make_call("triton", True, tokens, options), options.repeats)
         for name, value in [*seconds.items(), ("all", sum(seconds.values()))]:
             clocks = value * per_second / elements
-            print(f"{tokens:6} {name:18} {1e3 * value:9.3f} ms {clocks:6.3f} clocks {launches[name]:5} launches")
+            count = launches.get(name, "")
+            print(f"{tokens:6} {name:18} {1e3 * value:9.3f} ms {clocks:6.3f} clocks {count:5} launches")
             results.append({"tokens": tokens, "name": name, "seconds": value, "clocks": clocks})
     save(options.json, {"environment": environment(device), "options": vars(options), "results": results})
 

@@ -28,10 +28,14 @@ def attention(call: Call) -> Tensor:
         refuse_derivative("triton", "forward-mode")
     if is_decoding(call):
         return _decode(call)
+    return composed(*arguments_of(call, draw_seed(call.q.device) if call.dropout_p > 0.0 else None))[0]
+
+
+def arguments_of(call: Call, seed: Tensor | None) -> tuple:
+    """Make of a call the arguments of its operator."""
     operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
-    seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
     options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
-    return composed(call.q, call.k, call.v, *operands, _mask(call), *_documents(call), seed, *options)[0]
+    return call.q, call.k, call.v, *operands, _mask(call), *_documents(call), seed, *options
 
 
 def _has_tangent(x: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...weights import ComposeWeights
 from . import decode_kernels
 from .chunks import Chunk, chunks
-from .launch import FILL_PROGRAMS, Mixer, fused_multiply_add
+from .launch import FILL_PROGRAMS, Mixer, launch_options
 from .operands import WHOLE_BLOCKS, Hiding, Options, Unpacked
 from .tiles import Kind
 
@@ -34,8 +34,6 @@ def decode_tile(name: str, num_queries: int, head_dim: int, itemsize: int, kind:
         "BK": TILE_KEYS,
         "D": head_dim,
         "STEP": min(STEPS[name], triton.next_power_of_2(head_dim)),
-        "num_warps": NUM_WARPS,
-        "num_stages": NUM_STAGES,
     }
 
 
@@ -74,7 +72,7 @@ def _launch(name: str, mixer: Mixer, chunk: Chunk, num_splits: int, composition:
         KIND=mixer.kind,
         **{composition.upper(): mixer.operands.form(composition, mixer.kind.BLOCKS)},
         **_tile(name, mixer, chunk),
-        **fused_multiply_add(mixer.q),
+        **launch_options(mixer.q.is_cuda, NUM_WARPS, NUM_STAGES),
     )
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -27,8 +26,11 @@ from ...folders import cache_dir
 from ...weights import ComposeWeights, SideWeights
 from .. import reference
 from ..call import Call
+from ..dropout import draw_seed
 from ..masking import Documents, documents_of
-from . import attention
+from . import arguments_of, attention
+from .op import composed, composed_backward
+from .operands import Operands
 
 SWITCH = "DCMHA_FIRST_USE_CHECK"
 DEVICES = ("cuda",)  # that are checked
@@ -219,22 +221,25 @@ def _fingerprint() -> str:
 
 
 def _finding(call: Call, is_few: bool) -> str | None:
-    """Say what the kernels do wrong on a small problem of a call's kind; None if nothing."""
+    """Say what the kernels do wrong on a small problem of a call's kind; None if nothing.
+
+    The reference runs on the CPU: a check may be asked for by the thread in which autograd works for a GPU, and whoever
+    waits for another gradient there waits for ever.
+    """
     devices = [call.q.device] if call.q.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.autocast(call.q.device.type, enabled=False):
         torch.manual_seed(0)
         problem = _small(call, is_few)
         try:
-            got = dict(_results(problem, attention))
+            got = _results_of_kernels(problem, is_few)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler, a driver or a launch: whatever it is, it must not stop a run
             return f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
-        usual = dict(_results(problem, reference.attention))
-        exact = dict(_results(_wide(problem), reference.attention))
+        usual, exact = (_results(_converted(problem, dtype)) for dtype in (call.q.dtype, torch.float64))
     slack = 16 * torch.finfo(call.q.dtype).eps
     for name, right in exact.items():
-        error, bound = (_error(x[name], right) for x in (got, usual))
+        error, bound = (_error(x[name].cpu(), right) for x in (got, usual))
         if not error <= SLACK * bound + slack:
             return f"{name} has a relative error of {error:.1e}, the reference one of {bound:.1e}"
     return None
@@ -299,42 +304,71 @@ def _documents(S: int, device: torch.device) -> Documents:
     return documents_of((torch.arange(S, device=device) // 17).expand(ROWS, S))
 
 
-def _tensors(call: Call) -> Iterator[tuple[str, Tensor]]:
-    """List the floating tensors of a call by name."""
-    yield from (("q", call.q), ("k", call.k), ("v", call.v))
-    for composition, weights in (("pre", call.pre), ("post", call.post)):
-        if weights is None:
-            continue
-        for side in ("query", "key"):
-            for part, w in getattr(weights, side)._asdict().items():
-                if w is not None:
-                    yield f"{composition}.{side}.{part}", w
-        if weights.base is not None:
-            yield f"{composition}.base", weights.base
-    if call.bias is not None:
-        yield "attn_mask", call.bias
+def _tensors(call: Call) -> dict[str, Tensor]:
+    """Name the floating tensors of a call."""
+    named = {"q": call.q, "k": call.k, "v": call.v, "attn_mask": call.bias}
+    for composition in ("pre", "post"):
+        named |= _named(composition, getattr(call, composition) or ComposeWeights())
+    return {name: x for name, x in named.items() if x is not None}
 
 
-def _wide(call: Call) -> Call:
-    """Widen a problem to float64."""
-
-    def widen(x: Tensor) -> Tensor:
-        return x.detach().double().requires_grad_(x.requires_grad)
-
-    wide = {name: widen(getattr(call, name)) for name in "qkv"}
-    wide |= {name: None if (w := getattr(call, name)) is None else w.map(widen) for name in ("pre", "post")}
-    return call._replace(**wide, bias=None if call.bias is None else widen(call.bias))
+def _named(composition: str, weights: ComposeWeights) -> dict[str, Tensor | None]:
+    sides = {side: getattr(weights, side)._asdict() for side in ("query", "key")}
+    named = {f"{composition}.{side}.{part}": w for side, parts in sides.items() for part, w in parts.items()}
+    return named | {f"{composition}.base": weights.base}
 
 
-def _results(call: Call, function) -> Iterator[tuple[str, Tensor]]:
-    """Compute the output, and the gradients of all that takes one, by name; dropout drops the same each time."""
-    torch.manual_seed(1)
-    out = function(call)
-    yield "out", out.detach()
-    wanted = {name: x for name, x in _tensors(call) if x.requires_grad}
+def _converted(call: Call, dtype: torch.dtype) -> Call:
+    """Copy a problem to the CPU, in another dtype."""
+
+    def convert(x: Tensor) -> Tensor:
+        return x.detach().to("cpu", dtype if x.is_floating_point() else None).requires_grad_(x.requires_grad)
+
+    documents = None if call.documents is None else Documents(*map(convert, call.documents))
+    parts = {name: None if (w := getattr(call, name)) is None else w.map(convert) for name in ("pre", "post")}
+    names = ("q", "k", "v", "visible", "bias")
+    parts |= {name: None if (x := getattr(call, name)) is None else convert(x) for name in names}
+    return call._replace(**parts, documents=documents)
+
+
+def _results(call: Call) -> dict[str, Tensor]:
+    """Compute the output, and the gradients of all that takes one, by name, as the reference does."""
+    torch.manual_seed(1)  # of dropout
+    out = reference.attention(call)
+    wanted = {name: x for name, x in _tensors(call).items() if x.requires_grad}
     if not wanted:
-        return
-    generator = torch.Generator(out.device).manual_seed(2)
-    cotangent = torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
-    grads = torch.autograd.grad(out, list(wanted.values()), cotangent)
-    yield from ((f"the gradient of {name}", grad) for name, grad in zip(wanted, grads, strict=True))
+        return {"out": out}
+    grads = torch.autograd.grad(out, list(wanted.values()), _cotangent(out))
+    return {"out": out.detach()} | {_of(name): grad for name, grad in zip(wanted, grads, strict=True)}
+
+
+def _of(name: str) -> str:
+    return f"the gradient of {name}"
+
+
+def _cotangent(out: Tensor) -> Tensor:
+    """Make the gradient of an output, the same on all devices."""
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return cotangent.to(out.device, out.dtype)
+
+
+@torch.no_grad()
+def _results_of_kernels(call: Call, is_few: bool) -> dict[str, Tensor]:
+    """Compute the same by the kernels, through their operators: autograd has no part in it."""
+    torch.manual_seed(1)  # of dropout: the seed that the reference draws on the CPU
+    seed = draw_seed(torch.device("cpu")).to(call.q.device) if call.dropout_p > 0.0 else None
+    if is_few:
+        return {"out": attention(call)}
+    arguments = arguments_of(call, seed)
+    out, log_sum = composed(*arguments)
+    if not call.q.requires_grad:
+        return {"out": out}
+    has_bias = call.bias is not None
+    dq, dk, dv, *operands, d_mask = composed_backward(_cotangent(out), *arguments, log_sum, has_bias)
+    grads = {"q": dq, "k": dk, "v": dv}
+    packed = Operands(*(None if grad.numel() == 0 else grad for grad in operands))
+    for composition in ("pre", "post"):
+        grads |= _named(composition, packed.weights(composition) or ComposeWeights())
+    if has_bias:
+        grads["attn_mask"] = d_mask.sum_to_size((1,) * (4 - call.bias.dim()) + call.bias.shape).view(call.bias.shape)
+    return {"out": out} | {_of(name): grad for name, grad in grads.items() if grad is not None}

@@ -125,9 +125,9 @@ def composed_weights(
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
             composed = drop(composed, words, keys.words, sizes, KIND)
@@ -164,12 +164,12 @@ def post_gradients(
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         da_dot = load_tile(da, keys.place, keys.inside, KIND)
+        pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
-        pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
         added = ()
         for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
@@ -222,15 +222,15 @@ def pre_gradients(
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
+        da_dot = load_tile(da, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
             composed = drop(composed, words, keys.words, sizes, KIND)
         store_tile(x, keys.place, keys.inside, composed, KIND)
-        da_dot = load_tile(da, keys.place, keys.inside, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
         d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
@@ -285,20 +285,20 @@ def key_gradients(
     for start in range(low, high, BQ):
         queries = query_step(start, tile, masks, sizes, num_keys, KIND, BQ)
         x_dot = load_tile(x, queries.place, queries.inside, KIND)
+        da_dot = load_tile(da, queries.place, queries.inside, KIND)
         pre_queries = query_vectors(pre, queries, tile, sizes, PRE, KIND)
+        post_queries = query_vectors(post, queries, tile, sizes, POST, KIND)
         log_sums = load_statistics(log_sum, tile.slots, queries.query, queries.mask, sizes, EMPTY, KIND)
+        row_sums = load_statistics(row_sum, tile.slots, queries.query, queries.mask, sizes, 0.0, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_queries, sums, PRE, False, KIND)
         weights = weights_of(exponents(y, queries.bias, queries.pairs, KIND), _along_matrices(log_sums, KIND), KIND)
-        da_dot = load_tile(da, queries.place, queries.inside, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, _along_matrices(queries.words, KIND), tile.words, sizes, KIND), KIND)
         if POST_COUNT > 0:
             weights_dot, da_wide = to_dot(weights, KIND), to_float(da_dot, KIND)
             d_post = add_gradients(weights, weights_dot, da_wide, da_dot, post_matrices, d_post, POST, False, KIND)
         if PRE_COUNT > 0:
-            post_queries = query_vectors(post, queries, tile, sizes, POST, KIND)
             d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_queries, sums, POST, False, KIND, BACK=True)
-            row_sums = load_statistics(row_sum, tile.slots, queries.query, queries.mask, sizes, 0.0, KIND)
             d_scores = _through_softmax(weights, d_weights, _along_matrices(row_sums, KIND), KIND)
             x_wide, d_dot = to_float(x_dot, KIND), to_dot(d_scores, KIND)
             d_pre = add_gradients(x_wide, x_dot, d_scores, d_dot, pre_matrices, d_pre, PRE, False, KIND)

@@ -2,6 +2,8 @@
 
 # B batch, T query tokens, S key tokens, H heads, R compose rank, G head groups
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -14,49 +16,68 @@ from .tiles import Kind
 
 FILL_PROGRAMS = 528  # programs that fill a GPU: four on each multiprocessor of an H100
 SPLIT_TOKENS = 256  # fewest tokens of a loop that is split between programs
-# Queries and keys of a tile, warps, stages of loads: what spills least (tests/dcmha/triton/test_resources.py).
-TILES = {
-    "row_statistics": (8, 32, 4, 2),
-    "composed_weights": (16, 16, 4, 2),
-    "post_gradients": (8, 16, 4, 2),
-    "pre_gradients": (8, 16, 4, 2),
-    "key_gradients": (16, 8, 4, 1),
+
+
+class Tile(NamedTuple):
+    """What a program of a kernel works on at a time, and with what.
+
+    Attributes:
+        queries: BQ.
+        keys: BK.
+        warps: Of a program.
+        stages: Of loads that are under way.
+        registers: Of a thread, at most, so that more programs fit; None for as many as the compiler likes.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+TILES = {  # the fastest on an H100 (benchmarks/results/kernels_log.md)
+    "row_statistics": Tile(8, 32, 4, 1, 128),
+    "composed_weights": Tile(8, 32, 4, 1, 128),
+    "post_gradients": Tile(4, 32, 4, 1, 128),
+    "pre_gradients": Tile(2, 16, 2, 2, 128),
+    "key_gradients": Tile(16, 8, 4, 2),
 }
 MASKED_TILES = TILES | {  # masks and dropout take more registers
-    "composed_weights": (8, 16, 4, 1),
-    "pre_gradients": (8, 16, 4, 1),
+    "composed_weights": Tile(8, 16, 4, 1),
+    "pre_gradients": Tile(8, 16, 4, 1),
 }
 TWO_BLOCK_TILES = {  # up to 32 heads composed together
-    "row_statistics": (8, 16, 4, 1),
-    "composed_weights": (8, 16, 4, 1),
-    "post_gradients": (4, 16, 4, 1),
-    "pre_gradients": (4, 16, 4, 1),
-    "key_gradients": (16, 8, 8, 1),
+    "row_statistics": Tile(8, 16, 4, 1),
+    "composed_weights": Tile(8, 16, 4, 1),
+    "post_gradients": Tile(4, 16, 4, 1),
+    "pre_gradients": Tile(4, 16, 4, 1),
+    "key_gradients": Tile(16, 8, 8, 1),
 }
 WIDE_TILES = TWO_BLOCK_TILES | {  # up to 64
-    "row_statistics": (4, 16, 4, 1),
-    "composed_weights": (4, 16, 4, 1),
-    "key_gradients": (16, 4, 4, 1),
+    "row_statistics": Tile(4, 16, 4, 1),
+    "composed_weights": Tile(4, 16, 4, 1),
+    "key_gradients": Tile(16, 4, 4, 1),
 }
 FLOAT32_TILES = {  # products in float32 take more registers
-    "row_statistics": (8, 16, 4, 1),
-    "composed_weights": (4, 16, 8, 1),
-    "post_gradients": (4, 16, 4, 1),
-    "pre_gradients": (4, 16, 8, 1),
-    "key_gradients": (16, 4, 8, 1),
+    "row_statistics": Tile(8, 16, 4, 1),
+    "composed_weights": Tile(4, 16, 8, 1),
+    "post_gradients": Tile(4, 16, 4, 1),
+    "pre_gradients": Tile(4, 16, 8, 1),
+    "key_gradients": Tile(16, 4, 8, 1),
 }
 FLOAT32_WIDE_TILES = {
-    "row_statistics": (2, 16, 4, 1),
-    "composed_weights": (2, 16, 4, 1),
-    "post_gradients": (2, 16, 4, 1),
-    "pre_gradients": (2, 16, 4, 1),
-    "key_gradients": (16, 4, 8, 1),
+    "row_statistics": Tile(2, 16, 4, 1),
+    "composed_weights": Tile(2, 16, 4, 1),
+    "post_gradients": Tile(2, 16, 4, 1),
+    "pre_gradients": Tile(2, 16, 4, 1),
+    "key_gradients": Tile(16, 4, 8, 1),
 }
 EMPTY = statistics.EMPTY.value
 
 
-def tile_of(name: str, itemsize: int, kind: Kind) -> tuple[int, int, int, int]:
-    """Return a kernel's tile (queries, keys), warps and stages, for workspaces of 2 or 4 bytes an element."""
+def tile_of(name: str, itemsize: int, kind: Kind) -> Tile:
+    """Return what a kernel's programs work on, for workspaces of 2 or 4 bytes an element."""
     if itemsize == 4:
         return (FLOAT32_TILES if kind.BLOCKS == 1 else FLOAT32_WIDE_TILES)[name]
     if kind.BLOCKS > 1:
@@ -78,7 +99,7 @@ class Mixer:
 
     def run(self, name: str, chunk: Chunk, tensors: list[Tensor | None], num_splits: int = 1) -> None:
         """Launch one kernel; `tensors` are those of its signature, compositions and masks left out."""
-        query_tile, key_tile, num_warps, num_stages = tile_of(name, self.q.element_size(), self.kind)
+        tile = tile_of(name, self.q.element_size(), self.kind)
         compositions = ("pre",) if name == "row_statistics" else ("pre", "post")
         getattr(kernels, name)[(self.num_programs(name, chunk) * num_splits,)](
             *tensors,
@@ -88,11 +109,9 @@ class Mixer:
             num_keys=chunk.num_keys,
             KIND=self.kind,
             **{composition.upper(): self.operands.form(composition, self.kind.BLOCKS) for composition in compositions},
-            BQ=query_tile,
-            BK=key_tile,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **fused_multiply_add(self.q),
+            BQ=tile.queries,
+            BK=tile.keys,
+            **launch_options(self.q.is_cuda, tile.warps, tile.stages, tile.registers),
         )
 
     def sizes(self, chunk: Chunk, num_splits: int) -> Sizes:
@@ -123,9 +142,9 @@ class Mixer:
 
     def num_programs(self, name: str, chunk: Chunk) -> int:
         """Count the programs of a kernel whose loops are not split."""
-        query_tile, key_tile, *_ = tile_of(name, self.q.element_size(), self.kind)
+        tile = tile_of(name, self.q.element_size(), self.kind)
         by_keys = name == "key_gradients"
-        tiles = triton.cdiv(chunk.num_keys, key_tile) if by_keys else triton.cdiv(chunk.block, query_tile)
+        tiles = triton.cdiv(chunk.num_keys, tile.keys) if by_keys else triton.cdiv(chunk.block, tile.queries)
         return self.num_slot_sets(chunk) * chunk.num_blocks * tiles
 
     def num_slot_sets(self, chunk: Chunk) -> int:
@@ -235,6 +254,12 @@ def _log_add(parts: Tensor) -> Tensor:
     return torch.where(top > -EMPTY / 2, top + (parts - top).exp2().sum(0).log2(), EMPTY)
 
 
-def fused_multiply_add(q: Tensor) -> dict[str, bool]:
-    """Ask for fused multiply-add, which Triton will not choose by itself for ever; the interpreter has no options."""
-    return {"enable_fp_fusion": True} if q.is_cuda else {}
+def launch_options(is_cuda: bool, warps: int, stages: int, registers: int | None = None) -> dict[str, object]:
+    """Give the options of a launch; the interpreter knows two of them.
+
+    Fused multiply-add is asked for: Triton will not choose it by itself for ever.
+    """
+    options = {"num_warps": warps, "num_stages": stages}
+    if not is_cuda:
+        return options
+    return options | {"enable_fp_fusion": True} | ({} if registers is None else {"maxnreg": registers})

@@ -60,7 +60,7 @@ def compile_kernel(
     name: str,
     capability: int,
     dtype: str = "bf16",
-    tile: tuple[int, int, int, int] | None = None,
+    tile: launch.Tile | None = None,
     form: dict[str, int] | None = None,
     **kind,
 ) -> Resources:
@@ -69,10 +69,9 @@ def compile_kernel(
     Both compositions are of `FORM`, the call of `KIND`, with other fields as given.
     """
     kind, form = _kind(dtype, **kind), _form(form or {}, dtype, **kind)
-    shipped = launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
-    query_tile, key_tile, num_warps, num_stages = tile or shipped
-    constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": query_tile, "BK": key_tile}
-    return _compile(getattr(kernels, name), capability, dtype, constants, num_warps, num_stages)
+    tile = tile or launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
+    constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": tile.queries, "BK": tile.keys}
+    return _compile(getattr(kernels, name), capability, dtype, constants, *tile[2:])
 
 
 def compile_decoding(
@@ -91,13 +90,12 @@ def compile_decoding(
         "PRE": form,
         "POST": form,
     }
-    num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
-    return _compile(getattr(decode_kernels, name), capability, dtype, constants, num_warps, num_stages)
+    return _compile(getattr(decode_kernels, name), capability, dtype, constants, decode.NUM_WARPS, decode.NUM_STAGES)
 
 
 def _compile(
-    kernel, capability: int, dtype: str, constants: dict, num_warps: int, num_stages: int
-) -> Resources:  # fmt: skip
+    kernel, capability: int, dtype: str, constants: dict, warps: int, stages: int, registers: int | None = None
+) -> Resources:
     signature, constexprs, attributes = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -110,10 +108,10 @@ def _compile(
             elif part.startswith("*") or argument in ALIGNED:
                 attributes[place] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = launch.launch_options(True, warps, stages, registers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
-    elements = constants["BQ"] * constants["BK"] * 16 * constants["KIND"].BLOCKS / (32 * num_warps)  # of a thread
+    elements = constants["BQ"] * constants["BK"] * 16 * constants["KIND"].BLOCKS / (32 * warps)  # of a thread
     return Resources(
         int(re.search(r"REG:(\d+)", usage)[1]),
         int(re.search(r"STACK:(\d+)", usage)[1]),
