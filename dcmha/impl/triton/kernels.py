@@ -222,15 +222,15 @@ def pre_gradients(
     for start in range(low, high, BK):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
-        da_dot = load_tile(da, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
-        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
+        post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
             composed = drop(composed, words, keys.words, sizes, KIND)
         store_tile(x, keys.place, keys.inside, composed, KIND)
+        da_dot = load_tile(da, keys.place, keys.inside, KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
         d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)

@@ -38,10 +38,10 @@ class Tile(NamedTuple):
 
 TILES = {  # the fastest on an H100 (benchmarks/results/kernels_log.md)
     "row_statistics": Tile(8, 32, 4, 1, 128),
-    "composed_weights": Tile(8, 32, 4, 1, 128),
-    "post_gradients": Tile(4, 32, 4, 1, 128),
+    "composed_weights": Tile(8, 16, 4, 1, 128),
+    "post_gradients": Tile(8, 16, 4, 1, 128),
     "pre_gradients": Tile(2, 16, 2, 2, 128),
-    "key_gradients": Tile(16, 8, 4, 2),
+    "key_gradients": Tile(16, 8, 4, 1, 168),
 }
 MASKED_TILES = TILES | {  # masks and dropout take more registers
     "composed_weights": Tile(8, 16, 4, 1),

@@ -176,6 +176,22 @@ def test_a_launch_that_fails_is_a_finding(monkeypatch):
         call()
 
 
+def test_autograd_has_no_part_in_running_the_kernels(a_checked_cpu, monkeypatch):
+    """Its thread for a GPU may be the one that waits for the check."""
+    kernels = first_use._results_of_kernels
+
+    def without_autograd(*arguments):
+        with monkeypatch.context() as patch:
+            patch.delattr(torch.autograd, "grad")
+            return kernels(*arguments)
+
+    monkeypatch.setattr(first_use, "_results_of_kernels", without_autograd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        call()
+    assert len(a_checked_cpu) == 1
+
+
 def compiled(operands: dict[str, torch.Tensor], monkeypatch) -> torch.Tensor:
     """Call under a compiler, and see to it that nothing is checked while it traces."""
 

@@ -28,7 +28,7 @@ SHAPES = [  # B, T, S, H, G, D
     (1, 90, 90, 52, 1, 128),
 ]
 KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 100}, {"window": 64}]
-SLACK = 4  # roundings of exponents and log-sums in base 2, which the reference, taking off the largest, does not have
+SLACK = 8  # roundings of exponents and log-sums in base 2, at full size: the reference takes the largest off before
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -147,6 +147,15 @@ def test_the_check_on_first_use_passes(tmp_path, monkeypatch):
         for shape in (SHAPES[2], SHAPES[-3]):
             gradients(operands(shape, torch.bfloat16), "triton", 1, is_causal=True)
     assert len(first_use._seen) == 2
+
+
+def test_the_check_on_first_use_in_a_compiled_backward_pass(tmp_path, monkeypatch):
+    """Where a compiler traced the call, the thread in which autograd works for the GPU asks for the check."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first_use._seen.clear()
+    tensors = operands(SHAPES[0], torch.bfloat16)
+    torch.compile(lambda tensors: forward(tensors, "triton", 1).square().sum())(tensors).backward()
+    assert len(first_use._seen) == 2 and all(x.grad.isfinite().all() for x in tensors.values())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
