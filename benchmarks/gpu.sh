@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check the fused kernels on a GPU, measure them, and compare models on CIFAR-10: raw results in the folder that is given.
-# About an hour by estimate; `benchmarks/gpu.sh FOLDER check` and `... kernels|attention|models|cifar10` run one part.
+# An hour or two by estimate; `benchmarks/gpu.sh FOLDER check` and `... kernels|tiles|attention|models|cifar10` run one part.
 # What follows `cifar10` goes to every run, such as --data.train=folder:DIR; interrupted, it goes on in runs/cifar10.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -9,13 +9,13 @@ part=${2:-all}
 mkdir -p "$folder"
 wanted() { [[ $part == all || $part == "$1" ]]; }
 gpu=(--device cuda --dtype bfloat16)
+causal=(--batch-size 8 --heads 16 --tokens 2048 --causal)
+vision=(--batch-size 256 --heads 6 --tokens 197)
 
 if wanted check; then
     python -m pytest -q tests/dcmha/triton/test_gpu.py tests/dclm/test_gpu.py 2>&1 | tee "$folder/tests.txt" | tail -30
 fi
 if wanted kernels; then
-    causal=(--batch-size 8 --heads 16 --tokens 2048 --causal)
-    vision=(--batch-size 256 --heads 6 --tokens 197)
     python benchmarks/kernels.py "${causal[@]}" --json "$folder/kernels_causal.json"
     python benchmarks/kernels.py "${causal[@]}" --window 256 --json "$folder/kernels_window.json"
     python benchmarks/kernels.py "${causal[@]}" --query-wise --json "$folder/kernels_query_wise.json"
@@ -25,16 +25,20 @@ if wanted kernels; then
     for heads in 24 32 40 52; do
         python benchmarks/kernels.py --batch-size 4 --heads $heads --tokens 2048 --causal --json "$folder/kernels_causal_$heads.json"
     done
-    python benchmarks/kernels.py "${causal[@]}" --json "$folder/kernels_causal_other_tiles.json" \
-        --tile row_statistics=16,16,4,2 composed_weights=8,16,4,2 post_gradients=8,16,4,1 pre_gradients=8,16,4,1 \
-        key_gradients=16,16,8,1
+fi
+if wanted tiles; then
+    python benchmarks/tiles.py "${causal[@]}" --json "$folder/tiles_causal.json"
+    python benchmarks/tiles.py "${vision[@]}" --json "$folder/tiles_vision.json"
+    for heads in 32 52; do
+        python benchmarks/tiles.py --batch-size 4 --heads $heads --tokens 2048 --causal --json "$folder/tiles_causal_$heads.json"
+    done
+    python benchmarks/tiles.py "${causal[@]}" --dtype float32 --json "$folder/tiles_causal_float32.json"
 fi
 if wanted attention; then
-    python benchmarks/attention.py "${gpu[@]}" --batch-size 256 --heads 6 --tokens 197 --json "$folder/attention_vision.json"
+    python benchmarks/attention.py "${gpu[@]}" "${vision[@]}" --json "$folder/attention_vision.json"
     python benchmarks/attention.py "${gpu[@]}" --batch-size 8 --heads 16 --tokens 512 2048 --causal \
         --json "$folder/attention_causal.json"
-    python benchmarks/attention.py "${gpu[@]}" --batch-size 8 --heads 16 --tokens 2048 --causal --window 256 \
-        --json "$folder/attention_window.json"
+    python benchmarks/attention.py "${gpu[@]}" "${causal[@]}" --window 256 --json "$folder/attention_window.json"
     python benchmarks/attention.py "${gpu[@]}" --batch-size 1 --heads 16 --tokens 8192 16384 65536 --causal --repeats 3 \
         --impls sdpa compiled triton --json "$folder/attention_long.json"
 fi
