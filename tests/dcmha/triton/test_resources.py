@@ -1,4 +1,4 @@
-"""What the kernels take of a GPU, compiled ahead of time: no spills to speak of, little shared memory."""
+"""What the kernels take of a GPU, compiled ahead of time: few spills, little shared memory, room for many warps."""
 
 import json
 import os
@@ -12,7 +12,9 @@ from tests.dctrain.commands import ROOT
 from .aot import DECODING, VARIANTS
 
 MAX_SHARED = 99 * 1024  # of a block, on GPUs that have least
-MAX_SPILLS = {"16 heads": 64, "24 heads": 256, "32 heads": 256, "40 heads": 1024, "52 heads": 1536}  # bytes of a thread
+MAX_REGISTERS = 168  # of a thread of kernels that are capped: 12 warps fit a multiprocessor
+MAX_SPILLS_OF_CAPPED = 384  # bytes of a thread; on an H100 fewer registers are worth more than no spills
+MAX_SPILLS = {"24 heads": 448, "32 heads": 448, "40 heads": 1024, "52 heads": 1536}  # of the others
 MAX_SPILLS_OF_OTHERS = {1: 96, 2: 512}  # by blocks
 HEADS = [name for name in VARIANTS if name.endswith("heads") and "," not in name]
 OTHERS = [("90", name) for name in VARIANTS if name not in ("16 heads", "32 heads")]
@@ -32,18 +34,20 @@ def assert_fits(variant: str, rows: dict[str, dict[str, int]]) -> None:
     blocks = 1 if VARIANTS[variant].get("HEADS", 16) <= 16 else 2
     for name, row in rows.items():
         most = MAX_SPILLS.get(variant, MAX_SPILLS_OF_OTHERS[blocks])
+        if row["registers"] <= MAX_REGISTERS:
+            most = MAX_SPILLS_OF_CAPPED
         assert row["spills"] <= most and row["shared"] <= MAX_SHARED, (name, row)
 
 
 @pytest.mark.slow
-def test_twice_the_heads_cost_little_more():
-    """Of 32 heads composed together an element takes at most 1.25 times the instructions of 16."""
-    instructions = {}
-    for variant in ("16 heads", "32 heads"):
-        rows = resources("90", variant)
-        assert_fits(variant, rows)
-        instructions[variant] = sum(row["instructions"] for row in rows.values())
-    assert instructions["32 heads"] <= 1.25 * instructions["16 heads"]
+@pytest.mark.parametrize("variant", ["16 heads", "32 heads"])
+def test_heads_of_named_models(variant):
+    """The tiles of 16 heads, which were timed, let 12 warps into a multiprocessor too."""
+    rows = resources("90", variant)
+    assert_fits(variant, rows)
+    assert len(rows) == 5
+    if variant == "16 heads":
+        assert all(row["registers"] <= MAX_REGISTERS for row in rows.values()), rows
 
 
 @pytest.mark.long
