@@ -1,4 +1,4 @@
-"""Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|tokens|verify|evaluate`."""
+"""Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|evaluate|compare|...`."""
 
 import inspect
 import json
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dctrain.cli import TrainerCLI, run_program
+from dctrain.compare import comparison
 from dctrain.errors import told_as
 from dctrain.files import write_json
 
@@ -99,7 +100,14 @@ class LanguageCLI(TrainerCLI):
 
     program = "dclm"
     description = "Language models with DCMHA."
-    functions = {"generate": generate, "export": export, "tokens": make_tokens, "verify": verify, "evaluate": evaluate}
+    functions = {
+        "generate": generate,
+        "export": export,
+        "tokens": make_tokens,
+        "verify": verify,
+        "evaluate": evaluate,
+        "compare": comparison("dclm", {"val/loss": "min"}),
+    }
     linked = ("context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"

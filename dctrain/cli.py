@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .arguments import check_trainer
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from .callbacks.costs import CostRecord
 from .callbacks.speed import SpeedMonitor
 from .callbacks.stop import GracefulStop, RunStopped
 from .callbacks.validation import DueValidation
@@ -202,7 +203,7 @@ class TrainerCLI(LightningCLI):
             return []
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
         due = DueValidation()
-        callbacks = [due, GracefulStop(last, due), last, SpeedMonitor()]
+        callbacks = [due, GracefulStop(last, due), last, SpeedMonitor(), CostRecord()]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
                 BestCheckpoint(

@@ -13,6 +13,7 @@ from .errors import UserError
 
 EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
+SAID = ("true", "false")
 
 Functions = Mapping[str, Callable[..., None]]
 
@@ -54,8 +55,8 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
     `--config FILE` reads arguments from YAML, unless it is a parameter of the function itself; what stands after it on
     the command line counts more.
 
-    A parameter that is a sequence takes its values one after the other, each as plain text. One called `extra` takes
-    what stands after `--`.
+    A parameter that is a sequence takes its values one after the other, each as plain text; one that is a switch may
+    stand without "true". One called `extra` takes what stands after `--`.
 
     Raises:
         UserError: If the arguments do not fit, or a file cannot be read or written.
@@ -85,10 +86,19 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             default=None if is_required else list(default),
             help=helps[key],
         )
-    options = parser.parse_args(args).as_dict()
+    switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
+    options = parser.parse_args(_completed(args, switches)).as_dict()
     if CONFIG not in parameters:
         del options[CONFIG]
     function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
+
+
+def _completed(args: list[str], switches: set[str]) -> list[str]:
+    """Add the "true" that a switch alone means."""
+    completed = []
+    for arg, after in zip(args, [*args[1:], ""], strict=True):
+        completed += [arg, "true"] if arg in switches and after.lower() not in SAID else [arg]
+    return completed
 
 
 def _item_type(annotation) -> type | None:

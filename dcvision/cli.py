@@ -4,10 +4,10 @@ import csv
 from pathlib import Path
 
 from dctrain.cli import TrainerCLI, relative, run_program
+from dctrain.compare import comparison
 from dctrain.strategy import data_rank
 
 from .classifier import ImageClassifier
-from .compare import compare
 from .data import ImageDataModule
 from .data.make_shards import make_shards, verify
 from .evaluation import evaluate
@@ -23,7 +23,7 @@ class VisionCLI(TrainerCLI):
     functions = {
         "export": export,
         "evaluate": evaluate,
-        "compare": compare,
+        "compare": comparison("dcvision", {"val/top1": "max", "val/top5": "max"}),
         "look": look,
         "shards": make_shards,
         "verify": verify,

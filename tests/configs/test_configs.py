@@ -11,6 +11,7 @@ import dclm
 import dclm.cli
 import dcvision.cli
 from dclm.config import build_config
+from dctrain.compare.experiment import read_experiment
 
 ROOT = Path(__file__).parents[2]
 MAINS = {"dcvision": dcvision.cli.main, "dclm": dclm.cli.main}
@@ -89,3 +90,39 @@ def test_a_step_of_a_paper_config_has_the_papers_tokens():
         tokens = data["batch_size"] * trainer["accumulate_grad_batches"] * devices * data["context_length"]
         assert tokens == (2**21 if re.search("2b8|6b9", path.name) else 2**19), path.name
         assert trainer["val_check_interval"] == 1000 * trainer["accumulate_grad_batches"]
+
+
+EXPERIMENTS = sorted((ROOT / "configs/experiments").glob("*.yaml"))
+
+
+def runs_of(path: Path) -> list[tuple[str, list[str]]]:
+    """The trainer of an experiment, and the arguments of `fit` of each of its models."""
+    program = re.search(r"command:  python -m (\w+) compare --experiment configs/experiments/(\S+)", path.read_text())
+    assert program[2] == path.name
+    experiment = read_experiment(str(path), {})
+    assert set(experiment.paper) <= set(experiment.models) and "hardware:" in path.read_text()
+    common = ["--config", experiment.config, *experiment.arguments]
+    return [(program[1], [*common, *arguments]) for arguments in experiment.models.values()]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=name)
+def test_experiments_differ_in_what_they_say(path, capsys, monkeypatch):
+    """The command line takes every run's arguments, and no two runs come to the same configuration."""
+    monkeypatch.chdir(ROOT)
+    parsed = set()
+    for program, args in runs_of(path):
+        with pytest.raises(SystemExit) as exit_info:
+            MAINS[program](["fit", *args, "--print_config"])
+        captured = capsys.readouterr()
+        assert not exit_info.value.code, captured.err
+        parsed.add(captured.out)
+    assert len(parsed) == len(runs_of(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=name)
+def test_runs_of_experiments_are_planned(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for program, args in runs_of(path)[:: max(1, len(runs_of(path)) - 1)]:  # the first and the last
+        MAINS[program](["plan", *args, "--trainer.devices=8"])
+        assert "\nmesh " in capsys.readouterr().out

@@ -1,0 +1,32 @@
+"""What a model costs, beside the run that trains it."""
+
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from ..datamodule import ResumableDataModule
+from ..files import write_json
+from ..strategy import data_rank
+
+COSTS = "costs.json"
+
+
+class CostRecord(Callback):
+    """Writes parameters, the FLOPs of a forward pass of one unit (image, token), and the units of an optimiser step to
+    `costs.json` of the run.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write, where anything is written and the data are of a module of ours."""
+        folder = trainer.log_dir  # a broadcast: all ranks ask
+        if folder is None or not isinstance(trainer.datamodule, ResumableDataModule) or not trainer.is_global_zero:
+            return
+        samples = trainer.datamodule.batch_size * data_rank(trainer).ranks * trainer.accumulate_grad_batches
+        costs = {
+            "parameters": sum(p.numel() for p in pl_module.model.parameters()),
+            "forward_flops": pl_module.forward_flops,
+            "unit": pl_module.speed_unit,
+            "units_per_step": samples * pl_module.example(1).units,
+        }
+        write_json(Path(folder) / COSTS, costs)

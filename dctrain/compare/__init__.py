@@ -1,0 +1,5 @@
+"""Training several models with one recipe, over seeds, and telling what came out: `compare` of both trainers."""
+
+from .command import comparison
+
+__all__ = ["comparison"]

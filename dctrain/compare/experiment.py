@@ -1,0 +1,167 @@
+"""What is compared: a recipe, models, seeds, and by which metrics; from a YAML file or from the command line."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from ..errors import UserError, told_as
+
+SET_PER_RUN = (
+    *("config", "name", "resume", "seed_everything", "data.seed"),
+    *("trainer.default_root_dir", "trainer.logger"),
+)
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model and a seed."""
+
+    model: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Name it among the results."""
+        return f"{self.model} | seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is compared.
+
+    Attributes:
+        title: What the report is headed with.
+        config: A configuration of the trainer's `fit`, the recipe of all runs.
+        models: For each model, by the name that the report gives it, arguments of `fit` in which it differs.
+        seeds: Of weights and data; models share the order of the data of a seed.
+        arguments: More arguments of `fit`, for all runs.
+        baseline: The model that differences are to.
+        metrics: What counts: logged curves, and whether "min" or "max" of them is better.
+        paper: What the paper reports of the first metric, by model.
+        families: Models of several sizes that a scaling law is fitted to, by family, the baseline's first.
+    """
+
+    title: str
+    config: str
+    models: dict[str, tuple[str, ...]]
+    seeds: tuple[int, ...]
+    arguments: tuple[str, ...]
+    baseline: str
+    metrics: dict[str, str]
+    paper: dict[str, float]
+    families: dict[str, list[str]]
+
+    @property
+    def runs(self) -> list[Run]:
+        """List what is trained, seed by seed: what is done first can be compared."""
+        return [Run(model, seed) for seed in self.seeds for model in self.models]
+
+    @property
+    def recipe(self) -> dict:
+        """Tell what all runs have in common: results by another recipe cannot stand beside them."""
+        return {"config": yaml.safe_load(Path(self.config).read_text()), "arguments": list(self.arguments)}
+
+    def __post_init__(self) -> None:
+        """Check it.
+
+        Raises:
+            UserError: If something is missing, stands twice, or is set for each run.
+        """
+        if not Path(self.config).is_file():
+            raise UserError(f"--config={self.config} does not exist; accepted: a YAML file of `fit`.")
+        if not self.models or not all(name.strip() for name in self.models):
+            raise UserError("models holds none, or an empty name; accepted: names of models, with what they differ in.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"seeds={list(self.seeds)} must be at least one, none of them twice.")
+        if self.baseline not in self.models:
+            raise UserError(f"baseline={self.baseline!r} is none of the models: {', '.join(self.models)}.")
+        for name, arguments in self.models.items():
+            same = next(other for other, theirs in self.models.items() if sorted(theirs) == sorted(arguments))
+            if same != name:
+                raise UserError(f"models {same!r} and {name!r} are the same run twice.")
+        for metric, mode in self.metrics.items():
+            if mode not in MODES:
+                raise UserError(f"metrics: {metric}={mode!r}; accepted: {' or '.join(MODES)}.")
+        unknown = {*self.paper, *(name for names in self.families.values() for name in names)} - set(self.models)
+        if unknown:
+            raise UserError(f"{sorted(unknown)[0]!r}, of paper or families, is none of the models.")
+        _check_arguments([*self.arguments, *(argument for theirs in self.models.values() for argument in theirs)])
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    given = sorted({argument.split("=")[0].removeprefix("--") for argument in arguments} & set(SET_PER_RUN))
+    if given:
+        raise UserError(f"{given[0]} cannot be given: it is set for each run; likewise {', '.join(SET_PER_RUN)}.")
+
+
+def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = ()) -> Experiment:
+    """Read an experiment.
+
+    Args:
+        path: A YAML file whose fields are those of `Experiment`; `models` and `arguments` map names of arguments, such
+            as `model.lr`, to values.
+        metrics: What counts where the file does not say it.
+        extra: More arguments for all runs.
+
+    Raises:
+        UserError: If the file cannot be read, has an unknown field or lacks one, or is no experiment.
+    """
+    with told_as(f"--experiment={path} cannot be read"):
+        content = yaml.safe_load(Path(path).read_text())
+    if not isinstance(content, dict):
+        raise UserError(f"--experiment={path} is no mapping of fields.")
+    names = [field.name for field in fields(Experiment)]
+    unknown = sorted(set(content) - set(names))
+    if unknown:
+        raise UserError(f"{path} has the unknown field {unknown[0]!r}; accepted: {', '.join(names)}.")
+    for name, kind in (("config", str), ("models", dict), ("seeds", list)):
+        if not isinstance(content.get(name), kind):
+            raise UserError(f"{path} must have the field {name!r}, a {kind.__name__}; got {content.get(name)!r}.")
+    with told_as(path):
+        models = {str(name): _arguments(what) for name, what in content["models"].items()}
+        return Experiment(
+            title=content.get("title", Path(path).stem),
+            config=content["config"],
+            models=models,
+            seeds=tuple(content["seeds"]),
+            arguments=(*_arguments(content.get("arguments", {})), *extra),
+            baseline=content.get("baseline", next(iter(models), "")),
+            metrics=content.get("metrics", metrics),
+            paper=content.get("paper", {}),
+            families=content.get("families", {}),
+        )
+
+
+def _arguments(values: dict) -> tuple[str, ...]:
+    """Write arguments as `fit` takes them."""
+    if not isinstance(values, dict):
+        raise UserError(f"{values!r} is no mapping of arguments to values.")
+    return tuple(f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items())
+
+
+def experiment_of(
+    config: str, models: Sequence[str], seeds: Sequence[int], metrics: dict[str, str], extra: Sequence[str]
+) -> Experiment:
+    """Make an experiment of what the command line says: "NAME setting=value ..." are models and settings of `model`."""
+    models = [" ".join(model.split()) for model in models]
+    return Experiment(
+        title=Path(config).stem,
+        config=config,
+        models={model: _of_shorthand(model) for model in models},
+        seeds=tuple(seeds),
+        arguments=tuple(extra),
+        baseline=models[0] if models else "",
+        metrics=metrics,
+        paper={},
+        families={},
+    )
+
+
+def _of_shorthand(model: str) -> tuple[str, ...]:
+    name, *settings = re.split(r" (?=[\w.]+=)", model)
+    return f"--model.model={name}", *(f"--model.{setting}" for setting in settings)

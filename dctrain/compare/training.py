@@ -1,0 +1,127 @@
+"""Training one run of a comparison in a process of its own, and reading what it logged."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from hashlib import sha1
+from pathlib import Path
+from threading import Event
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ..callbacks.costs import COSTS
+from ..checkpoint import make_folder
+from ..environment import read_environments
+from .experiment import Experiment, Run
+
+GO_ON = "go on with --resume"  # what a run says that was told to stop
+TRAIN_LOSS = "train/loss"
+PER_SECOND = "_per_second"
+PATIENCE = 0.2  # seconds between looks at a process
+
+
+class Stopped(Exception):
+    """The runs were told to stop."""
+
+
+def slug_of(experiment: Experiment, run: Run) -> str:
+    """Name a run's folder, by the model's name and by what it is."""
+    what = sha1(" ".join([run.model, *sorted(experiment.models[run.model])]).encode()).hexdigest()
+    return re.sub(r"[^\w.=-]+", "_", run.model) + f"-{what[:6]}-seed{run.seed}"
+
+
+def log_of(root: Path, experiment: Experiment, run: Run) -> Path:
+    """Name the file that a run writes its output to."""
+    return root / f"{slug_of(experiment, run)}.log"
+
+
+def train(program: str, experiment: Experiment, run: Run, root: Path, environment: dict[str, str], stop: Event) -> dict:
+    """Train a run, or go on with it; return what it logged and cost, or its error.
+
+    Raises:
+        Stopped: If `stop` is set before the end.
+    """
+    slug = slug_of(experiment, run)
+    command = [sys.executable, "-m", program, "fit", "--config", experiment.config, f"--name={slug}"]
+    command += [f"--seed_everything={run.seed}", f"--data.seed={run.seed}", f"--trainer.default_root_dir={root}"]
+    command += ["--trainer.enable_progress_bar=false", *experiment.models[run.model], *experiment.arguments]
+    folder = _newest(root / slug)
+    if folder is not None:
+        command.append(f"--resume={folder}")
+    log = log_of(root, experiment, run)
+    make_folder(str(log.parent))
+    status = _run(command, log, environment, stop)
+    lines = log.read_text().strip().splitlines() or [""]
+    if status:
+        first = max((at for at, line in enumerate(lines) if line.startswith("error:")), default=len(lines) - 1)
+        return {"error": f"failed with status {status}: {' '.join(lines[first:])} (see {log})"}
+    if GO_ON in lines[-1]:
+        raise Stopped
+    folder = _newest(root / slug)
+    return {"error": f"trained nothing (see {log})"} if folder is None else _read(folder, experiment.metrics)
+
+
+def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event) -> int:
+    """Run a process and return its status; let it save a checkpoint if it must stop before its end.
+
+    It has a session of its own: an interrupt from the keyboard reaches it once, through us.
+    """
+    with open(log, "a") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    while process.poll() is None:
+        if stop.wait(PATIENCE):
+            process.terminate()
+            process.wait()
+            raise Stopped
+    return process.returncode
+
+
+def environments(jobs: int) -> list[dict[str, str]]:
+    """Share what there is between runs at the same time: a GPU each, or a part of the CPU's threads."""
+    if jobs == 1:
+        return [{}]
+    count = torch.cuda.device_count()
+    if count == 0:
+        return [{"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs))}] * jobs
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return [{"CUDA_VISIBLE_DEVICES": visible[job % count]} for job in range(jobs)]
+
+
+def _newest(experiment: Path) -> Path | None:
+    """Find the newest version of a run that has a checkpoint; one that was killed before its first has none."""
+    versions = {path.parent.parent for path in experiment.glob("version_*/checkpoints/last-*.ckpt")}
+    return max(versions, key=lambda path: int(path.name.removeprefix("version_")), default=None)
+
+
+def _read(folder: Path, metrics: Sequence[str]) -> dict:
+    """Read where a run ran, its curves, as (step, value), its speed, parameters and FLOPs."""
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = log.Tags()["scalars"]
+    missing = [metric for metric in metrics if metric not in tags]
+    if missing:
+        logged = ", ".join(tag for tag in tags if tag.startswith("val/")) or "no validation"
+        return {"error": f"{missing[0]} was not logged, but {logged} (see {folder})"}
+    curves = {tag: _curve(log, tag) for tag in tags if tag == TRAIN_LOSS or tag.startswith("val/")}
+    speeds = [event.value for tag in tags if tag.endswith(PER_SECOND) for event in log.Scalars(tag)]
+    return {
+        "environment": read_environments(folder / "environment.json"),
+        "curves": curves,
+        "units_per_second": statistics.median(speeds) if speeds else None,
+        **json.loads((folder / COSTS).read_text()),
+    }
+
+
+def _curve(log: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    """Read a curve; of steps that were taken again after a kill, the last time counts."""
+    return sorted({event.step: event.value for event in log.Scalars(tag)}.items())

@@ -1,0 +1,267 @@
+"""Comparing models: finished runs are kept, failing ones leave the others alone, and the report says what ran."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from scipy import stats
+from torchvision.io import decode_image
+
+from dctrain.compare.experiment import experiment_of, read_experiment
+from dctrain.compare.report import write_report
+from dctrain.compare.results import Results
+from dctrain.compare.statistics import paired_difference
+from dctrain.compare.training import environments
+from dctrain.errors import UserError
+from tests.dctrain.commands import ROOT
+from tests.dcvision.commands import run
+
+CONFIG = "configs/vision/digits.yaml"
+METRICS = {"val/top1": "max", "val/loss": "min"}
+SHORT = [
+    *("--trainer.max_epochs=2", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+    *("--trainer.accelerator=cpu", "--model.warmup_steps=1", "--trainer.log_every_n_steps=1"),
+]
+MODELS = ["dcvit_digits_patch2_8 model_kwargs.depth=1", "dcvit_nothing"]
+
+
+def compare(*args: str) -> None:
+    run("compare", *args)
+
+
+def refused(capsys, *args: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        compare(*args)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
+    args = ["--config", CONFIG, "--out", str(tmp_path), "--models", *MODELS]
+    with pytest.raises(SystemExit):
+        compare(*args, "--", *SHORT)
+    captured = capsys.readouterr()
+    assert "not all runs have finished; the same command tries them again" in captured.err
+    assert "dcvit_nothing | seed 0: failed with status 2: error: model 'dcvit_nothing' is unknown" in captured.out
+    assert "| dcvit_digits_patch2_8 model_kwargs.depth=1 |     1 |" in captured.out
+    assert "Not finished: dcvit_nothing | seed 0" in captured.out
+    key = f"{MODELS[0]} | seed 0"
+    first = json.loads((tmp_path / "results.json").read_text())["runs"][key]
+    assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["forward_flops"] > 1e5
+    assert first["environment"][-1]["torch"] == torch.__version__ and first["unit"] == "images"
+    compare(*args[:-1], "--", *SHORT)
+    assert f"{key}: finished before, val/top1" in capsys.readouterr().out
+    (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
+    compare(*args[:-1], "--", *SHORT)
+    again = json.loads((tmp_path / "results.json").read_text())["runs"][key]
+    assert again["curves"] == first["curves"]
+    for path in (tmp_path / "table.md", tmp_path / "curves.png"):
+        path.unlink()
+    compare(*args[:-1], "--report", "--", *SHORT)
+    assert (tmp_path / "table.md").is_file() and (tmp_path / "curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+)
+def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
+    """Two runs at a time: both go on from where they were, and come to what they come to undisturbed."""
+    steps = [
+        "--trainer.max_epochs=8",
+        "--trainer.limit_train_batches=4",
+        "--model.warmup_steps=2",
+        "--trainer.limit_val_batches=1",
+        "--trainer.accelerator=cpu",
+    ]
+    steps += ["--trainer.log_every_n_steps=1", "--checkpoint_every_n_steps=1"]
+    command = [sys.executable, "-m", "dcvision", "compare", "--config", CONFIG, "--models", MODELS[0]]
+    command += ["--seeds", "0", "1", "--jobs", "2", "--out"]
+    options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, str(tmp_path / "part"), "--", *steps], **options, stderr=subprocess.STDOUT)
+    while len(list(tmp_path.glob("part/runs/*/version_0/checkpoints/last-*.ckpt"))) < 2:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[0]
+    if number == signal.SIGTERM:
+        assert process.returncode == 2 and "stopped; the same command goes on" in said
+    else:  # its children go on by themselves, and hold their folders
+        kill_children(tmp_path / "part")
+    for folder in ("part", "whole"):
+        done = subprocess.run([*command, str(tmp_path / folder), "--", *steps], **options, timeout=120)
+        assert done.returncode == 0, done.stdout
+    part, whole = (json.loads((tmp_path / folder / "results.json").read_text())["runs"] for folder in ("part", "whole"))
+    for key, result in whole.items():
+        assert part[key]["curves"] == result["curves"], key
+    assert len(list(tmp_path.glob("part/runs/*/version_*"))) == 2
+
+
+def kill_children(root: Path) -> None:
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(root) in status.read_text() and int(status.parent.name) != os.getpid():
+                os.kill(int(status.parent.name), signal.SIGKILL)
+        except (OSError, UnicodeDecodeError):
+            continue
+
+
+@pytest.mark.slow
+def test_runs_without_a_result_say_why(tmp_path, capsys):
+    args = ["--config", CONFIG, "--models", MODELS[0], "--out"]
+    refused(capsys, *args, str(tmp_path / "dev"), "--", *SHORT, "--trainer.fast_dev_run=true")
+    assert "trained nothing (see" in (tmp_path / "dev/results.json").read_text()
+    short = dict(argument.removeprefix("--").split("=") for argument in SHORT)
+    experiment = write(tmp_path, metrics={"val/top2": "max"}, arguments=short)
+    refused(capsys, "--experiment", experiment, "--out", str(tmp_path / "metric"))
+    assert "val/top2 was not logged, but val/" in (tmp_path / "metric/results.json").read_text()
+
+
+def write(folder: Path, **fields) -> str:
+    content = {"config": CONFIG, "seeds": [0], "models": {"a": {"model.model": MODELS[0].split()[0]}}} | fields
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in content.items() if value is not None}))
+    return str(path)
+
+
+A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"colour": 1}, "has the unknown field 'colour'; accepted: title, config, models"),
+        ({"models": None}, "must have the field 'models', a dict; got None"),
+        ({"models": {}}, "models holds none, or an empty name"),
+        ({"models": {"x": A, "y": B, "z": dict(reversed(B.items()))}}, "models 'y' and 'z' are the same run twice"),
+        ({"models": {"x": "a"}}, "'a' is no mapping of arguments to values"),
+        ({"models": {"x": {"data.seed": 1}}}, "data.seed cannot be given: it is set for each run"),
+        ({"arguments": {"name": "x"}}, "name cannot be given"),
+        ({"seeds": [1, 1]}, "seeds=[1, 1] must be at least one, none of them twice"),
+        ({"seeds": []}, "seeds=[] must be at least one"),
+        ({"baseline": "b"}, "baseline='b' is none of the models: a"),
+        ({"metrics": {"val/loss": "least"}}, "metrics: val/loss='least'; accepted: min or max"),
+        ({"paper": {"b": 1.0}}, "'b', of paper or families, is none of the models"),
+        ({"families": {"plain": ["b"]}}, "'b', of paper or families, is none of the models"),
+        ({"config": "nowhere.yaml"}, "--config=nowhere.yaml does not exist"),
+    ],
+)
+def test_experiments_that_are_none(tmp_path, fields, said):
+    with pytest.raises(UserError) as error:
+        read_experiment(write(tmp_path, **fields), METRICS)
+    assert said in str(error.value)
+
+
+def test_an_experiment_of_a_file(tmp_path):
+    kwargs = {"model.model_kwargs": {"depth": 1}, "model.swap": True, "model.model": "a", "model.lr": 1e-3}
+    experiment = read_experiment(write(tmp_path, models={"x": kwargs, "y": A}, seeds=[3, 4]), METRICS, ["--data.x=1"])
+    expected = ('--model.model_kwargs={"depth": 1}', "--model.swap=true", "--model.model=a", "--model.lr=0.001")
+    assert sorted(experiment.models["x"]) == sorted(expected)
+    assert [run.key for run in experiment.runs] == ["x | seed 3", "y | seed 3", "x | seed 4", "y | seed 4"]
+    assert experiment.baseline == "x" and experiment.metrics == METRICS and experiment.arguments == ("--data.x=1",)
+
+
+def test_bad_arguments(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "new")]
+    assert "--experiment or --config must name" in refused(capsys, *out)
+    experiment = write(tmp_path)
+    assert "config and models cannot be given" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
+    assert "jobs=0 must be at least 1" in refused(capsys, "--experiment", experiment, "--jobs", "0")
+    assert "nowhere.yaml cannot be read" in refused(capsys, "--experiment", "nowhere.yaml", *out)
+    assert "holds no finished run" in refused(capsys, "--experiment", experiment, "--report", *out)
+    recipe = ["--config", CONFIG, "--models", "a", *out]
+    assert "trainer.logger cannot be given" in refused(capsys, *recipe, "--", "--trainer.logger=x")
+    assert "the folder /proc/nowhere" in refused(capsys, "--experiment", experiment, "--out", "/proc/nowhere")
+
+
+def test_results_by_another_recipe_are_kept_and_refused(tmp_path, capsys):
+    experiment = write(tmp_path)
+    results = Results(tmp_path, read_experiment(experiment, METRICS))
+    results.add(results.experiment.runs[0], make_result([0.5]))
+    before = (tmp_path / "results.json").read_text()
+    other = write(tmp_path, arguments={"trainer.max_epochs": 1})
+    out = ["--out", str(tmp_path)]
+    assert "by another recipe" in refused(capsys, "--experiment", other, *out)
+    other = write(tmp_path, models={"a": B})
+    assert "has a | seed 0 with other arguments: --model.model=" in refused(capsys, "--experiment", other, *out)
+    assert (tmp_path / "results.json").read_text() == before
+    (tmp_path / "results.json").write_text("{")
+    assert "results.json cannot be read" in refused(capsys, "--experiment", experiment, "--out", str(tmp_path))
+
+
+def test_shares_of_a_machine():
+    threads = torch.get_num_threads()
+    if torch.cuda.device_count() == 0:
+        assert environments(2) == [{"OMP_NUM_THREADS": str(max(1, threads // 2))}] * 2
+    assert environments(1) == [{}]
+
+
+def test_paired_differences():
+    first, second = {0: 1.0, 1: 2.5, 2: 2.0, 7: 9.0}, {0: 1.5, 1: 2.0, 2: 4.0, 3: 0.0}
+    difference = paired_difference(first, second)
+    interval = stats.ttest_rel([1.0, 2.5, 2.0], [1.5, 2.0, 4.0]).confidence_interval(0.95)
+    assert difference[:3] == pytest.approx((-2 / 3, interval.low, interval.high)) and difference.pairs == 3
+    # of so large an effect the test of so many pairs finds four fifths
+    sd = stats.tstd([-0.5, 0.5, -2.0])
+    generator = torch.Generator().manual_seed(0)
+    draws = difference.detectable + sd * torch.randn(20000, 3, generator=generator, dtype=torch.float64)
+    reach = stats.t.ppf(0.975, 2) * draws.std(1) / 3**0.5
+    assert ((draws.mean(1) - reach) > 0).double().mean() == pytest.approx(0.8, abs=0.12)
+    assert paired_difference({0: 1.0}, {0: 3.0}) == (-2.0, None, None, None, 1)
+    assert paired_difference({0: 1.0}, {1: 3.0}) is None
+
+
+def make_result(top1: list[float]) -> dict:
+    curve = [(10 * number, value) for number, value in enumerate(top1)]
+    curves = {"val/top1": curve, "val/loss": [(step, 1 - value) for step, value in curve]}
+    where = [{"device": "a CPU", "torch": "2", "commit": "abc"}]
+    costs = {"units_per_second": 5.0, "parameters": 7, "forward_flops": 2e9, "unit": "images"}
+    return {"curves": curves, "environment": where, **costs}
+
+
+def test_the_report(tmp_path):
+    made = {"a": [[0.1, 0.6, 0.5], [0.2, 0.5, 0.7]], "b": [[0.3, 0.3, 0.4], [0.3, 0.4, 0.5]]}
+    made["one validation"] = [[0.35]]
+    models = {name: {"model.model": name} for name in made}
+    experiment = read_experiment(write(tmp_path, models=models, seeds=[0, 1], title="T", paper={"b": 4.5}), METRICS)
+    results = Results(tmp_path, experiment)
+    for model, curves in made.items():
+        for seed, top1 in enumerate(curves):
+            run = next(run for run in experiment.runs if (run.model, run.seed) == (model, seed))
+            results.add(run, make_result(top1))
+    results = Results(tmp_path, experiment)  # as another process reads them
+    table = write_report(experiment, results, tmp_path)
+    interval = "-15.00 [-78.53, +48.53]"
+    lines = [" ".join(line.split()) for line in table.splitlines()]
+    first, second, third = (next(line for line in lines if line.startswith(f"| {model} |")) for model in made)
+    assert first.startswith("| a | 2 | 7 | 2000.00 | 5 | 60.00 (14.14) | 65.00 | - | - |")
+    assert f"| 45.00 (7.07) | 45.00 | {interval} |" in second and second.endswith("| 4.50 |")
+    assert third.startswith("| one validation | 1 |") and "| -15.00 | - |" in third
+    assert "Not finished: one validation | seed 1" in table and "Ran on: a CPU, torch 2, commit abc" in table
+    with open(tmp_path / "table.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[0]["val/top1 sd"]) == pytest.approx(100 * 0.2 / 2**0.5) and rows[2]["val/top1 low"] == ""
+    assert float(rows[1]["val/loss difference"]) == pytest.approx(0.15)
+    with open(tmp_path / "curves.csv") as file:
+        assert len(list(csv.DictReader(file))) == (4 * 3 + 1) * 2
+    picture = decode_image(str(tmp_path / "curves.png"))[:3].float()
+    height = picture.shape[1]
+    for color in ([31, 119, 180], [255, 127, 14], [44, 160, 44]):  # beside the legend's, below
+        drawn = (picture - torch.tensor(color)[:, None, None]).abs().sum(0) < 10
+        for rows in (slice(0, height * 2 // 5), slice(height * 2 // 5, height * 4 // 5)):
+            assert drawn[rows].sum() > 15, color
+
+
+def test_the_command_line_names_models_with_settings():
+    experiment = experiment_of(CONFIG, ["x  model_kwargs={depth: 1, num_heads: 5} lr=0.1", "y"], [0], METRICS, ())
+    expected = ("--model.model=x", "--model.model_kwargs={depth: 1, num_heads: 5}", "--model.lr=0.1")
+    assert experiment.models["x model_kwargs={depth: 1, num_heads: 5} lr=0.1"] == expected
