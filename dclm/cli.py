@@ -5,9 +5,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from dctrain.checkpoint import make_folder
 from dctrain.cli import TrainerCLI, run_program
 from dctrain.compare import comparison
-from dctrain.errors import told_as
+from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 
 from .data import TokenDataModule
@@ -19,6 +20,7 @@ from .hub import save_pretrained
 from .language_model import LanguageModel
 from .load import load_model
 from .sampling import Sampling
+from .suite import TASKS, make_suite, write_texts
 from .text import continue_text
 
 
@@ -95,6 +97,21 @@ def _write_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> None:
     write_json(path, json.loads(path.read_text()) | ids)
 
 
+def suite(out: str, seed: int = 0) -> None:
+    """Write the synthetic suite: 74 tasks of an attention pattern and a transformation, 12 texts each.
+
+    Args:
+        out: File (JSONL) to write, for `dclm evaluate --suites`.
+        seed: Seed of names and words.
+    """
+    path = Path(out)
+    if path.exists():
+        raise UserError(f"{out} exists already; nothing was overwritten.")
+    make_folder(str(path.parent))
+    write_texts(path, texts := make_suite(seed))
+    print(f"{out}: {len(texts)} texts of {len(TASKS)} tasks")
+
+
 class LanguageCLI(TrainerCLI):
     """The trainers' command line for language models."""
 
@@ -105,6 +122,7 @@ class LanguageCLI(TrainerCLI):
         "export": export,
         "tokens": make_tokens,
         "verify": verify,
+        "suite": suite,
         "evaluate": evaluate,
         "compare": comparison("dclm", {"val/loss": "min"}),
     }

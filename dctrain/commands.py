@@ -3,6 +3,7 @@
 import argparse
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NoReturn, get_args, get_origin
 
 from docstring_parser import parse
@@ -96,7 +97,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
 def _completed(args: list[str], switches: set[str]) -> list[str]:
     """Add the "true" that a switch alone means."""
     completed = []
-    for arg, after in zip(args, [*args[1:], ""], strict=True):
+    for arg, after in zip_longest(args, args[1:], fillvalue=""):
         completed += [arg, "true"] if arg in switches and after.lower() not in SAID else [arg]
     return completed
 

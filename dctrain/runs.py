@@ -10,9 +10,11 @@ from pathlib import Path
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from .callbacks.costs import COSTS
 from .files import held
 
 LOCK = ".lock"
+OF_THE_START = (LOCK, COSTS, "config.yaml", "environment.json", "hparams.yaml")  # files that every run begins with
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def new_run(experiment: Path, has_trained: Callable[[], bool] = lambda: False) -
 
 def _is_of_the_start(path: Path) -> bool:
     """Tell whether a file is one that every run has before it does anything."""
-    return path.name in (LOCK, "config.yaml", "environment.json", "hparams.yaml") or path.name.startswith("events.")
+    return path.name in OF_THE_START or path.name.startswith("events.")
 
 
 def _claim(experiment: Path) -> Path:

@@ -24,12 +24,15 @@ from ..decoder import Decoder
 from ..load import load_model
 from .measures import PILE_KEY, SpanFile, TextSet
 from .scorer import Scorer
+from .suite_pictures import draw_suites
+from .suites import SuiteFile
 
 
 def evaluate(
     checkpoint: Sequence[str] = (),
     texts: Sequence[str] = (),
     spans: Sequence[str] = (),
+    suites: Sequence[str] = (),
     tasks: Sequence[str] = (),
     num_fewshot: Sequence[int] = (),
     compare: Sequence[str] = (),
@@ -47,7 +50,7 @@ def evaluate(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Measure models: perplexity of texts and of target spans, and tasks of the lm-evaluation-harness.
+    """Measure models: perplexity of texts and of target spans, synthetic tasks, tasks of the lm-evaluation-harness.
 
     Results are kept as they come; the same command goes on where it was interrupted. Several processes share the work:
     torchrun --nproc_per_node N -m dclm evaluate ...
@@ -56,6 +59,7 @@ def evaluate(
         checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models.
         texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, parquet, ...
         spans: Files of records (JSONL or parquet) with a prompt and a target, which is scored.
+        suites: Files (JSONL) of synthetic tasks with answers in brackets, which `dclm suite` writes.
         tasks: Names of tasks, groups or tags of the lm-evaluation-harness.
         num_fewshot: Examples before each question; several numbers ask each task with each. By default each task's own.
         compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
@@ -74,7 +78,7 @@ def evaluate(
         device: Where to run, such as cuda.
         dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
     """
-    check_asked(checkpoint, [*texts, *spans, *tasks], compare, "texts, spans or tasks")
+    check_asked(checkpoint, [*texts, *spans, *suites, *tasks], compare, "texts, spans, suites or tasks")
     check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length, stride=stride)
     if any(shots < 0 for shots in num_fewshot):
         raise UserError(f"num_fewshot={list(num_fewshot)} must not be negative.")
@@ -82,10 +86,11 @@ def evaluate(
     measures = [
         *(TextSet(name, path, text_key, subset_key, stride, limit) for name, path in _named(texts)),
         *(SpanFile(name, path, prompt_key, target_key, limit) for name, path in _named(spans)),
+        *(SuiteFile(name, path, limit) for name, path in _named(suites)),
         *_tasks(tasks, num_fewshot, limit, task_folder),
     ]
     measure = partial(_evaluate, batch_size=batch_size, context_length=context_length, **how)
-    measure_models(checkpoint, measures, compare, out, measure)
+    measure_models(checkpoint, measures, compare, out, measure, draw_suites)
 
 
 def _named(paths: Sequence[str]) -> list[tuple[str, str]]:

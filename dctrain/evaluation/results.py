@@ -32,6 +32,7 @@ class Measure(NamedTuple):
         higher_is_better: Whether it is.
         count: Tokens, bytes, questions or images that it is of.
         unit: What is counted.
+        is_detail: Whether it stays out of the printed table.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Measure(NamedTuple):
     higher_is_better: bool
     count: int
     unit: str
+    is_detail: bool = False
 
 
 class Results:

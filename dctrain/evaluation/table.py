@@ -31,7 +31,8 @@ def evaluation_table(models: Sequence[Results]) -> str:
         column |= means
     others: set[str] = set()
     rows = []
-    for key in dict.fromkeys(key for column in columns for key in column):
+    keys = (key for column in columns for key, number in column.items() if not number.measure.is_detail)
+    for key in dict.fromkeys(keys):
         first = columns[0].get(key)
         cells = [_cell(column.get(key), first, others, is_first=not i) for i, column in enumerate(columns)]
         name, metric = key

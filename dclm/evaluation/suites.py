@@ -1,0 +1,113 @@
+"""The synthetic suite (section 4.3): perplexity and accuracy at the answers (table 5), by shots (figure 6), by task."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from dctrain.evaluation.results import QUESTIONS, Measure
+from dctrain.prepared import file_digest
+
+from ..likelihood import encode_pairs
+from ..suite import TaskText, read_texts
+from .measures import perplexity_of
+from .scorer import Score, Scorer
+
+
+class Answer(NamedTuple):
+    """An answer that was scored.
+
+    Attributes:
+        task_id: Of its text.
+        shots: Examples before.
+        score: What the model makes of it.
+        num_tokens: Of the answer.
+    """
+
+    task_id: str
+    shots: int
+    score: Score
+    num_tokens: int
+
+
+class SuiteFile(NamedTuple):
+    """Texts of tasks with answers in brackets.
+
+    Brackets are left out, and each answer is scored after all that is before it. Accuracy counts answers of which every
+    token is the likeliest; perplexity is per token of the answers.
+
+    Attributes:
+        name: In the table.
+        path: JSONL of `task_id` and `texts`, as the authors' or as `dclm suite` writes it.
+        limit: Only this many texts.
+    """
+
+    name: str
+    path: str
+    limit: int | None
+
+    @property
+    def title(self) -> str:
+        """Name the measure, uniquely."""
+        return f"suite {self.path}"
+
+    def settings(self, scorer: Scorer) -> dict:
+        """Tell what the numbers depend on beside the model."""
+        digest = file_digest(Path(self.path))
+        return {"limit": self.limit, "sha256": digest, "context_length": scorer.context_length}
+
+    def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
+        """Score all answers; the note tells of texts that lost their beginning.
+
+        Raises:
+            UserError: If the file is no suite.
+        """
+        texts = read_texts(Path(self.path))[: self.limit]
+        before = scorer.num_cut
+        answers = _score(scorer, texts, self.name)
+        measures = _measures(self.name, answers)
+        for name, key, is_detail in (("{} shots", _shots, False), ("{}", _cell, True), ("task {}", _task, True)):
+            groups: dict[object, list[Answer]] = defaultdict(list)
+            for answer in answers:
+                groups[key(answer)].append(answer)
+            for group in sorted(group for group in groups if group is not None):
+                measures += _measures(f"{self.name}: {name.format(group)}", groups[group], is_detail)
+        return measures, scorer.tell_cut(before)
+
+
+def _shots(answer: Answer) -> int:
+    return answer.shots
+
+
+def _task(answer: Answer) -> str:
+    return answer.task_id
+
+
+def _cell(answer: Answer) -> str | None:
+    """Tell pattern and transformation, where a task's name says them."""
+    pattern, slash, rest = answer.task_id.partition("/")
+    return f"{pattern} x {rest.partition('/')[0]}" if slash else None
+
+
+def _score(scorer: Scorer, texts: Iterable[TaskText], described: str) -> list[Answer]:
+    asked = [(text.task_id, shots, before, answer) for text in texts for before, answer, shots in text.answers()]
+    pairs = encode_pairs(scorer.tokenizer, [(before, answer) for *_, before, answer in asked])
+    scores = scorer.score(pairs, described)
+    return [
+        Answer(task_id, shots, score, len(target))
+        for (task_id, shots, *_), score, (_, target) in zip(asked, scores, pairs, strict=True)
+    ]
+
+
+def _measures(name: str, answers: list[Answer], is_detail: bool = False) -> list[Measure]:
+    """Tell accuracy, with its standard error, and perplexity."""
+    count = len(answers)
+    accuracy = sum(answer.score.is_greedy for answer in answers) / count
+    error = math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None
+    num_tokens = sum(answer.num_tokens for answer in answers)
+    perplexity = perplexity_of(-math.fsum(answer.score.log_likelihood for answer in answers), num_tokens)
+    return [
+        Measure(name, "exact_match", accuracy, error, True, count, QUESTIONS, is_detail),
+        Measure(name, "perplexity", perplexity, None, False, num_tokens, "tokens", is_detail),
+    ]

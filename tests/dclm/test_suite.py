@@ -1,0 +1,112 @@
+"""The synthetic suite: what examples ask has one answer, files come back as they were, the authors' form is read."""
+
+import json
+import re
+from random import Random
+
+import pytest
+
+from dclm.cli import main
+from dclm.suite import TASKS, TaskText, make_suite, make_text, read_texts, write_texts
+from dclm.suite.tasks import DOMAINS, Task
+from dctrain.errors import UserError
+
+HAS = re.compile(r"(\w+) has the (\w+)\.")
+LIST = re.compile(r"There are (\w+), (\w+), (\w+)\.")
+
+
+def examples(task: Task, count: int = 50):
+    return [task.example(Random(f"{task.id} {number}")) for number in range(count)]
+
+
+def test_there_are_74_tasks_of_888_texts():
+    texts = make_suite()
+    assert len(TASKS) == len({task.id for task in TASKS}) == 74 and len(texts) == len(set(texts)) == 888
+    assert {text.task_id for text in texts} == {task.id for task in TASKS}
+    assert all([shots for *_, shots in text.answers()] == [2, 3, 4, 5, 6, 7] for text in texts)
+    assert make_suite(1) != texts == make_suite(0)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
+def test_answers_follow_from_the_right_word_alone(task):
+    """The word is found again in the text by the pattern's own rule; no other word of the example gives the answer."""
+    made = DOMAINS[task.domain].transformations[task.transformation]
+    for question, answer in examples(task):
+        listed = LIST.search(question)
+        if task.pattern == "different-in-set":
+            (source,) = (word for word in listed.groups() if listed.groups().count(word) == 1)
+        elif task.pattern == "the-other-class":
+            name = re.search(r"nothing to do with (\w+)\?", question)[1]
+            (source,) = (word for word in listed.groups() if DOMAINS[task.domain].classes[word] != name)
+        elif task.pattern == "same-thing":
+            source = re.search(r"Who owns the (\w+)\?", question)[1]
+            assert question.count(source) == 2 and question.count(answer) == 1
+            assert re.search(rf"{answer} has the {source}\.|The {source} belongs to {answer}\.", question)
+            continue
+        else:
+            said, asked = question.split(" >. ")
+            person = asked.split()[0]
+            sentences = said.removeprefix("< ").rstrip(".").split(". ")
+            wanted = task.pattern == "same-person"
+            (sentence,) = (one for one in sentences if (person in one.split()) == wanted)
+            (source,) = (word for word in sentence.split() if word in made)
+            others = {made[word] for one in sentences if one != sentence for word in one.split() if word in made}
+            assert answer not in others
+        assert made[source] == answer
+
+
+def test_words_are_one_word_and_mean_one_thing():
+    for domain in DOMAINS.values():
+        for transformation, made in domain.transformations.items():
+            assert all(re.fullmatch(r"\w+", word) for pair in made.items() for word in pair), transformation
+            assert transformation in domain.endings
+    assert DOMAINS["year"].transformations["previous"]["2011"] == "2010"
+    assert DOMAINS["month"].transformations["next"]["December"] == "January"
+
+
+def test_a_text_in_the_authors_form():
+    """As in their file: two examples shown, then answers in brackets; what is scored begins with its space."""
+    text = "\n< A has tea. >. A has a kind of drink\n< B has a bus. >. B has a kind of vehicle\n"
+    text += (
+        "< C has jeans. >. C has a kind of [ clothing ]\n< D has a harp. >. D has a kind of [ musical instrument ]\n"
+    )
+    (first, answer, shots), (second, other, more) = TaskText("task0", text).answers()
+    assert (answer, shots, other, more) == (" clothing", 2, " musical instrument", 3)
+    assert first == text[: text.index(" [ clothing")] and first.endswith("C has a kind of")
+    assert second.endswith("C has a kind of clothing\n< D has a harp. >. D has a kind of")
+
+
+def test_files_come_back(tmp_path):
+    texts = [make_text(task, Random(3)) for task in TASKS[::9]]
+    write_texts(tmp_path / "suite.jsonl", texts)
+    assert read_texts(tmp_path / "suite.jsonl") == texts
+    record = json.loads((tmp_path / "suite.jsonl").read_text().splitlines()[0])
+    assert sorted(record) == ["task_id", "texts"] and record["texts"].startswith("\n< ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no text of a task"),
+        ("{", "suite.jsonl:1 is no JSON"),
+        ("[1]", "suite.jsonl:1 is no text of a task"),
+        ('{"task_id": "a"}', "it needs strings 'task_id' and 'texts'"),
+        ('{"task_id": "a", "texts": "no answer"}', "suite.jsonl:1 has no answer in brackets"),
+    ],
+)
+def test_files_that_are_no_suite(tmp_path, content, said):
+    (tmp_path / "suite.jsonl").write_text(content)
+    with pytest.raises(UserError) as error:
+        read_texts(tmp_path / "suite.jsonl")
+    assert said in str(error.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_texts(tmp_path / "nowhere.jsonl")
+
+
+def test_the_command_overwrites_nothing(tmp_path, capsys):
+    out = str(tmp_path / "folder" / "suite.jsonl")
+    main(["suite", "--out", out])
+    assert "888 texts of 74 tasks" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["suite", "--out", out])
+    assert "exists already" in capsys.readouterr().err
