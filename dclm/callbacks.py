@@ -6,11 +6,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from dctrain.errors import UserError
+from dctrain.order import SampleRef
 from dctrain.strategy import FSDP2Strategy
 
 from .bigram import ByteBigram
 from .data import TokenDataModule
+from .data.samples import collate
 from .generate import generate
+from .loss import IGNORED
+from .suite.stream import TaskStream
 
 BASELINE_TOKENS = 2**23
 
@@ -37,6 +41,44 @@ class BigramBaseline(Callback):
         ours = trainer.callback_metrics.get("val/bits_per_byte")
         if trainer.is_global_zero and ours is not None:
             print(f"bits per byte: {float(ours):.3f}, byte-bigram baseline {self.bits:.3f}")
+
+
+class TaskAccuracy(Callback):
+    """Logs at every validation how many answers of synthetic tasks (`data.tokens: tasks`) are the likeliest token.
+
+    `val/accuracy` is of combinations of pattern and transformation that training shows, `val/unseen_accuracy` of the
+    others.
+
+    Args:
+        texts: Of each kind; their number, and which they are, are the same at every validation.
+
+    Raises:
+        UserError: If there are none.
+    """
+
+    def __init__(self, texts: int = 256) -> None:
+        if texts < 1:
+            raise UserError(f"TaskAccuracy's {texts=} must be at least 1.")
+        self.texts = texts
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ask and log; every rank asks the same."""
+        stream = trainer.datamodule.corpus
+        if not isinstance(stream, TaskStream):
+            raise UserError("TaskAccuracy is for data.tokens=tasks.")
+        for split, name in (("val", "accuracy"), ("unseen", "unseen_accuracy")):
+            texts = stream.texts(split, trainer.datamodule.context_length)
+            right = count = 0
+            for start in range(0, self.texts, trainer.datamodule.batch_size):
+                numbers = range(start, min(start + trainer.datamodule.batch_size, self.texts))
+                batch = collate([texts[SampleRef(number, 0)] for number in numbers])
+                asked = batch.targets != IGNORED
+                hidden = pl_module.model.hidden_states(batch.input_ids.to(pl_module.device))
+                logits = pl_module.model.output(hidden[asked.to(hidden.device)])
+                right += int((logits.argmax(-1).cpu() == batch.targets[asked]).sum())
+                count += int(asked.sum())
+            pl_module.log(f"val/{name}", right / count, prog_bar=True, sync_dist=True)
 
 
 class TextSample(Callback):

@@ -152,6 +152,8 @@ class LanguageModel(TrainingModule):
         loss = self.val_loss.compute()
         self.val_loss.reset()
         metrics = {"loss": loss, "perplexity": loss.exp()}
-        if self.trainer.datamodule is not None:  # other loaders do not know their bytes
-            metrics["bits_per_byte"] = loss / math.log(2) / self.trainer.datamodule.bytes_per_token
+        data = self.trainer.datamodule
+        bytes_per_token = None if data is None else data.bytes_per_token  # other loaders do not know their bytes
+        if bytes_per_token is not None:
+            metrics["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)

@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader
 from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError
 
+from ..suite.stream import NAME as TASKS
+from ..suite.stream import TaskStream, TaskTexts
 from .idxmap import PREFIX, IndexedCorpus
 from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
@@ -16,12 +18,14 @@ from .tokenizers import BYTES, ByteTokenizer, open_tokenizer
 STDLIB = "stdlib"
 
 
-def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus:
+def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | TaskStream:
     """Open what `tokens` and `tokenizer` of `TokenDataModule` name.
 
     Raises:
         UserError: If it cannot be opened.
     """
+    if tokens == TASKS:
+        return TaskStream()
     if not tokens.startswith(PREFIX):
         return Corpus(stdlib_corpus() if tokens == STDLIB else tokens)
     if tokenizer is None:
@@ -60,8 +64,9 @@ class TokenDataModule(ResumableDataModule):
     Resume: training goes on at the very next sample, also on another number of ranks or another batch size.
 
     Args:
-        tokens: Folder that `dclm tokens` made; "stdlib": the Python sources of the standard library; or
-            "idxmap:PREFIX": tokens in Megatron's indexed format, all for training.
+        tokens: Folder that `dclm tokens` made; "stdlib": the Python sources of the standard library;
+            "idxmap:PREFIX": tokens in Megatron's indexed format, all for training; or "tasks": the synthetic tasks of
+            `dclm.suite`, drawn without end, of which the answers alone count.
         validation: Where validation tokens come from, likewise: a folder's split "val", or all of an "idxmap:PREFIX".
             None for those of `tokens`, if it is a folder.
         tokenizer: That made an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders say it themselves.
@@ -100,10 +105,12 @@ class TokenDataModule(ResumableDataModule):
         self.vocab_size = embedding_rows(tokens, tokenizer, vocab_size, vocab_multiple)
         self.val_tokens, self.separate_documents = val_tokens, separate_documents
         self.validation, self.tokenizer = validation, tokenizer
-        self.corpus: Corpus | IndexedCorpus | None = None
-        self.val_corpus: Corpus | IndexedCorpus | None = None
-        self.train_samples: TokenSamples | None = None
-        self.val_samples: TokenSamples | None = None
+        self.corpus: Corpus | IndexedCorpus | TaskStream | None = None
+        self.val_corpus: Corpus | IndexedCorpus | TaskStream | None = None
+        self.train_samples: TokenSamples | TaskTexts | None = None
+        self.val_samples: TokenSamples | TaskTexts | None = None
+        if tokens == TASKS and (val_tokens is None or validation is not None):
+            raise UserError(f"data.tokens={TASKS} takes a finite data.val_tokens, and no data.validation.")
 
     def prepare_data(self) -> None:
         """Make the built-in corpus, once per machine."""
@@ -136,7 +143,9 @@ class TokenDataModule(ResumableDataModule):
                 f"data.validation={self.validation} is of another tokenizer than data.tokens={self.tokens}."
             )
 
-    def _open(self, corpus: Corpus | IndexedCorpus, split: str) -> TokenSamples:
+    def _open(self, corpus: Corpus | IndexedCorpus | TaskStream, split: str) -> TokenSamples | TaskTexts:
+        if isinstance(corpus, TaskStream):
+            return corpus.texts(split, self.context_length)
         row = corpus.split(split)
         if row.max_token >= self.vocab_size:
             raise UserError(
@@ -163,11 +172,14 @@ class TokenDataModule(ResumableDataModule):
         return count if self.val_tokens is None else min(count, -(-self.val_tokens // self.context_length))
 
     @cached_property
-    def bytes_per_token(self) -> float:
+    def bytes_per_token(self) -> float | None:
         """Bytes of source text per token of an evaluation, for bits per byte; end tokens have none.
 
-        Byte tokens say it themselves. Of a corpus of before documents were counted, the decoded text counts.
+        None for tasks, of which answers alone count. Byte tokens say it themselves. Of a corpus of before documents
+        were counted, the decoded text counts.
         """
+        if isinstance(self.val_samples, TaskTexts):
+            return None
         count, row = self.num_val_samples * self.context_length, self.val_samples.row
         tokenizer = self.val_corpus.tokenizer()
         by_documents = None if tokenizer.spec == BYTES else row.num_bytes(1, count + 1)

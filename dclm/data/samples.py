@@ -33,11 +33,19 @@ def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
 
 
 class Sample(NamedTuple):
-    """Tokens of a sequence and one more; the numbers of its documents, where they are kept apart."""
+    """Tokens of a sequence and one more.
+
+    Attributes:
+        ref: What it is.
+        tokens: T + 1.
+        documents: Numbers of their documents [T], where they are kept apart.
+        counts: Which of the targets [T] count; None for all.
+    """
 
     ref: SampleRef
     tokens: np.ndarray
     documents: np.ndarray | None
+    counts: np.ndarray | None = None
 
 
 class TokenSamples(Dataset):
@@ -73,9 +81,11 @@ class TokenSamples(Dataset):
 
 def collate(samples: list[Sample]) -> Batch:
     """Stack sequences."""
-    refs, rows, documents = zip(*samples, strict=True)
+    refs, rows, documents, counts = zip(*samples, strict=True)
     tokens = torch.from_numpy(np.stack(rows))
     input_ids, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    if counts[0] is not None:
+        targets[torch.from_numpy(~np.stack(counts))] = IGNORED
     targets[[ref.is_padding for ref in refs]] = IGNORED
     numbers = None if documents[0] is None else torch.from_numpy(np.stack(documents))
     return Batch(input_ids, targets, numbers, [ref.index for ref in refs])

@@ -71,3 +71,6 @@ NEXT_YEAR = _following(_YEARS)
 PREVIOUS_YEAR = _following(_YEARS[::-1])
 NEXT_MONTH = _following([*_MONTHS, _MONTHS[0]])
 PREVIOUS_MONTH = _following([*_MONTHS[::-1], _MONTHS[-1]])
+
+_MADE = (SUPERCLASS, CAPABILITY, COUNTRY, CONTINENT, OPPOSITE)
+ALL_WORDS = {*NAMES, *_YEARS, *_MONTHS, *(word for made in _MADE for pair in made.items() for word in pair)}

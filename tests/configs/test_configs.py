@@ -71,7 +71,7 @@ def test_what_a_language_config_documents_exists(path):
     stems = {config.stem for config in CONFIGS}
     for model in re.findall(r"\b(?:dcformer|transformer|dcpythia|pythia)_\w+", text):
         assert model in dclm.CONFIGS or model in stems, model
-    fixed = (config["data"]["vocab_size"], config["data"]["context_length"])
+    fixed = (config["data"].get("vocab_size", 512), config["data"]["context_length"])
     base = config["model"].get("overrides", {})
     rows = [yaml.safe_load(row) for row in re.findall(r"^#  .*?(\{.*?\})", text, re.MULTILINE)]
     configs = [build_config(config["model"]["model"], *fixed, base | row) for row in [{}, *rows]]

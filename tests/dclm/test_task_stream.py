@@ -1,0 +1,102 @@
+"""Tasks as training data: texts are functions of their number, answers alone count, some combinations never come."""
+
+import signal
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dclm.callbacks import TaskAccuracy
+from dclm.data import TokenDataModule
+from dclm.data.samples import collate
+from dclm.loss import IGNORED
+from dclm.suite import TASKS, make_suite
+from dclm.suite.stream import ENDLESS, HELD_OUT, TRAINED, UNSEEN, TaskStream, task_tokenizer
+from dctrain.errors import UserError
+from dctrain.order import SampleRef
+from tests.dctrain.commands import record
+from tests.dctrain.recorder import read
+
+from .commands import run
+
+SMALL = [
+    *("--trainer.accelerator=cpu", "--trainer.val_check_interval=2", "--trainer.enable_progress_bar=false"),
+    *("--trainer.log_every_n_steps=1", "--data.context_length=64", "--data.batch_size=2", "--data.val_tokens=256"),
+    *("--model.overrides={num_layers: 1}", "--trainer.enable_model_summary=false"),
+]
+
+
+def scalars(folder) -> dict[str, list[float]]:
+    log = EventAccumulator(str(folder)).Reload()
+    return {tag: [event.value for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+
+def test_every_word_of_the_suite_is_a_token():
+    tokenizer = task_tokenizer()
+    texts = [text.text.replace("[ ", "").replace(" ]", "") for text in make_suite(7)]
+    assert all((row != tokenizer.eos_id).all() for row in tokenizer.encode(texts))
+    assert tokenizer.decode(tokenizer.encode(["Paris attracts Kate."])[0]).split() == ["Paris", "attracts", "Kate", "."]
+
+
+def test_held_out_combinations_are_of_parts_that_are_trained():
+    trained = {(task.pattern, task.transformation) for task in TRAINED}
+    assert trained.isdisjoint(HELD_OUT) and len(TRAINED) + len(UNSEEN) == len(TASKS)
+    assert {(task.pattern, task.transformation) for task in UNSEEN} == HELD_OUT
+    for pattern, transformation in HELD_OUT:
+        assert any(pattern == other for other, _ in trained)
+        assert any(transformation == other for _, other in trained)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "unseen"])
+def test_texts_are_functions_of_their_number(split):
+    texts, tokenizer = TaskStream().texts(split, 96), task_tokenizer()
+    assert len(texts) == ENDLESS
+    samples = [texts[SampleRef(number, 0)] for number in (0, 1, ENDLESS - 1, 1)]
+    assert np.array_equal(samples[1].tokens, samples[3].tokens)
+    assert not np.array_equal(samples[0].tokens, samples[1].tokens)
+    for sample in samples:
+        assert sample.tokens.shape == (97,) and sample.counts.shape == (96,) and sample.counts.any()
+        lines = tokenizer.decode(sample.tokens).split("\n")[:-1]
+        answers = [tokenizer.decode([token]) for token in sample.tokens[1:][sample.counts]]
+        assert [line.split()[-1] for line in lines] == answers
+    batch = collate(samples)
+    assert torch.equal(batch.targets != IGNORED, torch.from_numpy(np.stack([sample.counts for sample in samples])))
+    assert (
+        batch.input_ids[0, 1:][batch.targets[0, :-1] != IGNORED].tolist()
+        == samples[0].tokens[1:-1][samples[0].counts[:-1]].tolist()
+    )
+
+
+def test_splits_are_apart():
+    first = {split: TaskStream().texts(split, 96)[SampleRef(0, 0)].tokens.tobytes() for split in ("train", "val")}
+    assert first["train"] != first["val"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_exactly_and_logs_accuracies(tmp_path):
+    fit = ["fit", "--config=configs/lm/compose_tasks.yaml", *SMALL, f"--trainer.default_root_dir={tmp_path}"]
+    fit.append("--trainer.max_steps=4")
+    run(*fit, "--name=whole", *record(tmp_path / "whole-steps"))
+    run(*fit, "--name=part", *record(tmp_path / "part-steps", signum=int(signal.SIGTERM), at=2))
+    run(*fit, f"--resume={tmp_path}/part/version_0", *record(tmp_path / "part-steps"))
+    assert read(tmp_path / "part-steps") == read(tmp_path / "whole-steps")
+    whole, part = (scalars(tmp_path / name / "version_0") for name in ("whole", "part"))
+    for tag in ("val/loss", "val/accuracy", "val/unseen_accuracy"):
+        assert whole[tag][-1] == part[tag][-1], tag
+    assert "val/bits_per_byte" not in whole
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TaskStream().texts("train", 8), "data.context_length=8 is too short for an example of same-person"),
+        (lambda: TokenDataModule("tasks", val_tokens=None), "takes a finite data.val_tokens"),
+        (lambda: TokenDataModule("tasks", validation="stdlib"), "and no data.validation"),
+        (lambda: TaskAccuracy(0), "texts=0 must be at least 1"),
+    ],
+)
+def test_what_does_not_fit(make, said):
+    with pytest.raises(UserError) as error:
+        make()
+    assert said in str(error.value)
