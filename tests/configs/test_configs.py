@@ -105,6 +105,7 @@ def runs_of(path: Path) -> list[tuple[str, list[str]]]:
     return [(program[1], [*common, *arguments]) for arguments in experiment.models.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=name)
 def test_experiments_differ_in_what_they_say(path, capsys, monkeypatch):
     """The command line takes every run's arguments, and no two runs come to the same configuration."""
@@ -123,6 +124,6 @@ def test_experiments_differ_in_what_they_say(path, capsys, monkeypatch):
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=name)
 def test_runs_of_experiments_are_planned(path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for program, args in runs_of(path)[:: max(1, len(runs_of(path)) - 1)]:  # the first and the last
-        MAINS[program](["plan", *args, "--trainer.devices=8"])
-        assert "\nmesh " in capsys.readouterr().out
+    program, args = runs_of(path)[-1]
+    MAINS[program](["plan", *args, "--trainer.devices=8"])
+    assert "\nmesh " in capsys.readouterr().out

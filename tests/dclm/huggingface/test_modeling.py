@@ -58,7 +58,7 @@ def test_logits_equal_the_decoders(both):
     ours, theirs = both
     input_ids = ids(2, 30)
     assert torch.equal(theirs(input_ids).logits, ours(input_ids))
-    assert torch.equal(theirs(input_ids, logits_to_keep=3).logits, ours(input_ids)[:, -3:])
+    torch.testing.assert_close(theirs(input_ids, logits_to_keep=3).logits, ours(input_ids)[:, -3:])
     assert (theirs.config.hidden_size, theirs.config.max_position_embeddings) == (32, 64)
 
 
@@ -332,7 +332,8 @@ def test_smaller_habits_of_the_library(both, tmp_path, transformers):
     ours, theirs = both
     (logits,) = theirs(ids(1, 5), return_dict=False)
     assert torch.equal(logits, ours(ids(1, 5)))
-    assert torch.equal(theirs(ids(1, 5), logits_to_keep=torch.tensor([1, 3])).logits, ours(ids(1, 5))[:, [1, 3]])
+    kept = theirs(ids(1, 5), logits_to_keep=torch.tensor([1, 3])).logits
+    torch.testing.assert_close(kept, ours(ids(1, 5))[:, [1, 3]])  # products of fewer rows may be rounded otherwise
     wide = type(theirs).from_pretrained(tmp_path / "published", window_size=None)
     assert wide.decoder.config.windows == (None,)
     theirs.save_pretrained(tmp_path / "s", max_shard_size="20KB")
