@@ -61,12 +61,15 @@ class TaskAccuracy(Callback):
             raise UserError(f"TaskAccuracy's {texts=} must be at least 1.")
         self.texts = texts
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check that the data are tasks."""
+        if not isinstance(getattr(trainer.datamodule, "corpus", None), TaskStream):
+            raise UserError("TaskAccuracy is for data.tokens=tasks.")
+
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ask and log; every rank asks the same."""
         stream = trainer.datamodule.corpus
-        if not isinstance(stream, TaskStream):
-            raise UserError("TaskAccuracy is for data.tokens=tasks.")
         for split, name in (("val", "accuracy"), ("unseen", "unseen_accuracy")):
             texts = stream.texts(split, trainer.datamodule.context_length)
             right = count = 0

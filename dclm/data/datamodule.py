@@ -109,8 +109,10 @@ class TokenDataModule(ResumableDataModule):
         self.val_corpus: Corpus | IndexedCorpus | TaskStream | None = None
         self.train_samples: TokenSamples | TaskTexts | None = None
         self.val_samples: TokenSamples | TaskTexts | None = None
-        if tokens == TASKS and (val_tokens is None or validation is not None):
-            raise UserError(f"data.tokens={TASKS} takes a finite data.val_tokens, and no data.validation.")
+        if tokens == TASKS and (val_tokens is None or validation or tokenizer or separate_documents):
+            raise UserError(
+                f"data.tokens={TASKS} takes a finite data.val_tokens, and no validation, tokenizer, separate_documents."
+            )
 
     def prepare_data(self) -> None:
         """Make the built-in corpus, once per machine."""

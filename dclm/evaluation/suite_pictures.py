@@ -22,7 +22,7 @@ def draw_suites(models: Sequence[Results], folder: Path) -> None:
     columns = {model.model: {(m.name, m.metric): m.value for m in model.measures} for model in models}
     names = {name for numbers in columns.values() for name, _ in numbers}
     for suite in sorted({match[1] for match in map(SHOTS.fullmatch, names) if match}):
-        stem = folder / Path(suite).name.partition(".")[0]
+        stem = folder / suite.removesuffix(".jsonl").replace("/", "_")
         asked = {model: numbers for model, numbers in columns.items() if (suite, "exact_match") in numbers}
         _draw_shots(suite, asked, stem.with_name(f"{stem.name}-shots.png"))
         if any(CELL.fullmatch(name) and name.startswith(f"{suite}: ") for name in names):

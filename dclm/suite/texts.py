@@ -19,7 +19,7 @@ from .tasks import TASKS, Task
 EXAMPLES = 8  # in a text
 SHOTS = 2  # of them that come before the first answer that counts
 TEXTS = 12  # of a task
-BRACKETS = re.compile(r"\[ ?(.+?) ?\]")
+BRACKETS = re.compile(r"\[ ?([^\[\]\n]*?[^\[\]\s][^\[\]\n]*?) ?\]")
 
 
 class TaskText(NamedTuple):
@@ -39,7 +39,7 @@ class TaskText(NamedTuple):
             before += self.text[stop : match.start()]
             stop = match.end()
             bare = before.rstrip(" ")
-            shots = len(bare.strip("\n").splitlines()) - 1
+            shots = max(0, sum(1 for line in bare.split("\n") if line.strip()) - 1)
             yield bare, before[len(bare) :] + match[1], shots
             before += match[1]
 
@@ -74,8 +74,10 @@ def read_texts(path: Path) -> list[TaskText]:
     """
     texts = []
     with told_as(f"{path} cannot be read"):
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         with told_as(f"{path}:{number} is no JSON"):
             record = json.loads(line)
         if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in ("task_id", "texts")):
@@ -83,6 +85,8 @@ def read_texts(path: Path) -> list[TaskText]:
         text = TaskText(record["task_id"], record["texts"])
         if not any(True for _ in text.answers()):
             raise UserError(f"{path}:{number} has no answer in brackets.")
+        if re.search(r"[\[\]]", BRACKETS.sub("", text.text)):
+            raise UserError(f"{path}:{number} has a bracket that is none of an answer's.")
         texts.append(text)
     if not texts:
         raise UserError(f"{path} holds no text of a task.")

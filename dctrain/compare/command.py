@@ -8,6 +8,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
+import yaml
+
 from ..checkpoint import make_folder
 from ..errors import UserError
 from ..files import held
@@ -66,36 +68,46 @@ def comparison(program: str, metrics: dict[str, str]) -> Callable[..., None]:
         else:
             what = experiment_of(config, models, seeds, metrics, extra)
         root = Path(out or f"runs/compare/{Path(experiment or config).stem}")
+        if report:
+            _report(what, Results(root, what), root)
+            return
         make_folder(str(root / "runs"))
         with held(root / ".lock", f"{root} is being compared by another process."):
-            _compare(program, what, root, jobs, report)
+            _compare(program, what, root, jobs)
 
     return compare
 
 
-def _compare(program: str, experiment: Experiment, root: Path, jobs: int, report: bool) -> None:
+def _compare(program: str, experiment: Experiment, root: Path, jobs: int) -> None:
     results = Results(root, experiment)
     for run in experiment.runs:
-        if results.find(run) is not None and not report:
+        if results.find(run) is not None:
             print(f"{run.key}: finished before, {_score(experiment, results.find(run))}")
-    waiting = [] if report else [run for run in experiment.runs if results.find(run) is None]
+    waiting = [run for run in experiment.runs if results.find(run) is None]
+    results.write()
+    config = root / "runs" / "recipe.yaml"
+    config.write_text(yaml.safe_dump(results.recipe["config"], sort_keys=False))  # as it is now, for all runs
     try:
-        _train_all(program, experiment, waiting, results, root, jobs)
+        _train_all(program, experiment, waiting, results, config, jobs)
     finally:
         if any(results.finished(model) for model in experiment.models):
-            print(write_report(experiment, results, root))
-        elif report:
-            raise UserError(f"{root / RESULTS} holds no finished run of the experiment.")
-    if waiting and any(results.find(run) is None for run in experiment.runs):
+            _report(experiment, results, root)
+    if any(results.find(run) is None for run in experiment.runs):
         raise UserError("not all runs have finished; the same command tries them again.")
 
 
+def _report(experiment: Experiment, results: Results, root: Path) -> None:
+    if not any(results.finished(model) for model in experiment.models):
+        raise UserError(f"{root / RESULTS} holds no finished run of the experiment.")
+    print(write_report(experiment, results, root))
+
+
 def _train_all(
-    program: str, experiment: Experiment, waiting: list[Run], results: Results, root: Path, jobs: int
+    program: str, experiment: Experiment, waiting: list[Run], results: Results, config: Path, jobs: int
 ) -> None:
     """Train runs, some at the same time, and keep what comes out as soon as it does."""
     stop, slots = Event(), SimpleQueue()
-    for environment in environments(jobs):
+    for environment in environments(max(1, min(jobs, len(waiting)))):
         slots.put(environment)
 
     def work(run: Run) -> dict:
@@ -103,17 +115,20 @@ def _train_all(
         try:
             if stop.is_set():
                 raise Stopped
-            print(f"{run.key} ... (says more: {log_of(root / 'runs', experiment, run)})", flush=True)
+            print(f"{run.key} ... (says more: {log_of(config.parent, experiment, run)})", flush=True)
             start = time.monotonic()
-            result = train(program, experiment, run, root / "runs", environment, stop)
+            try:
+                result = train(program, experiment, run, config, environment, stop)
+            except (OSError, ValueError, KeyError) as error:  # of this run alone: a full disk, a damaged log
+                result = {"error": f"{type(error).__name__}: {error}"}
             return result | {"wall_seconds": round(time.monotonic() - start, 1)}
         finally:
             slots.put(environment)
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     pool = ThreadPoolExecutor(jobs)
-    tasks = {pool.submit(work, run): run for run in waiting}
     try:
+        tasks = {pool.submit(work, run): run for run in waiting}
         while tasks:
             for task in wait(tasks, return_when=FIRST_COMPLETED).done:
                 _keep(experiment, tasks.pop(task), task, results)

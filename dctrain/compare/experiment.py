@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from ..errors import UserError, told_as
+from ..errors import UserError
 
 SET_PER_RUN = (
     *("config", "name", "resume", "seed_everything", "data.seed"),
@@ -61,11 +61,6 @@ class Experiment:
         """List what is trained, seed by seed: what is done first can be compared."""
         return [Run(model, seed) for seed in self.seeds for model in self.models]
 
-    @property
-    def recipe(self) -> dict:
-        """Tell what all runs have in common: results by another recipe cannot stand beside them."""
-        return {"config": yaml.safe_load(Path(self.config).read_text()), "arguments": list(self.arguments)}
-
     def __post_init__(self) -> None:
         """Check it.
 
@@ -74,10 +69,16 @@ class Experiment:
         """
         if not Path(self.config).is_file():
             raise UserError(f"--config={self.config} does not exist; accepted: a YAML file of `fit`.")
+        if not self.metrics:
+            raise UserError("metrics holds none; accepted: logged curves, each with min or max.")
         if not self.models or not all(name.strip() for name in self.models):
             raise UserError("models holds none, or an empty name; accepted: names of models, with what they differ in.")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"seeds={list(self.seeds)} must be at least one, none of them twice.")
+        if (
+            not self.seeds
+            or len(set(self.seeds)) < len(self.seeds)
+            or any(type(seed) is not int for seed in self.seeds)
+        ):
+            raise UserError(f"seeds={list(self.seeds)} must be at least one, whole numbers, none of them twice.")
         if self.baseline not in self.models:
             raise UserError(f"baseline={self.baseline!r} is none of the models: {', '.join(self.models)}.")
         for name, arguments in self.models.items():
@@ -90,13 +91,58 @@ class Experiment:
         unknown = {*self.paper, *(name for names in self.families.values() for name in names)} - set(self.models)
         if unknown:
             raise UserError(f"{sorted(unknown)[0]!r}, of paper or families, is none of the models.")
-        _check_arguments([*self.arguments, *(argument for theirs in self.models.values() for argument in theirs)])
+        wrong = [name for name, value in self.paper.items() if type(value) not in (int, float)]
+        if wrong:
+            raise UserError(f"paper: {wrong[0]}={self.paper[wrong[0]]!r} is no number.")
+        _check_apart(self.arguments, "all runs", SET_PER_RUN, "it is set for each run")
+        common = [name for argument in self.arguments for name in _names(argument)]
+        for model, arguments in self.models.items():
+            _check_apart(arguments, repr(model), SET_PER_RUN, "it is set for each run")
+            _check_apart(arguments, repr(model), common, "it is given for all runs")
 
 
-def _check_arguments(arguments: Sequence[str]) -> None:
-    given = sorted({argument.split("=")[0].removeprefix("--") for argument in arguments} & set(SET_PER_RUN))
-    if given:
-        raise UserError(f"{given[0]} cannot be given: it is set for each run; likewise {', '.join(SET_PER_RUN)}.")
+def _check_apart(arguments: Sequence[str], whose: str, taken: Sequence[str], why: str) -> None:
+    """Check that no argument is one that is taken, holds one, or is a part of one."""
+    for name in (name for argument in arguments for name in _names(argument)):
+        for other in taken:
+            if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
+                raise UserError(f"{name}, of {whose}, cannot be given: {why} ({other}).")
+
+
+def _names(argument: str) -> list[str]:
+    """Name what an argument sets; a mapping sets each of its parts."""
+    name, _, value = argument.removeprefix("--").partition("=")
+    return _parts(name, yaml.safe_load(value)) if value.startswith("{") else [name]
+
+
+def _parts(name: str, value: object) -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [part for key, inner in value.items() for part in _parts(f"{name}.{key}", inner)]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that stands twice."""
+
+    def construct_mapping(self, node, deep=False):
+        """Make a mapping."""
+        keys = [str(self.construct_object(key, deep=True)) for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str, what: str) -> object:
+    """Read a YAML file.
+
+    Raises:
+        UserError: If it cannot be read, is no YAML, or has a key twice.
+    """
+    try:
+        return yaml.load(Path(path).read_text(), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{what}={path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = ()) -> Experiment:
@@ -111,8 +157,7 @@ def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = (
     Raises:
         UserError: If the file cannot be read, has an unknown field or lacks one, or is no experiment.
     """
-    with told_as(f"--experiment={path} cannot be read"):
-        content = yaml.safe_load(Path(path).read_text())
+    content = read_yaml(path, "--experiment")
     if not isinstance(content, dict):
         raise UserError(f"--experiment={path} is no mapping of fields.")
     names = [field.name for field in fields(Experiment)]
@@ -122,19 +167,22 @@ def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = (
     for name, kind in (("config", str), ("models", dict), ("seeds", list)):
         if not isinstance(content.get(name), kind):
             raise UserError(f"{path} must have the field {name!r}, a {kind.__name__}; got {content.get(name)!r}.")
-    with told_as(path):
-        models = {str(name): _arguments(what) for name, what in content["models"].items()}
-        return Experiment(
-            title=content.get("title", Path(path).stem),
-            config=content["config"],
-            models=models,
-            seeds=tuple(content["seeds"]),
-            arguments=(*_arguments(content.get("arguments", {})), *extra),
-            baseline=content.get("baseline", next(iter(models), "")),
-            metrics=content.get("metrics", metrics),
-            paper=content.get("paper", {}),
-            families=content.get("families", {}),
-        )
+    kinds = (("arguments", dict), ("metrics", dict), ("paper", dict), ("families", dict))
+    for name, kind in kinds:
+        if not isinstance(content.get(name, {}), kind):
+            raise UserError(f"{path}: {name}={content[name]!r} must be a {kind.__name__}.")
+    models = {str(name): _arguments(what) for name, what in content["models"].items()}
+    return Experiment(
+        title=str(content.get("title", Path(path).stem)),
+        config=content["config"],
+        models=models,
+        seeds=tuple(content["seeds"]),
+        arguments=(*_arguments(content.get("arguments", {})), *extra),
+        baseline=str(content.get("baseline", next(iter(models), ""))),
+        metrics=content.get("metrics", metrics),
+        paper={str(name): value for name, value in content.get("paper", {}).items()},
+        families={str(name): list(map(str, of)) for name, of in content.get("families", {}).items()},
+    )
 
 
 def _arguments(values: dict) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def _markdown(experiment: Experiment, rows: list[dict], results: Results) -> str
         "",
         "Means over seeds (standard deviation) of the last validation; best: of the best one. Differences to "
         f"{experiment.baseline} are paired by seed, with Student's interval; detectable: the smallest difference that "
-        "the runs would have shown with a power of 80 %.",
+        "the runs would have shown with a power of about 80 %.",
         recipe.rstrip(),
         f"Ran on: {'; '.join(machines)}",
     ]
@@ -160,7 +160,8 @@ def _write_curves(experiment: Experiment, results: Results, path: Path) -> None:
             for seed, run in results.finished(model).items():
                 for curve, points in run["curves"].items():
                     every = -(-len(points) // MOST_POINTS)
-                    writer.writerows([model, seed, curve, step, value] for step, value in points[::every])
+                    kept = points[::-1][::every][::-1]  # the last among them
+                    writer.writerows([model, seed, curve, step, value] for step, value in kept)
 
 
 def _plot(experiment: Experiment, results: Results, path: Path) -> None:

@@ -6,7 +6,7 @@ reaches a loss L with compute C is worth (L / a)^(-1/b) / C of the baseline's: t
 for that loss over the compute that it took.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,9 +69,16 @@ def fit_law(compute: Sequence[float], losses: Sequence[float]) -> Law:
     """
     if len(set(compute)) < FEWEST:
         raise UserError(f"a scaling law takes at least {FEWEST} sizes; got {len(set(compute))}.")
-    slope, intercept = np.polyfit(np.log(compute), np.log(losses), 1)
-    if slope >= 0:
+    if not np.isfinite(losses).all() or min(losses) <= 0:
+        raise UserError(f"a scaling law takes losses above 0; got {list(losses)}.")
+    law = _line(compute, losses)
+    if law.exponent <= 0:
         raise UserError("the losses do not fall with compute: there is no law to fit.")
+    return law
+
+
+def _line(compute: Sequence[float], losses: Sequence[float]) -> Law:
+    slope, intercept = np.polyfit(np.log(compute), np.log(losses), 1)
     return Law(float(np.exp(intercept)), float(-slope))
 
 
@@ -94,8 +101,8 @@ def fit_scaling(families: Mapping[str, Sequence[Point]], draws: int = DRAWS, see
         raise UserError("no seed has finished for all models of the families.")
     generator = np.random.default_rng(seed)
     samples = generator.choice(seeds, (draws, len(seeds))) if len(seeds) > 1 else []
-    laws, worth = _once(families, seeds)
-    drawn = [found for found in (_try(families, sample) for sample in samples) if found is not None]
+    laws, worth = _once(families, seeds, fit_law)
+    drawn = [_once(families, sample, _line) for sample in samples]  # also of seeds whose losses do not fall
 
     def estimate(value: float, values: list[float]) -> Estimate:
         return Estimate(value, *(np.percentile(values, (2.5, 97.5)) if values else (None, None)))
@@ -107,7 +114,9 @@ def fit_scaling(families: Mapping[str, Sequence[Point]], draws: int = DRAWS, see
     )
 
 
-def _once(families: Mapping[str, Sequence[Point]], seeds: Sequence[int]) -> tuple[dict[str, Law], dict[str, float]]:
+def _once(
+    families: Mapping[str, Sequence[Point]], seeds: Sequence[int], fit: Callable[..., Law]
+) -> tuple[dict[str, Law], dict[str, float]]:
     """Fit the means over seeds, of which some may stand more than once."""
     means = {
         name: [(point.model, point.compute, float(np.mean([point.losses[seed] for seed in seeds]))) for point in family]
@@ -115,7 +124,7 @@ def _once(families: Mapping[str, Sequence[Point]], seeds: Sequence[int]) -> tupl
     }
     baseline = next(iter(families))
     laws = {
-        name: fit_law([compute for _, compute, _ in rows], [loss for *_, loss in rows])
+        name: fit([compute for _, compute, _ in rows], [loss for *_, loss in rows])
         for name, rows in means.items()
         if name == baseline or len(rows) >= FEWEST
     }
@@ -126,13 +135,6 @@ def _once(families: Mapping[str, Sequence[Point]], seeds: Sequence[int]) -> tupl
         for model, compute, loss in rows
     }
     return laws, worth
-
-
-def _try(families: Mapping[str, Sequence[Point]], seeds: Sequence[int]) -> tuple | None:
-    try:
-        return _once(families, seeds)
-    except UserError:  # a draw of seeds in which a loss does not fall
-        return None
 
 
 def scaling_table(families: Mapping[str, Sequence[Point]], scaling: Scaling) -> str:

@@ -18,7 +18,7 @@ class Difference(NamedTuple):
         low: Lower end of its interval of 95 % (Student's t over pairs); None for a single pair.
         high: The upper end.
         detectable: The smallest difference that so many pairs, spread as they are, would have shown with a power of
-            80 %; None for a single pair.
+            about 80 %; None for a single pair.
         pairs: How many.
     """
 

@@ -1,12 +1,15 @@
 """Training one run of a comparison in a process of its own, and reading what it logged."""
 
+import fcntl
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha1
 from pathlib import Path
 from threading import Event
@@ -23,6 +26,7 @@ GO_ON = "go on with --resume"  # what a run says that was told to stop
 TRAIN_LOSS = "train/loss"
 PER_SECOND = "_per_second"
 PATIENCE = 0.2  # seconds between looks at a process
+MOST_LETTERS = 60  # of a model's name in the name of a folder
 
 
 class Stopped(Exception):
@@ -32,7 +36,7 @@ class Stopped(Exception):
 def slug_of(experiment: Experiment, run: Run) -> str:
     """Name a run's folder, by the model's name and by what it is."""
     what = sha1(" ".join([run.model, *sorted(experiment.models[run.model])]).encode()).hexdigest()
-    return re.sub(r"[^\w.=-]+", "_", run.model) + f"-{what[:6]}-seed{run.seed}"
+    return re.sub(r"[^\w.=-]+", "_", run.model)[:MOST_LETTERS] + f"-{what[:6]}-seed{run.seed}"
 
 
 def log_of(root: Path, experiment: Experiment, run: Run) -> Path:
@@ -40,33 +44,63 @@ def log_of(root: Path, experiment: Experiment, run: Run) -> Path:
     return root / f"{slug_of(experiment, run)}.log"
 
 
-def train(program: str, experiment: Experiment, run: Run, root: Path, environment: dict[str, str], stop: Event) -> dict:
+def train(
+    program: str, experiment: Experiment, run: Run, config: Path, environment: dict[str, str], stop: Event
+) -> dict:
     """Train a run, or go on with it; return what it logged and cost, or its error.
+
+    Args:
+        program: The trainer.
+        experiment: What is compared.
+        run: What is trained.
+        config: The recipe, in the folder where runs are kept.
+        environment: Variables of its process.
+        stop: Is set when it must end.
 
     Raises:
         Stopped: If `stop` is set before the end.
     """
-    slug = slug_of(experiment, run)
-    command = [sys.executable, "-m", program, "fit", "--config", experiment.config, f"--name={slug}"]
+    root, slug = config.parent, slug_of(experiment, run)
+    command = [sys.executable, "-m", program, "fit", "--config", str(config), f"--name={slug}"]
     command += [f"--seed_everything={run.seed}", f"--data.seed={run.seed}", f"--trainer.default_root_dir={root}"]
-    command += ["--trainer.enable_progress_bar=false", *experiment.models[run.model], *experiment.arguments]
-    folder = _newest(root / slug)
-    if folder is not None:
-        command.append(f"--resume={folder}")
+    command += ["--trainer.enable_progress_bar=false", *experiment.arguments, *experiment.models[run.model]]
     log = log_of(root, experiment, run)
-    make_folder(str(log.parent))
-    status = _run(command, log, environment, stop)
-    lines = log.read_text().strip().splitlines() or [""]
+    make_folder(str(root))
+    with _no_other(root / f"{slug}.lock", stop) as lock:
+        folder = _newest(root / slug)
+        if folder is not None:
+            command.append(f"--resume={folder}")
+        before = log.stat().st_size if log.is_file() else 0
+        status = _run(command, log, environment, stop, lock)
+    lines = log.read_bytes()[before:].decode(errors="replace").strip().splitlines() or [""]
     if status:
         first = max((at for at, line in enumerate(lines) if line.startswith("error:")), default=len(lines) - 1)
-        return {"error": f"failed with status {status}: {' '.join(lines[first:])} (see {log})"}
-    if GO_ON in lines[-1]:
+        how = f"failed with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+        return {"error": f"{how}: {' '.join(lines[first:])} (see {log})"}
+    if any(GO_ON in line for line in lines):
         raise Stopped
     folder = _newest(root / slug)
     return {"error": f"trained nothing (see {log})"} if folder is None else _read(folder, experiment.metrics)
 
 
-def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event) -> int:
+@contextmanager
+def _no_other(path: Path, stop: Event) -> Iterator[int]:
+    """Wait until no process trains a run, and keep others away; a process that inherits the file does so by itself.
+
+    A comparison that is killed leaves its runs behind, which go on.
+    """
+    with open(path, "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if stop.wait(PATIENCE):
+                    raise Stopped from None
+        yield file.fileno()
+
+
+def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event, lock: int) -> int:
     """Run a process and return its status; let it save a checkpoint if it must stop before its end.
 
     It has a session of its own: an interrupt from the keyboard reaches it once, through us.
@@ -78,6 +112,7 @@ def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
             start_new_session=True,
+            pass_fds=[lock],
         )
     while process.poll() is None:
         if stop.wait(PATIENCE):

@@ -80,6 +80,10 @@ def test_files_come_back(tmp_path):
     texts = [make_text(task, Random(3)) for task in TASKS[::9]]
     write_texts(tmp_path / "suite.jsonl", texts)
     assert read_texts(tmp_path / "suite.jsonl") == texts
+    other = json.dumps({"task_id": "a", "texts": "\u2028 is [ no end ]"}, ensure_ascii=False)
+    with open(tmp_path / "suite.jsonl", "a", encoding="utf-8") as file:
+        file.write(f"{other}\n\n")
+    assert list(read_texts(tmp_path / "suite.jsonl")[-1].answers()) == [("\u2028 is", " no end", 0)]
     record = json.loads((tmp_path / "suite.jsonl").read_text().splitlines()[0])
     assert sorted(record) == ["task_id", "texts"] and record["texts"].startswith("\n< ")
 
@@ -92,6 +96,9 @@ def test_files_come_back(tmp_path):
         ("[1]", "suite.jsonl:1 is no text of a task"),
         ('{"task_id": "a"}', "it needs strings 'task_id' and 'texts'"),
         ('{"task_id": "a", "texts": "no answer"}', "suite.jsonl:1 has no answer in brackets"),
+        ('{"task_id": "a", "texts": "blank [ ]"}', "suite.jsonl:1 has no answer in brackets"),
+        ('{"task_id": "a", "texts": "q [] and [ w ]"}', "suite.jsonl:1 has a bracket that is none of an answer's"),
+        ('{"task_id": "a", "texts": "q [[b]]"}', "suite.jsonl:1 has a bracket that is none of an answer's"),
     ],
 )
 def test_files_that_are_no_suite(tmp_path, content, said):

@@ -95,8 +95,7 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     said = process.communicate(timeout=60)[0]
     if number == signal.SIGTERM:
         assert process.returncode == 2 and "stopped; the same command goes on" in said
-    else:  # its children go on by themselves, and hold their folders
-        kill_children(tmp_path / "part")
+    # else its runs go on by themselves: the next command waits for them
     for folder in ("part", "whole"):
         done = subprocess.run([*command, str(tmp_path / folder), "--", *steps], **options, timeout=120)
         assert done.returncode == 0, done.stdout
@@ -104,15 +103,6 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     for key, result in whole.items():
         assert part[key]["curves"] == result["curves"], key
     assert len(list(tmp_path.glob("part/runs/*/version_*"))) == 2
-
-
-def kill_children(root: Path) -> None:
-    for status in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(root) in status.read_text() and int(status.parent.name) != os.getpid():
-                os.kill(int(status.parent.name), signal.SIGKILL)
-        except (OSError, UnicodeDecodeError):
-            continue
 
 
 @pytest.mark.slow
@@ -144,9 +134,16 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
         ({"models": {}}, "models holds none, or an empty name"),
         ({"models": {"x": A, "y": B, "z": dict(reversed(B.items()))}}, "models 'y' and 'z' are the same run twice"),
         ({"models": {"x": "a"}}, "'a' is no mapping of arguments to values"),
-        ({"models": {"x": {"data.seed": 1}}}, "data.seed cannot be given: it is set for each run"),
-        ({"arguments": {"name": "x"}}, "name cannot be given"),
-        ({"seeds": [1, 1]}, "seeds=[1, 1] must be at least one, none of them twice"),
+        ({"models": {"x": {"data.seed": 1}}}, "data.seed, of 'x', cannot be given: it is set for each run"),
+        ({"arguments": {"name": "x"}}, "name, of all runs, cannot be given"),
+        ({"seeds": [1, 1]}, "seeds=[1, 1] must be at least one, whole numbers, none of them twice"),
+        ({"models": {"x": {"data": {"seed": 5}}}}, "data.seed, of 'x', cannot be given"),
+        ({"models": {"x": {"trainer.logger.class_path": "y"}}}, "trainer.logger.class_path, of 'x', cannot be given"),
+        ({"models": {"x": {"model.lr": 1}}, "arguments": {"model": {"lr": 2}}}, "it is given for all runs (model.lr)"),
+        ({"seeds": [1, True]}, "seeds=[1, True] must be at least one, whole numbers"),
+        ({"metrics": {}}, "metrics holds none"),
+        ({"paper": {"a": "11.7 %"}}, "paper: a='11.7 %' is no number"),
+        ({"families": []}, "families=[] must be a dict"),
         ({"seeds": []}, "seeds=[] must be at least one"),
         ({"baseline": "b"}, "baseline='b' is none of the models: a"),
         ({"metrics": {"val/loss": "least"}}, "metrics: val/loss='least'; accepted: min or max"),
@@ -159,6 +156,34 @@ def test_experiments_that_are_none(tmp_path, fields, said):
     with pytest.raises(UserError) as error:
         read_experiment(write(tmp_path, **fields), METRICS)
     assert said in str(error.value)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    for text in ("seeds: [0]\nseeds: [1]\n", "models: {1: {a: 1}, '1': {a: 2}}\n"):
+        (tmp_path / "twice.yaml").write_text(text)
+        with pytest.raises(UserError, match="stands twice"):
+            read_experiment(str(tmp_path / "twice.yaml"), METRICS)
+
+
+def test_the_recipe_is_written_before_anything_is_trained_and_read_once(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {lr: 1.0}\ndata: {when: 2026-01-01, x: .nan}\n")
+    experiment = read_experiment(write(tmp_path, config=str(recipe)), METRICS)
+    results = Results(tmp_path, experiment)
+    results.write()
+    Results(tmp_path, experiment)
+    recipe.write_text("model: {lr: 2.0}\n")
+    results.add(experiment.runs[0], make_result([0.5]))
+    assert json.loads((tmp_path / "results.json").read_text())["recipe"]["config"]["model"] == {"lr": 1.0}
+    with pytest.raises(UserError, match="another recipe"):
+        Results(tmp_path, experiment)
+
+
+def test_a_metric_that_finished_runs_lack_is_told(tmp_path):
+    experiment = read_experiment(write(tmp_path), METRICS)
+    Results(tmp_path, experiment).add(experiment.runs[0], make_result([0.5]))
+    with pytest.raises(UserError, match="a | seed 0 has not logged val/top5"):
+        Results(tmp_path, read_experiment(write(tmp_path, metrics={"val/top5": "max"}), METRICS))
 
 
 def test_an_experiment_of_a_file(tmp_path):
@@ -179,7 +204,7 @@ def test_bad_arguments(tmp_path, capsys):
     assert "nowhere.yaml cannot be read" in refused(capsys, "--experiment", "nowhere.yaml", *out)
     assert "holds no finished run" in refused(capsys, "--experiment", experiment, "--report", *out)
     recipe = ["--config", CONFIG, "--models", "a", *out]
-    assert "trainer.logger cannot be given" in refused(capsys, *recipe, "--", "--trainer.logger=x")
+    assert "trainer.logger, of all runs, cannot be given" in refused(capsys, *recipe, "--", "--trainer.logger=x")
     assert "the folder /proc/nowhere" in refused(capsys, "--experiment", experiment, "--out", "/proc/nowhere")
 
 

@@ -36,6 +36,7 @@ SWITCH = "DCMHA_FIRST_USE_CHECK"
 DEVICES = ("cuda",)  # that are checked
 ROWS, MANY, FEW, VERY_FEW, WINDOW, CHANNELS = 2, 72, 40, 3, 20, 64  # sizes of the small problem
 SLACK = 4  # times the reference's own error in the dtype
+LEAST = 0.1  # of the norm of the output's gradient: what other norms count as at least
 WARNING = (
     "the fused kernels disagree with the reference on {device}: {finding}. Calls in {dtype} take impl='compiled' "
     "there, which is slower but right. Please report this, with {path}."
@@ -172,13 +173,16 @@ def _kind(call: Call, gradients: bool, is_few: bool) -> tuple:
     """Describe all that kernels are compiled anew for, and where they run."""
     q, T, S = call.q, call.q.shape[2], call.k.shape[2]
     heads = (q.shape[1] // call.num_groups, call.num_groups > 1, q.shape[1] // call.k.shape[1])
-    mask = call.visible if call.bias is None else call.bias
-    differs = (
-        () if mask is None else (call.bias is not None, *(False,) * (4 - mask.dim()), *(n > 1 for n in mask.shape))
-    )
+    axes = [_axes(mask) for mask in (call.visible, call.bias) if mask is not None]
+    differs = (call.bias is not None, *map(any, zip(*axes, strict=True))) if axes else ()  # they become one mask
     hiding = (call.is_causal, call.window is not None, call.documents is not None, differs, call.dropout_p > 0)
     branches = (_branches(call.pre), _branches(call.post))
     return q.device, q.dtype, heads, branches, (T > S) - (T < S), hiding, gradients, is_few and (min(T, 2), q.shape[3])
+
+
+def _axes(mask: Tensor) -> tuple[bool, ...]:
+    """Tell along which of [B, H, T, S] a mask differs."""
+    return *(False,) * (4 - mask.dim()), *(n > 1 for n in mask.shape)
 
 
 def _branches(weights: ComposeWeights | None) -> tuple | None:
@@ -238,15 +242,16 @@ def _finding(call: Call, is_few: bool) -> str | None:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
         usual, exact = (_results(_converted(problem, dtype)) for dtype in (call.q.dtype, torch.float64))
     slack = 16 * torch.finfo(call.q.dtype).eps
+    least = LEAST * float(_cotangent(exact["out"]).norm())  # a gradient may be zero but for rounding
     for name, right in exact.items():
-        error, bound = (_error(x[name].cpu(), right) for x in (got, usual))
+        error, bound = (_error(x[name].cpu(), right, least) for x in (got, usual))
         if not error <= SLACK * bound + slack:
             return f"{name} has a relative error of {error:.1e}, the reference one of {bound:.1e}"
     return None
 
 
-def _error(got: Tensor, right: Tensor) -> float:
-    return float((got.double() - right).norm() / right.norm().clamp_min(1e-30))
+def _error(got: Tensor, right: Tensor, least: float) -> float:
+    return float((got.double() - right).norm() / right.norm().clamp_min(least))
 
 
 def _small(call: Call, is_few: bool) -> Call:
