@@ -99,7 +99,7 @@ def runs_of(path: Path) -> list[tuple[str, list[str]]]:
     """The trainer of an experiment, and the arguments of `fit` of each of its models."""
     program = re.search(r"command:  python -m (\w+) compare --experiment configs/experiments/(\S+)", path.read_text())
     assert program[2] == path.name
-    experiment = read_experiment(str(path), {})
+    experiment = read_experiment(str(path), {"val/loss": "min"})
     assert set(experiment.paper) <= set(experiment.models) and "hardware:" in path.read_text()
     common = ["--config", experiment.config, *experiment.arguments]
     return [(program[1], [*common, *arguments]) for arguments in experiment.models.values()]
