@@ -64,12 +64,6 @@ if wanted models; then
         --overrides '{"num_layers": 8, "context_length": 8224}' --json "$folder/decode_2b8_long.json"
 fi
 if wanted cifar10; then
-    compare=(python -m dcvision compare --config configs/vision/cifar10.yaml --out runs/cifar10)
-    composed=dcvit_small_patch4_32
-    "${compare[@]}" --seeds 0 1 2 --models mhavit_small_patch4_32 $composed -- "${@:3}"
-    "${compare[@]}" --models "mhavit_medium_patch16_224 model_kwargs.patch_size=4" "$composed model_kwargs.rank=1" \
-        "$composed model_kwargs.key_wise=false" "$composed model_kwargs.pre_compose=false" \
-        "$composed model_kwargs.post_compose=false" \
-        "$composed model_kwargs.rank=0 model_kwargs.dynamic_gate=false model_kwargs.static_base=true" -- "${@:3}"
+    python -m dcvision compare --experiment configs/experiments/cifar10.yaml --out runs/cifar10 -- "${@:3}"
     cp runs/cifar10/{results.json,table.md,table.csv,curves.csv,curves.png} "$folder"
 fi
