@@ -8,8 +8,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-import yaml
-
 from ..checkpoint import make_folder
 from ..errors import UserError
 from ..files import held
@@ -86,7 +84,7 @@ def _compare(program: str, experiment: Experiment, root: Path, jobs: int) -> Non
     waiting = [run for run in experiment.runs if results.find(run) is None]
     results.write()
     config = root / "runs" / "recipe.yaml"
-    config.write_text(yaml.safe_dump(results.recipe["config"], sort_keys=False))  # as it is now, for all runs
+    config.write_text(results.config)  # for all runs, whatever becomes of the file
     try:
         _train_all(program, experiment, waiting, results, config, jobs)
     finally:

@@ -110,7 +110,9 @@ def _check_apart(arguments: Sequence[str], whose: str, taken: Sequence[str], why
 
 
 def _names(argument: str) -> list[str]:
-    """Name what an argument sets; a mapping sets each of its parts."""
+    """Name what an argument sets: a mapping each of its parts, a value that stands by itself nothing."""
+    if not argument.startswith("--"):
+        return []
     name, _, value = argument.removeprefix("--").partition("=")
     return _parts(name, yaml.safe_load(value)) if value.startswith("{") else [name]
 
@@ -133,14 +135,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str, what: str) -> object:
-    """Read a YAML file.
+def read_yaml(path: str, what: str) -> tuple[str, object]:
+    """Read a YAML file: its text and its content.
 
     Raises:
         UserError: If it cannot be read, is no YAML, or has a key twice.
     """
     try:
-        return yaml.load(Path(path).read_text(), _Loader)
+        text = Path(path).read_text()
+        return text, yaml.load(text, _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{what}={path} cannot be read: {' '.join(str(error).split())}") from error
 
@@ -157,7 +160,7 @@ def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = (
     Raises:
         UserError: If the file cannot be read, has an unknown field or lacks one, or is no experiment.
     """
-    content = read_yaml(path, "--experiment")
+    _, content = read_yaml(path, "--experiment")
     if not isinstance(content, dict):
         raise UserError(f"--experiment={path} is no mapping of fields.")
     names = [field.name for field in fields(Experiment)]
@@ -167,10 +170,9 @@ def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = (
     for name, kind in (("config", str), ("models", dict), ("seeds", list)):
         if not isinstance(content.get(name), kind):
             raise UserError(f"{path} must have the field {name!r}, a {kind.__name__}; got {content.get(name)!r}.")
-    kinds = (("arguments", dict), ("metrics", dict), ("paper", dict), ("families", dict))
-    for name, kind in kinds:
-        if not isinstance(content.get(name, {}), kind):
-            raise UserError(f"{path}: {name}={content[name]!r} must be a {kind.__name__}.")
+    for name in ("arguments", "metrics", "paper", "families"):
+        if not isinstance(content.get(name, {}), dict):
+            raise UserError(f"{path}: {name}={content[name]!r} must be a dict.")
     models = {str(name): _arguments(what) for name, what in content["models"].items()}
     return Experiment(
         title=str(content.get("title", Path(path).stem)),

@@ -14,6 +14,7 @@ class Results:
     """The results of an experiment's runs in `results.json` of a folder, one line for each.
 
     Attributes:
+        config: Text of the configuration, as it was when this was made.
         recipe: What all runs have in common, as it was when this was made: results by another cannot stand beside them.
         runs: What each run came to, by its key.
     """
@@ -25,7 +26,7 @@ class Results:
             UserError: If the file cannot be read, or holds results by another recipe.
         """
         self.path, self.experiment, self.runs = folder / RESULTS, experiment, {}
-        config = read_yaml(experiment.config, "--config")
+        self.config, config = read_yaml(experiment.config, "--config")
         self.recipe = {"config": config, "arguments": list(experiment.arguments)}
         if not self.path.is_file():
             return

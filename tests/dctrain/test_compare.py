@@ -286,6 +286,12 @@ def test_the_report(tmp_path):
             assert drawn[rows].sum() > 15, color
 
 
+def test_values_that_stand_by_themselves_set_nothing():
+    experiment_of(CONFIG, ["x"], [0], METRICS, ("--data.train", "name", "--trainer.max_epochs", "3"))
+    with pytest.raises(UserError, match="data.seed, of all runs, cannot be given"):
+        experiment_of(CONFIG, ["x"], [0], METRICS, ("--data.seed", "3"))
+
+
 def test_the_command_line_names_models_with_settings():
     experiment = experiment_of(CONFIG, ["x  model_kwargs={depth: 1, num_heads: 5} lr=0.1", "y"], [0], METRICS, ())
     expected = ("--model.model=x", "--model.model_kwargs={depth: 1, num_heads: 5}", "--model.lr=0.1")
