@@ -61,7 +61,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, window: int | None, **dd) -> None:
         super().__init__()
-        self.parallel = config.parallel_residual
+        self.parallel, self.is_causal = config.parallel_residual, config.is_causal
         self.attn_norm = make_norm(config, **dd)
         self.attn = DCAttention(
             config.dim,
@@ -81,5 +81,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None, rope: Rope | None, cache: AttentionCache | None) -> Tensor:
         """Map [B, T, C] to [B, T, C]; the other arguments are those of `DCAttention`."""
-        attended = x + self.attn(self.attn_norm(x), is_causal=True, rope=rope, cache=cache, documents=documents)
+        attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "documents": documents}
+        attended = x + self.attn(self.attn_norm(x), **attention)
         return attended + self.mlp(self.mlp_norm(x if self.parallel else attended))

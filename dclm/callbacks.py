@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 from dctrain.order import SampleRef
 from dctrain.strategy import FSDP2Strategy
 
@@ -13,7 +13,6 @@ from .bigram import ByteBigram
 from .data import TokenDataModule
 from .data.samples import collate
 from .generate import generate
-from .loss import IGNORED
 from .suite.stream import TaskStream
 
 BASELINE_TOKENS = 2**23
@@ -24,6 +23,11 @@ class BigramBaseline(Callback):
 
     def __init__(self) -> None:
         self.bits = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a model that has no bits per byte."""
+        with told_as("BigramBaseline"):
+            pl_module.model.check_causal()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count the bigrams of the training text (its first 8 million tokens)."""
@@ -43,14 +47,14 @@ class BigramBaseline(Callback):
             print(f"bits per byte: {float(ours):.3f}, byte-bigram baseline {self.bits:.3f}")
 
 
-class TaskAccuracy(Callback):
-    """Logs at every validation how many answers of synthetic tasks (`data.tokens: tasks`) are the likeliest token.
+class UnseenAccuracy(Callback):
+    """Logs at every validation how many answers of synthetic tasks that training never shows are the likeliest token.
 
-    `val/accuracy` is of combinations of pattern and transformation that training shows, `val/unseen_accuracy` of the
-    others.
+    `val/accuracy` is of combinations of pattern and transformation that training shows (`data.tokens: tasks`); this is
+    `val/unseen_accuracy`, of the others.
 
     Args:
-        texts: Of each kind; their number, and which they are, are the same at every validation.
+        texts: Their number; which they are is the same at every validation.
 
     Raises:
         UserError: If there are none.
@@ -58,30 +62,27 @@ class TaskAccuracy(Callback):
 
     def __init__(self, texts: int = 256) -> None:
         if texts < 1:
-            raise UserError(f"TaskAccuracy's {texts=} must be at least 1.")
+            raise UserError(f"UnseenAccuracy's {texts=} must be at least 1.")
         self.texts = texts
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that the data are tasks."""
         if not isinstance(getattr(trainer.datamodule, "corpus", None), TaskStream):
-            raise UserError("TaskAccuracy is for data.tokens=tasks.")
+            raise UserError("UnseenAccuracy is for data.tokens=tasks.")
 
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ask and log; every rank asks the same."""
-        stream = trainer.datamodule.corpus
-        for split, name in (("val", "accuracy"), ("unseen", "unseen_accuracy")):
-            texts = stream.texts(split, trainer.datamodule.context_length)
-            right = count = 0
-            for start in range(0, self.texts, trainer.datamodule.batch_size):
-                numbers = range(start, min(start + trainer.datamodule.batch_size, self.texts))
-                batch = collate([texts[SampleRef(number, 0)] for number in numbers])
-                asked = batch.targets != IGNORED
-                hidden = pl_module.model.hidden_states(batch.input_ids.to(pl_module.device))
-                logits = pl_module.model.output(hidden[asked.to(hidden.device)])
-                right += int((logits.argmax(-1).cpu() == batch.targets[asked]).sum())
-                count += int(asked.sum())
-            pl_module.log(f"val/{name}", right / count, prog_bar=True, sync_dist=True)
+        data, device = trainer.datamodule, pl_module.device
+        texts = data.corpus.texts("unseen", data.context_length)
+        is_right = []
+        for start in range(0, self.texts, data.batch_size):
+            numbers = range(start, min(start + data.batch_size, self.texts))
+            batch = collate([texts[SampleRef(number, 0)] for number in numbers])
+            scores = pl_module.model(batch.input_ids.to(device), targets=batch.targets.to(device), per_token=True)
+            is_right.append(scores.is_greedy)
+        accuracy = torch.cat(is_right).float().mean()
+        pl_module.log("val/unseen_accuracy", accuracy, prog_bar=True, sync_dist=True)
 
 
 class TextSample(Callback):
@@ -102,6 +103,11 @@ class TextSample(Callback):
             raise UserError("TextSample's prompt='' must hold some text to go on from.")
         self.prompt, self.max_new_tokens = prompt, max_new_tokens
         self.temperature, self.top_p = temperature, top_p
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a model that continues no text."""
+        with told_as("TextSample"):
+            pl_module.model.check_causal()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sample, the same for every run of the same weights."""

@@ -12,7 +12,7 @@ from dctrain.errors import UserError, told_as
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ComposeOptions):
-    """Architecture of a decoder language model.
+    """Architecture of a language model.
 
     The fields of `ComposeOptions` belong to it; composition is off unless `pre_compose` or `post_compose` is set.
 
@@ -36,7 +36,9 @@ class DecoderConfig(ComposeOptions):
         rotary_base: Base of the rotary frequencies.
         parallel_residual: Attention and MLP read the same input, as in GPT-NeoX.
         qk_norm: RMS-normalise q and k per head.
-        windows: Pattern of attention windows, repeated over the layers: [256, null] is local and global in turn.
+        is_causal: Tokens see those before them alone; otherwise all, for masked language modelling.
+        windows: Pattern of attention windows, repeated over the layers: [256, null] is local and global in turn. A
+            window is the tokens seen before, the own included; without `is_causal` as many to each side.
         init_std: Standard deviation of all weights; null initialises as GPT-NeoX does for Pythia.
         impl: Implementation of composed attention.
 
@@ -61,6 +63,7 @@ class DecoderConfig(ComposeOptions):
     rotary_base: float = 10000.0
     parallel_residual: bool = False
     qk_norm: bool = False
+    is_causal: bool = True
     windows: tuple[int | None, ...] = (None,)
     init_std: float | None = 0.006
     impl: str = "auto"

@@ -1,4 +1,4 @@
-"""Decoder: token ids to next-token logits, for the paper's three architectures with and without composition."""
+"""Decoder: token ids to logits, for the paper's three architectures with and without composition."""
 
 # B batch, T tokens, C model width, V vocabulary
 
@@ -12,11 +12,11 @@ from dcmha import ComposeProjection, DecodingCache, rotary_embedding
 
 from .blocks import Block, make_norm
 from .config import DecoderConfig
-from .loss import next_token_loss
+from .loss import IGNORED, Likelihood, score_targets, token_loss
 
 
 class Decoder(nn.Module):
-    """A causal language model.
+    """A language model: causal, or with `is_causal=False` one that sees both ways, to be trained on masked tokens.
 
     Args:
         config: Architecture of the model.
@@ -78,20 +78,21 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         *,
         targets: Tensor | None = None,
-        skip_ignored: bool = False,
         documents: Tensor | None = None,
-    ) -> Tensor:
-        """Predict every next token.
+        per_token: bool = False,
+    ) -> Tensor | Likelihood:
+        """Predict a token at each position: the next one, or with `is_causal=False` what belongs there.
 
         Args:
             input_ids: Token ids [B, T], int64 or int32.
-            targets: Ids [B, T] that ought to follow, int64; -100 does not count.
-            skip_ignored: As in `next_token_loss`.
+            targets: Ids [B, T] that are to be predicted, int64; -100 does not count.
             documents: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
                 start again in each.
+            per_token: Score the targets that count one by one, without a gradient.
 
         Returns:
-            Logits [B, T, V]; with `targets` the mean loss, a scalar.
+            Logits [B, T, V]; with `targets` the mean loss, a scalar; with `per_token` too the `Likelihood` of the M
+            targets that count, in the order of the batch.
 
         Raises:
             ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
@@ -102,7 +103,11 @@ class Decoder(nn.Module):
         x = self.hidden_states(input_ids, documents=documents)
         if targets is None:
             return self.output(x)
-        return next_token_loss(x, self.output.weight, targets, skip_ignored=skip_ignored)
+        if per_token:
+            counts = targets != IGNORED
+            return score_targets(x[counts], self.output.weight, targets[counts])
+        is_sparse = not self.config.is_causal  # most tokens are not masked
+        return token_loss(x, self.output.weight, targets, skip_ignored=is_sparse)
 
     def hidden_states(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
         """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
@@ -146,6 +151,17 @@ class Decoder(nn.Module):
         x = self._hidden(input_ids, positions, cache=cache)
         return self.output(x[:, -1:] if last_only else x)
 
+    def check_causal(self) -> None:
+        """Refuse what takes a model that predicts the next token.
+
+        Raises:
+            ValueError: If it sees both ways.
+        """
+        if not self.config.is_causal:
+            raise ValueError(
+                "the model sees both ways (is_causal=False): it fills in masked tokens and continues none."
+            )
+
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -188,7 +204,12 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def make_cache(self, capacity: int, padding: Tensor | None = None) -> DecodingCache:
-        """Make an empty cache for decoding up to `capacity` tokens a row; `padding` as in `DecodingCache`."""
+        """Make an empty cache for decoding up to `capacity` tokens a row; `padding` as in `DecodingCache`.
+
+        Raises:
+            ValueError: If the model sees both ways.
+        """
+        self.check_causal()
         return DecodingCache(self.config.layer_windows, capacity, padding)
 
 

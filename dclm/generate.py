@@ -53,8 +53,8 @@ def generate(
         token; else a list of tensors, each as long as its row.
 
     Raises:
-        ValueError: If a prompt is empty, a token outside the vocabulary, the position table too short, an option out
-            of range, or logits are NaN (on CUDA this is seen at the first token alone).
+        ValueError: If the model sees both ways, a prompt is empty, a token outside the vocabulary, the position table
+            too short, an option out of range, or logits are NaN (on CUDA this is seen at the first token alone).
         MemoryError: If there is no room for the cache.
     """
     prompts = check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)

@@ -17,18 +17,18 @@ from dctrain.sharding.deferred import weights_device
 from dctrain.sharding.tensor_parallel import Plan
 
 from .config import build_config, differing_fields
-from .data import Batch
+from .data import Batch, TokenDataModule
 from .data.samples import as_batch
 from .decoder import Decoder
 from .load import load_decoder
-from .loss import IGNORED
 from .parallel import split_decoder
 
 
 class LanguageModel(TrainingModule):
-    """Trains a decoder to predict the next token, on `TokenDataModule` or on any loader of (input_ids, targets).
+    """Trains a decoder to predict the next token, or masked ones, on `TokenDataModule` or on any other loader.
 
-    Of other loaders both are int64 [B, T]; targets of -100 do not count.
+    Other loaders give (input_ids, targets), both int64 [B, T], where targets of -100 do not count. A decoder of
+    `is_causal: false` sees both ways, and must not be asked for what it sees: its targets are masked in its input.
 
     Args:
         model: Name of a configuration (`dclm.CONFIGS`).
@@ -78,7 +78,7 @@ class LanguageModel(TrainingModule):
         with told_as(f"model {model!r} cannot be built with {overrides}"):
             self.model = Decoder(self.config, device=weights_device())
         set_recompute(self.model, recompute)
-        self.val_loss = MeanMetric()
+        self.val_loss, self.val_accuracy = MeanMetric(), MeanMetric()
         self.forward_flops: int | None = None
 
     def count_units(self, batch: Batch) -> int:
@@ -89,6 +89,15 @@ class LanguageModel(TrainingModule):
         """Make token ids [B, T] and targets."""
         ids = torch.zeros(batch_size, self.config.context_length, dtype=torch.long, device="meta")
         return Example((ids,), {"targets": ids}, ids.numel())
+
+    def setup(self, stage: str) -> None:
+        """Refuse data of another objective."""
+        data, is_causal = self.trainer.datamodule, self.config.is_causal
+        if isinstance(data, TokenDataModule) and (data.mask_fraction is None) != is_causal:
+            raise UserError(
+                f"model.overrides.is_causal={is_causal} with data.mask_fraction={data.mask_fraction}: a causal model "
+                "predicts the next token (mask_fraction null), one that sees both ways masked tokens (such as 0.15)."
+            )
 
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
@@ -118,7 +127,7 @@ class LanguageModel(TrainingModule):
             return split_decoder(self.model, rank, ranks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Predict every next token: ids [B, T] to logits [B, T, V]."""
+        """Predict a token at each position: ids [B, T] to logits [B, T, V]."""
         return self.model(input_ids)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -128,7 +137,7 @@ class LanguageModel(TrainingModule):
         return self.log_step(loss, batch_size=len(batch.input_ids))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add one batch to the mean over tokens, which is reduced over ranks at the end."""
+        """Add one batch to the means over tokens, which are reduced over ranks at the end."""
         self._evaluate(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -137,11 +146,12 @@ class LanguageModel(TrainingModule):
 
     def _evaluate(self, batch: Batch) -> None:
         batch = as_batch(batch)
-        loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, skip_ignored=True)
-        self.val_loss.update(loss.detach(), weight=(batch.targets != IGNORED).sum())
+        scores = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, per_token=True)
+        self.val_loss.update(-scores.log_likelihoods)
+        self.val_accuracy.update(scores.is_greedy.float())
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity per token, and bits per byte of text."""
+        """Log loss, perplexity and accuracy per token, and of next tokens bits per byte of text."""
         self._log_metrics("val")
 
     def on_test_epoch_end(self) -> None:
@@ -151,7 +161,8 @@ class LanguageModel(TrainingModule):
     def _log_metrics(self, prefix: str) -> None:
         loss = self.val_loss.compute()
         self.val_loss.reset()
-        metrics = {"loss": loss, "perplexity": loss.exp()}
+        metrics = {"loss": loss, "perplexity": loss.exp(), "accuracy": self.val_accuracy.compute()}
+        self.val_accuracy.reset()
         data = self.trainer.datamodule
         bytes_per_token = None if data is None else data.bytes_per_token  # other loaders do not know their bytes
         if bytes_per_token is not None:

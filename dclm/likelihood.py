@@ -1,32 +1,20 @@
-"""Log-likelihoods of continuations, token by token, in batches, without the logits of what is not asked for."""
+"""Log-likelihoods of continuations and of masked tokens, in batches, without the logits of what is not asked for."""
 
 # B batch, T tokens, C model width, V vocabulary, M tokens of continuations, N tokens of one
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .data.masking import Masked
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
-from .loss import CHUNK_LOGITS, wide_logits
+from .loss import IGNORED, Likelihood, score_targets
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation
-
-
-class Likelihood(NamedTuple):
-    """What the model makes of a continuation.
-
-    Attributes:
-        log_likelihoods: Of each token given all before it, in nats: [N] of max(dtype, float32), on the CPU.
-        is_greedy: Whether each token is the likeliest: [N] bool, on the CPU.
-    """
-
-    log_likelihoods: Tensor
-    is_greedy: Tensor
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
@@ -76,11 +64,11 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[Pair], *, batch_size: int 
         batch_size: Texts read at a time.
 
     Returns:
-        One for each pair, in their order.
+        One for each pair, in their order, on the CPU.
 
     Raises:
-        ValueError: If a context or a continuation is empty, a token is outside the vocabulary, or the position table
-            too short.
+        ValueError: If the model sees both ways, a context or a continuation is empty, a token is outside the
+            vocabulary, or the position table too short.
     """
     found: list[Likelihood | None] = [None] * len(pairs)
     for batch in batches(decoder, pairs, batch_size):
@@ -99,6 +87,7 @@ class Text:
 
 def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[list[Text]]:
     """Put pairs into the batches that are read together; errors are those of `log_likelihoods`."""
+    decoder.check_causal()
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1.")
     texts: dict[tuple[int, ...], Text] = {}
@@ -130,20 +119,33 @@ def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likeli
     asked = [(row, *pair) for row, text in enumerate(texts) for pair in text.pairs]
     wanted = torch.cat([hidden[row, start : start + len(targets)] for row, _, start, targets in asked])
     targets = torch.tensor([target for *_, targets in asked for target in targets], device=device)
-    scores, is_greedy = _score_targets(wanted, decoder.output.weight, targets)
+    scores, is_greedy = score_targets(wanted, decoder.output.weight, targets)
     lengths = [len(targets) for *_, targets in asked]
     parts = zip(scores.cpu().split(lengths), is_greedy.cpu().split(lengths), strict=True)
     for (_, number, _, _), part in zip(asked, parts, strict=True):
         yield number, Likelihood(*part)
 
 
-def _score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Score targets [M] after hidden states [M, C], some at a time; tell which are the likeliest."""
-    scores, is_greedy = [], []
-    size = max(1, CHUNK_LOGITS // output.shape[0])
-    for chunk, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-        logits = wide_logits(chunk, output)  # [M, V]
-        of_targets = logits.gather(1, wanted[:, None]).squeeze(1)
-        scores.append(of_targets - logits.logsumexp(1))
-        is_greedy.append(logits.argmax(1) == wanted)
-    return torch.cat(scores), torch.cat(is_greedy)
+@torch.no_grad()
+def score_masked(decoder: Decoder, texts: Sequence[Masked]) -> list[Likelihood]:
+    """Score the tokens that texts of any lengths ask for, of a model that sees both ways.
+
+    Returns:
+        One for each text, on the CPU.
+    """
+    device = decoder.output.weight.device
+    longest = max(len(text.input_ids) for text in texts)
+    padded = [_padded(text, longest) for text in texts]
+    ids, targets, documents = (torch.stack(rows).to(device) for rows in zip(*padded, strict=True))
+    found = decoder(ids, targets=targets, documents=documents, per_token=True)
+    lengths = (targets != IGNORED).sum(1).tolist()
+    parts = zip(found.log_likelihoods.cpu().split(lengths), found.is_greedy.cpu().split(lengths), strict=True)
+    return [Likelihood(*part) for part in parts]
+
+
+def _padded(text: Masked, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad a text with what is asked for nothing, as another document, so that it is not seen."""
+    ids, targets = (torch.from_numpy(row) for row in text)
+    padding = (0, longest - len(ids))
+    documents = F.pad(torch.zeros_like(ids), padding, value=1)
+    return F.pad(ids, padding), F.pad(targets, padding, value=IGNORED), documents

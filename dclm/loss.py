@@ -1,8 +1,8 @@
-"""Next-token cross-entropy straight from hidden states, a chunk of tokens at a time."""
+"""Cross-entropy straight from hidden states, a chunk of tokens at a time."""
 
-# B batch, T tokens, C model width, V vocabulary
+# B batch, T tokens, C model width, V vocabulary, M tokens in a row
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ IGNORED = -100
 CHUNK_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32
 
 
-def next_token_loss(
+def token_loss(
     hidden: Tensor,
     output: Tensor,
     targets: Tensor,
@@ -49,20 +49,66 @@ def next_token_loss(
     if skip_ignored:
         hidden, targets = hidden[counts], targets[counts]
     size = max(1, chunk_logits // output.shape[0])
-    split = None
-    if isinstance(output, DTensor):
-        split = _SplitVocabulary(output.device_mesh, output.shape[0])
-        hidden, output = enter(hidden, split.mesh), output.to_local()
-    dtype = autocast_dtype(hidden.device.type)
-    if dtype is not None:
-        hidden, output = hidden.to(dtype), output.to(dtype)
+    hidden, output, split = _as_computed(hidden, output)
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
-    with nullcontext() if dtype is None else torch.autocast(hidden.device.type, enabled=False):
+    with _without_autocast(hidden):
         if len(chunks) == 1:
             losses = [_summed_loss(hidden, output, targets, split)]
         else:
             losses = [checkpoint(_summed_loss, h, output, t, split, use_reentrant=False) for h, t in chunks]
     return sum(losses) / counts.sum().clamp(min=1)
+
+
+class Likelihood(NamedTuple):
+    """What the model makes of some tokens, M of them.
+
+    Attributes:
+        log_likelihoods: Of each token, in nats: [M] of max(dtype, float32).
+        is_greedy: Whether each token is the likeliest: [M] bool.
+    """
+
+    log_likelihoods: Tensor
+    is_greedy: Tensor
+
+
+@torch.no_grad()
+def score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> Likelihood:
+    """Score tokens one by one, without ever holding all logits, which are of max(dtype, float32).
+
+    Args:
+        hidden: Final hidden states [M, C].
+        output: Output embedding [V, C], possibly split over ranks (a DTensor).
+        targets: Token ids [M].
+    """
+    scores, is_greedy = [], []
+    size = max(1, CHUNK_LOGITS // output.shape[0])
+    hidden, output, split = _as_computed(hidden, output)
+    with _without_autocast(hidden):
+        for chunk, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = wide_logits(chunk, output)  # [M, V]
+            if split is not None:
+                logits = split.joined(logits).full_tensor()
+            of_targets = logits.gather(1, wanted[:, None]).squeeze(1)
+            scores.append(of_targets - logits.logsumexp(1))
+            is_greedy.append(logits.argmax(1) == wanted)
+    return Likelihood(torch.cat(scores), torch.cat(is_greedy))
+
+
+def _as_computed(hidden: Tensor, output: Tensor) -> tuple[Tensor, Tensor, "_SplitVocabulary | None"]:
+    """Take this rank's part of a split output, and the dtype of autocast."""
+    split = None
+    if isinstance(output, DTensor):
+        split = _SplitVocabulary(output.device_mesh, output.shape[0])
+        hidden, output = enter(hidden, split.mesh), output.to_local()
+    dtype = autocast_dtype(hidden.device.type)
+    return (hidden, output, split) if dtype is None else (hidden.to(dtype), output.to(dtype), split)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    """Keep autocast, where it is on, from rounding logits."""
+    if autocast_dtype(x.device.type) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class _SplitVocabulary(NamedTuple):
@@ -71,15 +117,18 @@ class _SplitVocabulary(NamedTuple):
     mesh: DeviceMesh
     size: int
 
+    def joined(self, logits: Tensor) -> DTensor:
+        """Tell of a rank's logits [M, ...] that they are a part of [M, V]."""
+        shape = torch.Size((len(logits), self.size))
+        return DTensor.from_local(logits, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(self.size, 1))
+
 
 def _summed_loss(hidden: Tensor, output: Tensor, targets: Tensor, split: _SplitVocabulary | None) -> Tensor:
     logits = wide_logits(hidden, output)
     if split is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    mesh, shape = split.mesh, torch.Size((len(logits), split.size))
-    logits = DTensor.from_local(logits, mesh, [Shard(1)], run_check=False, shape=shape, stride=(split.size, 1))
-    targets = DTensor.from_local(targets, mesh, [Replicate()], run_check=False)
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").to_local()
+    targets = DTensor.from_local(targets, split.mesh, [Replicate()], run_check=False)
+    return F.cross_entropy(split.joined(logits), targets, ignore_index=IGNORED, reduction="sum").to_local()
 
 
 def wide_logits(hidden: Tensor, output: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ from dctrain.errors import UserError
 from ..suite.stream import NAME as TASKS
 from ..suite.stream import TaskStream, TaskTexts
 from .idxmap import PREFIX, IndexedCorpus
+from .masking import Masking, check_masking
 from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
 from .tokenizers import BYTES, ByteTokenizer, open_tokenizer
 
 STDLIB = "stdlib"
+EVALUATION_SEED = 0  # of masks, whatever the run's seed
 
 
 def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | TaskStream:
@@ -33,8 +35,10 @@ def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | 
     return IndexedCorpus(tokens.removeprefix(PREFIX), open_tokenizer(tokenizer))
 
 
-def embedding_rows(tokens: str, tokenizer: str | None, vocab_size: int | None, vocab_multiple: int) -> int:
-    """Tell how many rows the embeddings have: `vocab_size`, or as many as the tokenizer needs, rounded up.
+def embedding_rows(
+    tokens: str, tokenizer: str | None, vocab_size: int | None, vocab_multiple: int, mask_fraction: float | None
+) -> int:
+    """Tell how many rows the embeddings have: `vocab_size`, or as many as tokenizer and mask need, rounded up.
 
     Raises:
         UserError: If a number is out of range, both are given, or the corpus cannot be opened.
@@ -46,6 +50,7 @@ def embedding_rows(tokens: str, tokenizer: str | None, vocab_size: int | None, v
     if vocab_size is not None:
         return vocab_size
     needed = ByteTokenizer.vocab_size if tokens == STDLIB else open_corpus(tokens, tokenizer).vocab_size
+    needed += mask_fraction is not None
     return -(-needed // vocab_multiple) * vocab_multiple
 
 
@@ -61,6 +66,9 @@ class TokenDataModule(ResumableDataModule):
     the end is left out. Evaluation sees the first `val_tokens` tokens of the split "val" once; padding that evens out
     the ranks has targets -100.
 
+    Objective: the next token; with `mask_fraction`, tokens that are hidden (`dclm.data.masking.Masking`), others each
+    epoch, in an evaluation always the same. The mask is the first id beyond the tokenizer's.
+
     Resume: training goes on at the very next sample, also on another number of ranks or another batch size.
 
     Args:
@@ -70,7 +78,7 @@ class TokenDataModule(ResumableDataModule):
         validation: Where validation tokens come from, likewise: a folder's split "val", or all of an "idxmap:PREFIX".
             None for those of `tokens`, if it is a folder.
         tokenizer: That made an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders say it themselves.
-        vocab_size: Ids must lie below it; at least the tokenizer's own, and that if None.
+        vocab_size: Ids must lie below it; at least the tokenizer's own (and the mask), and that if None.
         context_length: Tokens T of a sequence.
         batch_size: Sequences of one rank in a step.
         num_workers: Loader processes of a rank; 0 loads in the main process, which suffices for memory-mapped tokens.
@@ -78,6 +86,9 @@ class TokenDataModule(ResumableDataModule):
         val_tokens: Tokens of an evaluation; None for all.
         separate_documents: Tell the model where documents end, so that it attends within each alone.
         vocab_multiple: With `vocab_size` None, the tokenizer's own is rounded up to a multiple of this.
+        mask_fraction: Share of the tokens that a model of `is_causal: false` is asked for, such as 0.15; None asks for
+            the next token everywhere.
+        mask_span: Mean length of what is masked together, 1 to 10 (`Masking.span`).
 
     Raises:
         UserError: If the corpus cannot be opened or does not fit the other arguments.
@@ -96,22 +107,30 @@ class TokenDataModule(ResumableDataModule):
         validation: str | None = None,
         tokenizer: str | None = None,
         vocab_multiple: int = 1,
+        mask_fraction: float | None = None,
+        mask_span: float = 1,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="sequences")
         self.save_hyperparameters(logger=False)
         if context_length < 1 or (val_tokens is not None and val_tokens < 1):
             raise UserError(f"{context_length=} and {val_tokens=} must be at least 1.")
+        if mask_fraction is not None:
+            check_masking(mask_fraction, mask_span)
+        elif mask_span != 1:
+            raise UserError(f"{mask_span=} without mask_fraction: the next token is asked for, and nothing masked.")
         self.tokens, self.context_length = tokens, context_length
-        self.vocab_size = embedding_rows(tokens, tokenizer, vocab_size, vocab_multiple)
+        self.mask_fraction, self.mask_span = mask_fraction, mask_span
+        self.vocab_size = embedding_rows(tokens, tokenizer, vocab_size, vocab_multiple, mask_fraction)
         self.val_tokens, self.separate_documents = val_tokens, separate_documents
         self.validation, self.tokenizer = validation, tokenizer
         self.corpus: Corpus | IndexedCorpus | TaskStream | None = None
         self.val_corpus: Corpus | IndexedCorpus | TaskStream | None = None
         self.train_samples: TokenSamples | TaskTexts | None = None
         self.val_samples: TokenSamples | TaskTexts | None = None
-        if tokens == TASKS and (val_tokens is None or validation or tokenizer or separate_documents):
+        if tokens == TASKS and (val_tokens is None or validation or tokenizer or separate_documents or mask_fraction):
             raise UserError(
-                f"data.tokens={TASKS} takes a finite data.val_tokens, and no validation, tokenizer, separate_documents."
+                f"data.tokens={TASKS} takes a finite data.val_tokens, and no validation, tokenizer, "
+                "separate_documents, mask_fraction."
             )
 
     def prepare_data(self) -> None:
@@ -128,9 +147,10 @@ class TokenDataModule(ResumableDataModule):
             self._check_validation()
         elif isinstance(self.corpus, IndexedCorpus):
             raise UserError(f"data.tokens={self.tokens} is for training alone; data.validation must name other tokens.")
-        if self.corpus.vocab_size > self.vocab_size:
+        mask = 0 if self.mask_fraction is None else 1
+        if self.corpus.vocab_size + mask > self.vocab_size:
             raise UserError(
-                f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}; "
+                f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}{' and a mask' * mask}; "
                 f"data.vocab_size={self.vocab_size} must be at least that."
             )
         if stage == "fit":
@@ -154,13 +174,19 @@ class TokenDataModule(ResumableDataModule):
                 f"{row.name} holds token {row.max_token}; accepted: 0 to {self.vocab_size - 1} "
                 f"(data.vocab_size={self.vocab_size})."
             )
-        samples = TokenSamples(row, self.context_length, self.vocab_size, self.separate_documents)
+        masks = (self._masking(corpus), self.seed if split == "train" else EVALUATION_SEED)
+        samples = TokenSamples(row, self.context_length, self.vocab_size, self.separate_documents, *masks)
         if len(samples) < 1:
             raise UserError(
                 f"{row.name} holds {len(row)} tokens; a sequence takes {self.context_length} and one more "
                 f"(data.context_length={self.context_length})."
             )
         return samples
+
+    def _masking(self, corpus: Corpus | IndexedCorpus) -> Masking | None:
+        if self.mask_fraction is None:
+            return None
+        return Masking(self.mask_fraction, self.mask_span, corpus.vocab_size, corpus.tokenizer().eos_id)
 
     @property
     def num_samples(self) -> int:
@@ -177,10 +203,10 @@ class TokenDataModule(ResumableDataModule):
     def bytes_per_token(self) -> float | None:
         """Bytes of source text per token of an evaluation, for bits per byte; end tokens have none.
 
-        None for tasks, of which answers alone count. Byte tokens say it themselves. Of a corpus of before documents
-        were counted, the decoded text counts.
+        None for tasks and masked tokens, of which not all count. Byte tokens say it themselves. Of a corpus of before
+        documents were counted, the decoded text counts.
         """
-        if isinstance(self.val_samples, TaskTexts):
+        if isinstance(self.val_samples, TaskTexts) or self.mask_fraction is not None:
             return None
         count, row = self.num_val_samples * self.context_length, self.val_samples.row
         tokenizer = self.val_corpus.tokenizer()

@@ -15,6 +15,7 @@ from dctrain.order import SampleRef
 
 from ..loss import IGNORED
 from .idxmap import IndexedRow
+from .masking import Masking
 from .token_files import TokenRow
 
 
@@ -33,36 +34,44 @@ def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
 
 
 class Sample(NamedTuple):
-    """Tokens of a sequence and one more.
+    """A sequence and what is to be predicted at each place of it.
 
     Attributes:
         ref: What it is.
-        tokens: T + 1.
+        input_ids: [T].
+        targets: [T]; -100 does not count.
         documents: Numbers of their documents [T], where they are kept apart.
-        counts: Which of the targets [T] count; None for all.
     """
 
     ref: SampleRef
-    tokens: np.ndarray
-    documents: np.ndarray | None
-    counts: np.ndarray | None = None
+    input_ids: np.ndarray
+    targets: np.ndarray
+    documents: np.ndarray | None = None
 
 
 class TokenSamples(Dataset):
-    """Sequence number i is tokens [i T, (i + 1) T] of a row, its targets the same one further.
+    """Sequence number i is tokens [i T, (i + 1) T) of a row, its targets the same one further, or those masked.
 
     Args:
         row: The tokens.
         context_length: T.
         vocab_size: Ids must be below it.
         separate_documents: Number the documents of each sequence, for attention within them.
+        masking: Which tokens are hidden and asked for; None for the next ones.
+        mask_seed: They are a function of it, of the epoch and of i.
     """
 
     def __init__(
-        self, row: TokenRow | IndexedRow, context_length: int, vocab_size: int, separate_documents: bool = False
+        self,
+        row: TokenRow | IndexedRow,
+        context_length: int,
+        vocab_size: int,
+        separate_documents: bool = False,
+        masking: Masking | None = None,
+        mask_seed: int = 0,
     ) -> None:
         self.row, self.context_length, self.vocab_size = row, context_length, vocab_size
-        self.separate_documents = separate_documents
+        self.separate_documents, self.masking, self.mask_seed = separate_documents, masking, mask_seed
 
     def __len__(self) -> int:
         return max(0, len(self.row) - 1) // self.context_length
@@ -76,16 +85,17 @@ class TokenSamples(Dataset):
                 f"{self.row.name} holds token {wrong[0]} near token {start}; accepted: 0 to {self.vocab_size - 1} "
                 f"(data.vocab_size={self.vocab_size})."
             )
-        return Sample(ref, tokens, self.row.documents(start, tokens[:-1]) if self.separate_documents else None)
+        ids, targets = tokens[:-1], tokens[1:]
+        documents = self.row.documents(start, ids) if self.separate_documents else None
+        if self.masking is not None:
+            ids, targets = self.masking(ids, (self.mask_seed, ref.epoch, ref.index))
+        return Sample(ref, ids, targets, documents)
 
 
 def collate(samples: list[Sample]) -> Batch:
     """Stack sequences."""
-    refs, rows, documents, counts = zip(*samples, strict=True)
-    tokens = torch.from_numpy(np.stack(rows))
-    input_ids, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    if counts[0] is not None:
-        targets[torch.from_numpy(~np.stack(counts))] = IGNORED
+    refs, rows, asked, documents = zip(*samples, strict=True)
+    input_ids, targets = (torch.from_numpy(np.stack(those)) for those in (rows, asked))
     targets[[ref.is_padding for ref in refs]] = IGNORED
     numbers = None if documents[0] is None else torch.from_numpy(np.stack(documents))
     return Batch(input_ids, targets, numbers, [ref.index for ref in refs])

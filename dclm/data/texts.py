@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +82,22 @@ def read_documents(path: Path, text_key: str, subset_key: str | None = None) -> 
             raise UserError(f"{record.place}: no text under {text_key!r}.")
         subset = None if subset_key is None else _subset(record.content, subset_key)
         yield Document(without_lone_surrogates(text), record.position, subset)
+
+
+def gathered(documents: Iterable[Document], size: int = 2**20) -> Iterator[tuple[list[Document], int]]:
+    """Gather documents until they have about `size` characters: those with a text, and how many are no UTF-8."""
+    found: list[Document] = []
+    unreadable = held = 0
+    for document in documents:
+        if document.text is None:
+            unreadable += 1
+        else:
+            found.append(document)
+            held += len(document.text)
+        if held >= size:
+            yield found, unreadable
+            found, unreadable, held = [], 0, 0
+    yield found, unreadable
 
 
 class Record(NamedTuple):

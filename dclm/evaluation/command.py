@@ -19,9 +19,11 @@ from dctrain.evaluation.run import (
     short_names,
 )
 
+from ..data.masking import check_masking
 from ..data.texts import find_inputs
 from ..decoder import Decoder
 from ..load import load_model
+from .masked import MaskedTexts
 from .measures import PILE_KEY, SpanFile, TextSet
 from .scorer import Scorer
 from .suite_pictures import draw_suites
@@ -33,6 +35,7 @@ def evaluate(
     texts: Sequence[str] = (),
     spans: Sequence[str] = (),
     suites: Sequence[str] = (),
+    masked: Sequence[str] = (),
     tasks: Sequence[str] = (),
     num_fewshot: Sequence[int] = (),
     compare: Sequence[str] = (),
@@ -44,6 +47,8 @@ def evaluate(
     subset_key: str = PILE_KEY,
     prompt_key: str = "prompt",
     target_key: str = "target",
+    mask_fraction: float = 0.15,
+    mask_span: float = 1,
     task_folder: str | None = None,
     limit: int | None = None,
     batch_size: int = 8,
@@ -60,6 +65,7 @@ def evaluate(
         texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, parquet, ...
         spans: Files of records (JSONL or parquet) with a prompt and a target, which is scored.
         suites: Files (JSONL) of synthetic tasks with answers in brackets, which `dclm suite` writes.
+        masked: Files or folders of texts, as `texts`, of which models that see both ways are asked for masked tokens.
         tasks: Names of tasks, groups or tags of the lm-evaluation-harness.
         num_fewshot: Examples before each question; several numbers ask each task with each. By default each task's own.
         compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
@@ -72,21 +78,26 @@ def evaluate(
         subset_key: Key of the name of the part of a data set that a record is of.
         prompt_key: Key of the prompt in records of spans.
         target_key: Key of the target in records of spans.
+        mask_fraction: Share of the tokens that `masked` asks for.
+        mask_span: Mean length of what it masks together, 1 to 10.
         task_folder: Folder of task files of one's own, beside the harness's tasks.
         limit: Only this many documents, records and questions of each, to try things out.
         batch_size: Texts read at a time.
         device: Where to run, such as cuda.
         dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
     """
-    check_asked(checkpoint, [*texts, *spans, *suites, *tasks], compare, "texts, spans, suites or tasks")
+    asked = [*texts, *spans, *suites, *masked, *tasks]
+    check_asked(checkpoint, asked, compare, "texts, spans, suites, masked or tasks")
     check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length, stride=stride)
     if any(shots < 0 for shots in num_fewshot):
         raise UserError(f"num_fewshot={list(num_fewshot)} must not be negative.")
+    check_masking(mask_fraction, mask_span)
     how = {"tokenizer": tokenizer, "dtype": find_dtype(dtype), "device": device}
     measures = [
         *(TextSet(name, path, text_key, subset_key, stride, limit) for name, path in _named(texts)),
         *(SpanFile(name, path, prompt_key, target_key, limit) for name, path in _named(spans)),
         *(SuiteFile(name, path, limit) for name, path in _named(suites)),
+        *(MaskedTexts(name, path, text_key, mask_fraction, mask_span, limit) for name, path in _named(masked)),
         *_tasks(tasks, num_fewshot, limit, task_folder),
     ]
     measure = partial(_evaluate, batch_size=batch_size, context_length=context_length, **how)

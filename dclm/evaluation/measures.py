@@ -12,12 +12,19 @@ from dctrain.errors import UserError
 from dctrain.evaluation.results import Measure
 from dctrain.prepared import file_digest
 
-from ..data.texts import RECORDS, Document, find_inputs, read_documents, read_records, without_lone_surrogates
+from ..data.texts import (
+    RECORDS,
+    Document,
+    find_inputs,
+    gathered,
+    read_documents,
+    read_records,
+    without_lone_surrogates,
+)
 from ..likelihood import Pair
 from .scorer import Scorer
 
 PILE_KEY = "meta.pile_set_name"
-CHUNK_BYTES = 2**20  # of text that is scored at a time
 
 
 def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> Iterator[Pair]:
@@ -101,9 +108,9 @@ class TextSet(NamedTuple):
         total = sum(file.stat().st_size for file in files)
         hidden = not scorer.ranks.is_first
         with tqdm(total=total, desc=self.name, unit="B", unit_scale=True, leave=False, disable=hidden) as bar:
-            for texts, subsets, unreadable in self._chunks(files, bar):
+            for documents, unreadable in gathered(islice(self._documents(files, bar), self.limit)):
                 skipped += unreadable
-                self._add(scorer, texts, subsets, sums)
+                self._add(scorer, documents, sums)
         if not sums:
             raise UserError(f"{self.path} holds no text to score{' (it is no UTF-8)' if skipped else ''}.")
         nats, num_tokens, num_bytes = zip(*sums.values(), strict=True)
@@ -120,23 +127,6 @@ class TextSet(NamedTuple):
             return f"disjoint windows of {length} tokens"
         return f"windows of {length} tokens that slide by {self.stride}"
 
-    def _chunks(self, files: list[Path], bar: tqdm) -> Iterator[tuple[list[str], list[str | None], int]]:
-        """Gather documents until there is enough to score: texts, their parts, and files that are no UTF-8."""
-        texts: list[str] = []
-        subsets: list[str | None] = []
-        size = unreadable = 0
-        for document in islice(self._documents(files, bar), self.limit):
-            if document.text is None:
-                unreadable += 1
-            else:
-                texts.append(document.text)
-                subsets.append(document.subset)
-                size += len(document.text)
-            if size >= CHUNK_BYTES:
-                yield texts, subsets, unreadable
-                texts, subsets, size, unreadable = [], [], 0, 0
-        yield texts, subsets, unreadable
-
     def _documents(self, files: list[Path], bar: tqdm) -> Iterator[Document]:
         for file in files:
             before = 0
@@ -145,13 +135,14 @@ class TextSet(NamedTuple):
                 bar.update(document.position - before)
                 before = document.position
 
-    def _add(self, scorer: Scorer, texts: list[str], subsets: list[str | None], sums: dict[str | None, "Sums"]) -> None:
+    def _add(self, scorer: Scorer, documents: list[Document], sums: dict[str | None, "Sums"]) -> None:
         tokenizer = scorer.tokenizer
         begin = tokenizer.begin_ids or [tokenizer.eos_id]
         length = scorer.context_length
+        texts = [document.text for document in documents]
         rows = [list(windows(row.tolist(), begin, length, self.stride or length)) for row in tokenizer.encode(texts)]
         scores = iter(scorer.score([pair for row in rows for pair in row], "windows"))
-        for text, subset, row in zip(texts, subsets, rows, strict=True):
+        for (text, _, subset), row in zip(documents, rows, strict=True):
             if not row:
                 continue
             before = sums.get(subset, Sums(0.0, 0, 0))

@@ -12,10 +12,12 @@ from dctrain.errors import UserError, told_as
 from dctrain.evaluation.journal import Journal, digest
 from dctrain.evaluation.ranks import Ranks
 
+from ..data.masking import Masked
 from ..generate import check_prompts, stream
 from ..growing_text import GrowingText
-from ..likelihood import Likelihood, Pair, batches, cut_left, score
+from ..likelihood import Pair, batches, cut_left, score, score_masked
 from ..load import LoadedModel
+from ..loss import Likelihood
 from ..sampling import Sampling
 
 
@@ -24,6 +26,14 @@ class Score(NamedTuple):
 
     log_likelihood: float
     is_greedy: bool
+
+
+class MaskedScore(NamedTuple):
+    """Of a text's masked tokens: their log-likelihood in nats, how many are the likeliest, and how many they are."""
+
+    log_likelihood: float
+    num_right: int
+    count: int
 
 
 class Prompt(NamedTuple):
@@ -78,17 +88,31 @@ class Scorer:
         keys = [digest("score", *map(_numbers, pair)) for pair in cut]
         todo = {key: pair for key, pair in zip(keys, cut, strict=True) if key not in self.journal.known}
         names, asked = list(todo), list(todo.values())
-        work = batches(self.decoder, asked, self.batch_size)[self.ranks.rank :: self.ranks.size]
+        with told_as(of=ValueError):
+            work = batches(self.decoder, asked, self.batch_size)[self.ranks.rank :: self.ranks.size]
 
         def answer(batch: list) -> dict:
             with torch.inference_mode():
                 found = {names[number]: _summed(likelihood) for number, likelihood in score(self.decoder, batch)}
-            if any(math.isnan(log_likelihood) for log_likelihood, _ in found.values()):
-                raise UserError("the log-likelihoods are NaN: the weights are damaged, or too large for their dtype.")
             return found
 
         self._work_through(work, answer, described)
         return [Score(*self.journal.known[key]) for key in keys]
+
+    def score_masked(self, texts: Sequence[Masked], described: str | None = None) -> list[MaskedScore]:
+        """Score the tokens that texts, of any lengths up to the context, ask for; `described` as in `score`."""
+        keys = [digest("masked", _numbers(text.input_ids), _numbers(text.targets)) for text in texts]
+        todo = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.journal.known}
+        names = sorted(todo, key=lambda key: -len(todo[key].input_ids))
+        starts = range(0, len(names), self.batch_size)
+        work = [names[start : start + self.batch_size] for start in starts][self.ranks.rank :: self.ranks.size]
+
+        def answer(batch: list[str]) -> dict:
+            found = score_masked(self.decoder, [todo[name] for name in batch])
+            return {name: _of_masked(likelihood) for name, likelihood in zip(batch, found, strict=True)}
+
+        self._work_through(work, answer, described)
+        return [MaskedScore(*self.journal.known[key]) for key in keys]
 
     def complete(self, prompts: Sequence[Prompt], described: str | None = None) -> list[str]:
         """Continue prompts, up to the first stop string or the end of the document; arguments as in `score`.
@@ -116,6 +140,8 @@ class Scorer:
         hidden = described is None or not self.ranks.is_first
         for batch in tqdm(work, described, unit="batch", disable=hidden, leave=False):
             found = answer(batch)
+            if any(isinstance(value[0], float) and math.isnan(value[0]) for value in found.values()):
+                raise UserError("the log-likelihoods are NaN: the weights are damaged, or too large for their dtype.")
             self.journal.add(found)
             answers |= found
         self.journal.share(answers)
@@ -171,3 +197,7 @@ def _numbers(ids: Sequence[int]) -> list[int]:
 
 def _summed(found: Likelihood) -> list:
     return [found.log_likelihoods.double().sum().item(), bool(found.is_greedy.all())]
+
+
+def _of_masked(found: Likelihood) -> list:
+    return [found.log_likelihoods.double().sum().item(), int(found.is_greedy.sum()), len(found.is_greedy)]

@@ -17,7 +17,7 @@ from ..decoder import Decoder
 from ..hub import load_pretrained
 from ..hub.published_config import field_defaults
 from ..hub.published_weights import join_qkv, weights_from_hub, weights_to_hub
-from ..loss import IGNORED, next_token_loss
+from ..loss import IGNORED, token_loss
 from .configuration import DCFormerConfig, DCPythiaConfig, PublishedConfig
 from .decoding import DecodingState, documents_of
 
@@ -125,7 +125,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         output = self.decoder.output
         if type(output) is nn.Linear:
-            loss = next_token_loss(hidden, output.weight, targets)
+            loss = token_loss(hidden, output.weight, targets)
         else:  # an adapter around it, which computes more than a product
             loss = F.cross_entropy(output(hidden).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items

@@ -12,6 +12,7 @@ from dctrain.order import SampleRef
 
 from ..data.samples import Sample
 from ..data.tokenizers import END_TOKENS, SubwordTokenizer
+from ..loss import IGNORED
 from .tasks import TASKS, Task
 from .words import ALL_WORDS
 
@@ -99,7 +100,7 @@ class TaskTexts(Dataset):
     def __getitem__(self, ref: SampleRef) -> Sample:
         random = Random(f"{self.split} {ref.index}")
         ids, is_answer = encoded_text(random.choice(self.tasks), random, self.context_length + 1)
-        return Sample(ref, ids, None, is_answer[1:])
+        return Sample(ref, ids[:-1], np.where(is_answer, ids, IGNORED)[1:])
 
 
 class TaskStream:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dclm
-from dclm.loss import next_token_loss
+from dclm.loss import token_loss
 from dcmha import resolve_impl
 from dctrain.recompute import set_recompute
 from tests.dcmha.inputs import relative_error
@@ -192,7 +192,7 @@ def test_recomputing_changes_no_gradient(name, choice):
 @pytest.mark.parametrize("chunk_logits", [50 * 7, 50 * 1000])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_loss_equals_the_plain_one_in_chunks(chunk_logits, skip_ignored, is_compiled):
-    loss = partial(next_token_loss, skip_ignored=skip_ignored, chunk_logits=chunk_logits)
+    loss = partial(token_loss, skip_ignored=skip_ignored, chunk_logits=chunk_logits)
     if is_compiled and not skip_ignored:  # how many are skipped depends on the data
         loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_loss_never_holds_all_logits(monkeypatch):
     sizes = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w: sizes.append(len(x)) or linear(x, w))
-    next_token_loss(torch.randn(3, 8, 16), torch.randn(50, 16), torch.randint(50, (3, 8)), chunk_logits=50 * 7)
+    token_loss(torch.randn(3, 8, 16), torch.randn(50, 16), torch.randint(50, (3, 8)), chunk_logits=50 * 7)
     assert max(sizes) == 7 and sum(sizes) == 24
 
 
@@ -228,7 +228,7 @@ def test_logits_of_halves_are_not_rounded(chunk_logits, is_autocast):
     expected.backward()
     operands = [(x.float() if is_autocast else x).requires_grad_() for x in (hidden, output)]
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        loss = next_token_loss(*operands, targets, chunk_logits=chunk_logits)
+        loss = token_loss(*operands, targets, chunk_logits=chunk_logits)
     loss.backward()
     assert loss.dtype == torch.float32 and abs(loss - expected) < 1e-5
     for x, y in zip(operands, exact, strict=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dclm
-from dclm import likelihood
+from dclm import loss
 from dclm.data.tokenizers import ByteTokenizer, train_bpe
 
 from .test_decoder import small
@@ -36,7 +36,7 @@ def test_equal_those_of_whole_logits(name, batch_size, monkeypatch):
     pairs += [(pairs[1][0], [7]), (pairs[1][0], [8]), (pairs[0][0], pairs[0][1])]  # which share what is read
     greedy = decoder(torch.tensor([pairs[1][0]]))[0, -1].argmax().item()
     pairs.append((pairs[1][0], [greedy]))
-    monkeypatch.setattr(likelihood, "CHUNK_LOGITS", 5 * decoder.config.vocab_size)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 5 * decoder.config.vocab_size)
     found = dclm.log_likelihoods(decoder, pairs, batch_size=batch_size)
     assert [len(each.log_likelihoods) for each in found] == [len(continuation) for _, continuation in pairs]
     for got, (expected, is_greedy) in zip(found, one_by_one(decoder, pairs), strict=True):
@@ -51,8 +51,8 @@ def test_what_pairs_share_is_read_once_and_logits_are_made_of_targets_alone(monk
     pairs = [(context, [token]) for token in range(6)]
     rows, made = [], []
     decoder.embed.register_forward_hook(lambda module, args, out: rows.append(tuple(args[0].shape)))
-    whole = likelihood.wide_logits
-    monkeypatch.setattr(likelihood, "wide_logits", lambda h, w: made.append(len(h)) or whole(h, w))
+    whole = loss.wide_logits
+    monkeypatch.setattr(loss, "wide_logits", lambda h, w: made.append(len(h)) or whole(h, w))
     dclm.log_likelihoods(decoder, pairs)
     assert rows == [(1, 9)] and made == [6]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dclm.callbacks import TaskAccuracy
+from dclm.callbacks import UnseenAccuracy
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.loss import IGNORED
@@ -53,23 +53,21 @@ def test_texts_are_functions_of_their_number(split):
     texts, tokenizer = TaskStream().texts(split, 96), task_tokenizer()
     assert len(texts) == ENDLESS
     samples = [texts[SampleRef(number, 0)] for number in (0, 1, ENDLESS - 1, 1)]
-    assert np.array_equal(samples[1].tokens, samples[3].tokens)
-    assert not np.array_equal(samples[0].tokens, samples[1].tokens)
+    assert np.array_equal(samples[1].input_ids, samples[3].input_ids)
+    assert not np.array_equal(samples[0].input_ids, samples[1].input_ids)
     for sample in samples:
-        assert sample.tokens.shape == (97,) and sample.counts.shape == (96,) and sample.counts.any()
-        lines = tokenizer.decode(sample.tokens).split("\n")[:-1]
-        answers = [tokenizer.decode([token]) for token in sample.tokens[1:][sample.counts]]
-        assert [line.split()[-1] for line in lines] == answers
-    batch = collate(samples)
-    assert torch.equal(batch.targets != IGNORED, torch.from_numpy(np.stack([sample.counts for sample in samples])))
-    assert (
-        batch.input_ids[0, 1:][batch.targets[0, :-1] != IGNORED].tolist()
-        == samples[0].tokens[1:-1][samples[0].counts[:-1]].tolist()
-    )
+        assert sample.input_ids.shape == sample.targets.shape == (96,)
+        lines = tokenizer.decode(sample.input_ids).split("\n")[:-1]
+        asked = sample.targets[sample.targets != IGNORED]
+        answers = [tokenizer.decode([token]) for token in asked]
+        assert [line.split()[-1] for line in lines] == answers[: len(lines)] and answers
+        following = sample.input_ids[1:][sample.targets[:-1] != IGNORED]
+        assert np.array_equal(following, asked[: len(following)])
+    assert torch.equal(collate(samples).targets, torch.from_numpy(np.stack([sample.targets for sample in samples])))
 
 
 def test_splits_are_apart():
-    first = {split: TaskStream().texts(split, 96)[SampleRef(0, 0)].tokens.tobytes() for split in ("train", "val")}
+    first = {split: TaskStream().texts(split, 96)[SampleRef(0, 0)].input_ids.tobytes() for split in ("train", "val")}
     assert first["train"] != first["val"]
 
 
@@ -94,7 +92,7 @@ def test_a_run_goes_on_exactly_and_logs_accuracies(tmp_path):
         (lambda: TokenDataModule("tasks", val_tokens=None), "takes a finite data.val_tokens"),
         (lambda: TokenDataModule("tasks", validation="stdlib"), "and no validation, tokenizer"),
         (lambda: TokenDataModule("tasks", separate_documents=True), "takes a finite data.val_tokens"),
-        (lambda: TaskAccuracy(0), "texts=0 must be at least 1"),
+        (lambda: UnseenAccuracy(0), "texts=0 must be at least 1"),
     ],
 )
 def test_what_does_not_fit(make, said):

@@ -1,0 +1,92 @@
+"""Masked language modelling (Devlin et al., 2019): which tokens a sequence is to be asked for, and what hides them."""
+
+# T tokens
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dctrain.errors import UserError
+
+from ..loss import IGNORED
+
+HIDDEN, REPLACED = 0.8, 0.1  # shares of the spans that become the mask token, and that become random tokens
+LONGEST_SPAN = 10
+
+
+class Masked(NamedTuple):
+    """A sequence as the model sees it, and what it ought to find there; -100 does not count. Both int64 [T]."""
+
+    input_ids: np.ndarray
+    targets: np.ndarray
+
+
+class Masking(NamedTuple):
+    """Asks for a share of each sequence's tokens, alone or in whole spans; the end of a document is never asked for.
+
+    Of the spans 80 % become the mask token, 10 % random tokens, and 10 % stay.
+
+    Attributes:
+        fraction: Of the tokens.
+        span: Mean length of the spans before those longer than 10 are cut to that; 1 asks for tokens one by one, 5 is
+            SpanBERT's (Joshi et al., 2020).
+        vocab_size: Of the tokenizer; the first number beyond it is the mask token.
+        eos_id: The end of a document.
+    """
+
+    fraction: float
+    span: float
+    vocab_size: int
+    eos_id: int
+
+    @property
+    def mask_id(self) -> int:
+        """The token that hides others."""
+        return self.vocab_size
+
+    def __call__(self, ids: np.ndarray, key: Sequence[int]) -> Masked:
+        """Mask a sequence [T]; the key, some numbers, chooses how."""
+        random = np.random.default_rng(key)
+        ids = ids.astype(np.int64)
+        open_places = np.flatnonzero(ids != self.eos_id)
+        count = round(self.fraction * len(open_places)) or min(1, len(open_places))
+        lengths = self._lengths(random, count)
+        places = open_places[_span_places(random, lengths, len(open_places))]
+        span_of_place = np.repeat(np.arange(len(lengths)), lengths)
+
+        fates = random.random(len(lengths))[span_of_place]
+        is_hidden, is_replaced = fates < HIDDEN, fates >= 1 - REPLACED
+        input_ids, targets = ids.copy(), np.full_like(ids, IGNORED)
+        targets[places] = ids[places]
+        input_ids[places[is_hidden]] = self.mask_id
+        input_ids[places[is_replaced]] = random.integers(self.vocab_size, size=int(is_replaced.sum()))
+        return Masked(input_ids, targets)
+
+    def _lengths(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Draw lengths of spans that sum to `count`."""
+        drawn = np.minimum(random.geometric(1 / self.span, size=count), LONGEST_SPAN)
+        ends = np.minimum(np.cumsum(drawn), count)
+        lengths = np.diff(ends, prepend=0)
+        return lengths[lengths > 0]
+
+
+def check_masking(mask_fraction: float, mask_span: float) -> None:
+    """Refuse a fraction and a span that `Masking` does not take.
+
+    Raises:
+        UserError: If one is out of range.
+    """
+    if not 0 < mask_fraction < 1:
+        raise UserError(f"{mask_fraction=} must be in (0, 1).")
+    if not 1 <= mask_span <= LONGEST_SPAN:
+        raise UserError(f"{mask_span=} must be in [1, {LONGEST_SPAN}].")
+
+
+def _span_places(random: np.random.Generator, lengths: np.ndarray, total: int) -> np.ndarray:
+    """Place spans in a row of `total` places, none over another, each way as likely as any; list the places covered."""
+    count = len(lengths)
+    gaps = total - int(lengths.sum())
+    order = np.sort(random.choice(gaps + count, size=count, replace=False))  # of gaps and spans, which are spans
+    starts = order + np.cumsum(lengths) - lengths - np.arange(count)
+    return np.repeat(starts, lengths) + np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,0 +1,124 @@
+"""Masking: how much, what hides it, that spans are whole, and that it is a function of the key."""
+
+import numpy as np
+import pytest
+
+from dclm.data import TokenDataModule
+from dclm.data.masking import Masking
+from dclm.loss import IGNORED
+from dctrain.errors import UserError
+from dctrain.order import SampleRef
+
+from .corpora import numbered_corpus
+
+EOS, VOCAB = 0, 1000
+
+
+def masked(span: float = 1, fraction: float = 0.15, length: int = 200, rows: int = 400):
+    random = np.random.default_rng(1)
+    ids = random.integers(1, VOCAB, (rows, length))
+    ids[:, ::20] = EOS
+    found = [Masking(fraction, span, VOCAB, EOS)(row, (3, 0, i)) for i, row in enumerate(ids)]
+    return ids, np.stack([row.input_ids for row in found]), np.stack([row.targets for row in found])
+
+
+@pytest.mark.parametrize("span", [1, 3, 5, 10])
+@pytest.mark.parametrize("fraction", [0.01, 0.15, 0.9])
+def test_a_share_of_each_sequence_is_asked_for_and_nothing_else_changes(span, fraction):
+    ids, inputs, targets = masked(span, fraction)
+    asked = targets != IGNORED
+    assert (asked.sum(1) == round(fraction * 190)).all()  # of 200, ten of which end documents
+    assert np.array_equal(targets[asked], ids[asked]) and np.array_equal(inputs[~asked], ids[~asked])
+    assert not asked[ids == EOS].any()
+
+
+@pytest.mark.parametrize("span", [1, 5])
+def test_eight_of_ten_are_hidden_and_one_is_another_token(span):
+    ids, inputs, targets = masked(span)
+    asked = targets != IGNORED
+    hidden, kept = (inputs == VOCAB)[asked], (inputs == ids)[asked]
+    assert hidden.mean() == pytest.approx(0.8, abs=0.02) and kept.mean() == pytest.approx(0.1, abs=0.015)
+    replaced = inputs[asked][~hidden & ~kept]
+    assert replaced.min() < 50 and 950 < replaced.max() < VOCAB and len(set(replaced)) > 300
+
+
+def test_every_place_is_asked_for_as_often():
+    asked = masked(1, length=20, rows=4000)[2] != IGNORED
+    rates = asked[:, 1:].mean(0)
+    assert np.allclose(rates, 3 / 19, atol=0.025) and not asked[:, 0].any()
+
+
+def runs_of(is_asked: np.ndarray) -> np.ndarray:
+    """Lengths of runs."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_asked, [False]]).astype(int)))
+    return np.diff(edges)[::2]
+
+
+def test_spans_are_geometric():
+    ids = np.random.default_rng(0).integers(1, VOCAB, (500, 400))
+    means = {}
+    for span in (1, 5):
+        masking = Masking(0.05, span, VOCAB, EOS)
+        targets = [masking(row, (number,)).targets for number, row in enumerate(ids)]
+        means[span] = np.concatenate([runs_of(row != IGNORED) for row in targets]).mean()
+    # with p = 1/5, cut at ten, 4.46; neighbours join, and the last is cut to the share
+    assert 1 <= means[1] < 1.15 and 3.5 < means[5] < 5
+
+
+def test_a_span_is_hidden_replaced_or_kept_as_a_whole(monkeypatch):
+    monkeypatch.setattr(Masking, "_lengths", lambda self, random, count: np.array([4]))
+    fates = set()
+    for number in range(60):
+        ids = np.arange(1, 41)
+        inputs, targets = Masking(0.1, 4, VOCAB, EOS)(ids, (number,))
+        asked = np.flatnonzero(targets != IGNORED)
+        assert np.array_equal(asked, np.arange(asked[0], asked[0] + 4))
+        fate = {
+            ("hidden" if a == VOCAB else "kept" if a == b else "replaced") for a, b in zip(inputs, ids, strict=True)
+        }
+        fates.add(frozenset(fate - {"kept"} or {"kept"}))
+    assert fates == {frozenset({"hidden"}), frozenset({"kept"}), frozenset({"replaced"})}
+
+
+def test_short_sequences_are_asked_for_a_token_and_ends_for_none():
+    for length in range(1, 5):
+        inputs, targets = Masking(0.15, 1, VOCAB, EOS)(np.arange(1, length + 1), (0,))
+        assert (targets != IGNORED).sum() == 1
+    inputs, targets = Masking(0.15, 1, VOCAB, EOS)(np.full(4, EOS), (0,))
+    assert (targets == IGNORED).all() and (inputs == EOS).all()
+
+
+def test_masks_change_with_seed_and_epoch_but_not_in_evaluation(tmp_path):
+    folder = numbered_corpus(tmp_path / "c")
+    rows = {}
+    for seed in (0, 1):
+        data = TokenDataModule(str(folder), context_length=32, batch_size=3, seed=seed, mask_fraction=0.15)
+        data.setup("fit")
+        assert data.vocab_size == data.corpus.vocab_size + 1 and data.bytes_per_token is None
+        for epoch in (0, 1):
+            rows[seed, epoch] = data.train_samples[SampleRef(4, epoch)].targets.tobytes()
+        rows[seed, "again"] = data.train_samples[SampleRef(4, 1)].targets.tobytes()
+        rows[seed, "val"] = data.val_samples[SampleRef(0, 0)].targets.tobytes()
+    assert len({rows[seed, epoch] for seed in (0, 1) for epoch in (0, 1)}) == 4
+    assert rows[0, "again"] == rows[0, 1] and rows[0, "val"] == rows[1, "val"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mask_fraction": 0.0}, r"mask_fraction=0.0 must be in \(0, 1\)"),
+        ({"mask_fraction": 1}, "mask_fraction=1 must be in"),
+        ({"mask_fraction": 0.15, "mask_span": 11}, r"mask_span=11 must be in \[1, 10\]"),
+        ({"mask_span": 3}, "mask_span=3 without mask_fraction"),
+        ({"tokens": "tasks", "mask_fraction": 0.15}, "no validation, tokenizer, separate_documents, mask_fraction"),
+    ],
+)
+def test_what_cannot_be_masked(options, said):
+    with pytest.raises(UserError, match=said):
+        TokenDataModule(**options)
+
+
+def test_a_vocabulary_without_room_for_the_mask(tmp_path):
+    data = TokenDataModule(str(numbered_corpus(tmp_path / "c")), vocab_size=257, mask_fraction=0.15)
+    with pytest.raises(UserError, match="has a vocabulary of 257 and a mask; data.vocab_size=257 must be at least"):
+        data.setup("fit")
