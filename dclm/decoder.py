@@ -106,8 +106,7 @@ class Decoder(nn.Module):
         if per_token:
             counts = targets != IGNORED
             return score_targets(x[counts], self.output.weight, targets[counts])
-        is_sparse = not self.config.is_causal  # most tokens are not masked
-        return token_loss(x, self.output.weight, targets, skip_ignored=is_sparse)
+        return token_loss(x, self.output.weight, targets)
 
     def hidden_states(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
         """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""

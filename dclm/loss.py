@@ -19,14 +19,7 @@ IGNORED = -100
 CHUNK_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32
 
 
-def token_loss(
-    hidden: Tensor,
-    output: Tensor,
-    targets: Tensor,
-    *,
-    skip_ignored: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
-) -> Tensor:
+def token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
     """Average the cross-entropy of the targets, without ever holding all logits.
 
     Logits of a chunk are made, used and dropped, and made again in the backward pass. They, the softmax and sums are of
@@ -37,17 +30,12 @@ def token_loss(
         output: Output embedding [V, C]; if it is split over ranks (a DTensor), so are the logits, and what calls this
             and differentiates it does so within `torch.distributed.tensor.parallel.loss_parallel`.
         targets: Token ids [B, T]; -100 does not count.
-        skip_ignored: Leave tokens that do not count out of the products as well. Worth it where they are many; on a
-            GPU it costs a synchronisation.
         chunk_logits: Logits held at once, about.
 
     Returns:
         Mean over the targets that count, a scalar; 0 if none does.
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    counts = targets != IGNORED
-    if skip_ignored:
-        hidden, targets = hidden[counts], targets[counts]
     size = max(1, chunk_logits // output.shape[0])
     hidden, output, split = _as_computed(hidden, output)
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
@@ -56,7 +44,7 @@ def token_loss(
             losses = [_summed_loss(hidden, output, targets, split)]
         else:
             losses = [checkpoint(_summed_loss, h, output, t, split, use_reentrant=False) for h, t in chunks]
-    return sum(losses) / counts.sum().clamp(min=1)
+    return sum(losses) / (targets != IGNORED).sum().clamp(min=1)
 
 
 class Likelihood(NamedTuple):

@@ -188,12 +188,11 @@ def test_recomputing_changes_no_gradient(name, choice):
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-12, atol=1e-14, msg=key)
 
 
-@pytest.mark.parametrize("skip_ignored", [False, True])
 @pytest.mark.parametrize("chunk_logits", [50 * 7, 50 * 1000])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_loss_equals_the_plain_one_in_chunks(chunk_logits, skip_ignored, is_compiled):
-    loss = partial(token_loss, skip_ignored=skip_ignored, chunk_logits=chunk_logits)
-    if is_compiled and not skip_ignored:  # how many are skipped depends on the data
+def test_loss_equals_the_plain_one_in_chunks(chunk_logits, is_compiled):
+    loss = partial(token_loss, chunk_logits=chunk_logits)
+    if is_compiled:
         loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.manual_seed(0)
     hidden = torch.randn(3, 8, 16, dtype=torch.float64, requires_grad=True)
