@@ -1,4 +1,7 @@
-"""The suite as training data: an endless row of texts, each a function of its number, some combinations held out."""
+"""The suite as training data: an endless row of texts, each a function of its number, some combinations held out.
+
+It is made easier than the suite, so that minutes suffice: sixteen names, two people, the first wording, four patterns.
+"""
 
 from functools import cache, cached_property
 from random import Random
@@ -13,22 +16,23 @@ from dctrain.order import SampleRef
 from ..data.samples import Sample
 from ..data.tokenizers import END_TOKENS, SubwordTokenizer
 from ..loss import IGNORED
-from .tasks import TASKS, Task
-from .words import ALL_WORDS
+from . import words
+from .tasks import TASKS, Cast, Task
 
 NAME = "tasks"  # what `data.tokens` calls it
 ENDLESS = 2**31  # texts of the training split
 HELD_OUT = {  # pattern and transformation that training never shows together; each of both it does
     ("same-person", "country"),
     ("same-person", "next"),
-    ("the-other-person", "superclass"),
-    ("the-other-person", "previous"),
     ("different-in-set", "capability"),
     ("different-in-set", "opposite"),
 }
-TRAINED = tuple(task for task in TASKS if (task.pattern, task.transformation) not in HELD_OUT)
-UNSEEN = tuple(task for task in TASKS if (task.pattern, task.transformation) in HELD_OUT)
-DRAWN = 40  # examples of each task that show the words of its sentences
+SHUNNED = "the-other-person"  # its attention is the contrary of same-person's: early on their gradients cancel
+DRAWN_TASKS = tuple(task for task in TASKS if task.wording == 0 and task.pattern != SHUNNED)
+TRAINED = tuple(task for task in DRAWN_TASKS if (task.pattern, task.transformation) not in HELD_OUT)
+UNSEEN = tuple(task for task in DRAWN_TASKS if (task.pattern, task.transformation) in HELD_OUT)
+CAST = Cast(words.NAMES[:16], 2)
+EXAMPLES = 40  # of each task, which show the words of its sentences
 
 
 @cache
@@ -39,12 +43,12 @@ def task_tokenizer() -> SubwordTokenizer:
     split = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split(Regex(r"\n|\w+|[^\w\s]"), "isolated")]
     )
-    words = set(ALL_WORDS) | {"\n"}
+    known = set(words.ALL_WORDS) | {"\n"}
     for task in TASKS:
-        for number in range(DRAWN):
+        for number in range(EXAMPLES):
             question, answer = task.example(Random(number))
-            words.update(word for word, _ in split.pre_tokenize_str(f"{question} {answer}"))
-    vocabulary = {word: number for number, word in enumerate([END_TOKENS[0], *sorted(words)])}
+            known.update(word for word, _ in split.pre_tokenize_str(f"{question} {answer}"))
+    vocabulary = {word: number for number, word in enumerate([END_TOKENS[0], *sorted(known)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_TOKENS[0]))
     tokenizer.pre_tokenizer = split
     return SubwordTokenizer(tokenizer.to_str())
@@ -67,7 +71,7 @@ def encoded_text(task: Task, random: Random, num_tokens: int) -> EncodedText:
     is_answer = np.zeros(num_tokens, dtype=bool)
     at = 1  # an end of a text begins it
     while True:
-        question, answer = task.example(random)
+        question, answer = task.example(random, CAST)
         (row,) = tokenizer.encode([f"{question} {answer}\n"])
         if at + len(row) > num_tokens:
             return EncodedText(ids, is_answer)

@@ -4,7 +4,7 @@ A task is an attention *pattern*, which says what word of an example is the sour
 of it, in a *domain* of words and a *wording* of the sentences.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -92,6 +92,21 @@ class Example(NamedTuple):
     answer: str
 
 
+class Cast(NamedTuple):
+    """Who acts in examples.
+
+    Attributes:
+        names: Of people.
+        count: People, or things, of an example.
+    """
+
+    names: Sequence[str] = words.NAMES
+    count: int = 3
+
+
+SUITE = Cast()
+
+
 def _draw(random: Random, domain: Domain, transformation: str, count: int) -> list[str]:
     """Draw words of which a transformation makes different things: the right source alone gives the answer."""
     made = domain.transformations[transformation]
@@ -108,22 +123,22 @@ def _people(random: Random, domain: Domain, wording: int, people: list[str], thi
     return "< " + " ".join(domain.holds[wording].format(person=who, word=what) for who, what in pairs) + " >."
 
 
-def same_person(random: Random, domain: Domain, transformation: str, wording: int) -> Example:
-    """Three people have something each, and one of them is asked for."""
-    people, things = random.sample(words.NAMES, 3), _draw(random, domain, transformation, 3)
+def same_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+    """Some people have something each, and one of them is asked for."""
+    people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
     said = f"{_people(random, domain, wording, people, things)} {domain.asks.format(person=people[0])}"
     return Example(f"{said} {domain.endings[transformation]}", domain.transformations[transformation][things[0]])
 
 
-def other_person(random: Random, domain: Domain, transformation: str, wording: int) -> Example:
-    """One of two people has two things, and what that one has not is asked for."""
-    (asked, other), things = random.sample(words.NAMES, 2), _draw(random, domain, transformation, 3)
-    said = _people(random, domain, wording, [other, asked, asked], things)
+def other_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+    """One of two people has all things but one, and what that one has not is asked for."""
+    (asked, other), things = random.sample(cast.names, 2), _draw(random, domain, transformation, cast.count)
+    said = _people(random, domain, wording, [other, *[asked] * (cast.count - 1)], things)
     said = f"{said} {domain.denies.format(person=asked)} {domain.endings[transformation]}"
     return Example(said, domain.transformations[transformation][things[0]])
 
 
-def different(random: Random, domain: Domain, transformation: str, wording: int) -> Example:
+def different(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
     """Two words are the same, and the third is asked for."""
     source, twice = _draw(random, domain, transformation, 2)
     said = (
@@ -132,7 +147,7 @@ def different(random: Random, domain: Domain, transformation: str, wording: int)
     return Example(said, domain.transformations[transformation][source])
 
 
-def other_class(random: Random, domain: Domain, transformation: str, wording: int) -> Example:
+def other_class(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
     """Two words are of a class, and the third is asked for."""
     made = domain.transformations[transformation]
     source = random.choice(list(made))
@@ -142,9 +157,9 @@ def other_class(random: Random, domain: Domain, transformation: str, wording: in
     return Example(f"{said} {domain.endings[transformation].capitalize()}", made[source])
 
 
-def owner(random: Random, domain: Domain, transformation: str, wording: int) -> Example:
-    """Three people have something each, and who has one of the things is asked for."""
-    people, things = random.sample(words.NAMES, 3), _draw(random, domain, transformation, 3)
+def owner(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+    """Some people have something each, and who has one of the things is asked for."""
+    people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
     said = _people(random, domain, wording, people, things)
     return Example(f"{said} Who owns the {things[0]}?", people[0])
 
@@ -167,9 +182,9 @@ class Task(NamedTuple):
         """Name it, as `parts_of` reads it."""
         return f"{self.pattern}/{self.transformation}/{self.domain}/{self.wording}"
 
-    def example(self, random: Random) -> Example:
+    def example(self, random: Random, cast: Cast = SUITE) -> Example:
         """Draw an example."""
-        return PATTERNS[self.pattern](random, DOMAINS[self.domain], self.transformation, self.wording)
+        return PATTERNS[self.pattern](random, DOMAINS[self.domain], self.transformation, self.wording, cast)
 
 
 PATTERNS: dict[str, Callable[[Random, Domain, str, int], Example]] = {
