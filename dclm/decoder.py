@@ -118,6 +118,21 @@ class Decoder(nn.Module):
             positions = _within_documents(documents, positions)
         return self._hidden(input_ids, positions, documents)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.output.weight.device
+
+    def likelihood(self, input_ids: Tensor, places: tuple[Tensor, Tensor], targets: Tensor) -> Likelihood:
+        """Score tokens at some places of a batch, without a gradient.
+
+        Args:
+            input_ids: Token ids [B, T].
+            places: Rows and columns of the batch [M].
+            targets: Ids [M] that are predicted there.
+        """
+        return score_targets(self.hidden_states(input_ids)[places], self.output.weight, targets)
+
     def decode(self, input_ids: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
         """Predict what follows tokens that come after those in a cache, and add them to it.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .data.masking import Masked
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
-from .loss import IGNORED, Likelihood, score_targets
+from .loss import IGNORED, Likelihood
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation
 
@@ -112,14 +112,12 @@ def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: 
 
 def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likelihood]]:
     """Read one batch; yield the likelihood of each pair with its number."""
-    device = decoder.output.weight.device
     longest = max(len(text.tokens) for text in texts)
-    rows = [F.pad(torch.tensor(text.tokens), (0, longest - len(text.tokens))) for text in texts]
-    hidden = decoder.hidden_states(torch.stack(rows).to(device))
+    ids = torch.stack([F.pad(torch.tensor(text.tokens), (0, longest - len(text.tokens))) for text in texts])
     asked = [(row, *pair) for row, text in enumerate(texts) for pair in text.pairs]
-    wanted = torch.cat([hidden[row, start : start + len(targets)] for row, _, start, targets in asked])
-    targets = torch.tensor([target for *_, targets in asked for target in targets], device=device)
-    scores, is_greedy = score_targets(wanted, decoder.output.weight, targets)
+    places = [(row, start + i, target) for row, _, start, targets in asked for i, target in enumerate(targets)]
+    rows, columns, targets = torch.tensor(places, device=decoder.device).unbind(1)
+    scores, is_greedy = decoder.likelihood(ids.to(decoder.device), (rows, columns), targets)
     lengths = [len(targets) for *_, targets in asked]
     parts = zip(scores.cpu().split(lengths), is_greedy.cpu().split(lengths), strict=True)
     for (_, number, _, _), part in zip(asked, parts, strict=True):
@@ -133,10 +131,9 @@ def score_masked(decoder: Decoder, texts: Sequence[Masked]) -> list[Likelihood]:
     Returns:
         One for each text, on the CPU.
     """
-    device = decoder.output.weight.device
     longest = max(len(text.input_ids) for text in texts)
     padded = [_padded(text, longest) for text in texts]
-    ids, targets, documents = (torch.stack(rows).to(device) for rows in zip(*padded, strict=True))
+    ids, targets, documents = (torch.stack(rows).to(decoder.device) for rows in zip(*padded, strict=True))
     found = decoder(ids, targets=targets, documents=documents, per_token=True)
     lengths = (targets != IGNORED).sum(1).tolist()
     parts = zip(found.log_likelihoods.cpu().split(lengths), found.is_greedy.cpu().split(lengths), strict=True)

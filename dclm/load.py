@@ -14,11 +14,11 @@ from dctrain.errors import UserError, told_as
 from .config import build_config
 from .data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
 from .decoder import Decoder
-from .hub import load_pretrained
+from .hub import is_known, load_pretrained
 
 
 class LoadedModel(NamedTuple):
-    """A decoder, in evaluation mode, and its tokenizer."""
+    """A decoder, in evaluation mode, and its tokenizer. `load_scored` may give a `ScoredModel` in its place."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -43,7 +43,40 @@ def load_model(
         UserError: If there is none, it is of another format, the tokenizer has more tokens than the model, or the
             device cannot be used.
     """
-    decoder, own = _load(checkpoint, dtype)
+    return _with_tokenizer(*_load(checkpoint, dtype), checkpoint, tokenizer, device)
+
+
+def load_scored(
+    checkpoint: str | Path,
+    tokenizer: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> LoadedModel:
+    """Load what `load_model` loads, and folders of any other causal model through `transformers`, for scoring alone.
+
+    Raises:
+        UserError: As `load_model`, or if `transformers` is needed and not installed.
+    """
+    folder = Path(checkpoint)
+    with told_as():
+        is_ours = not (folder / "config.json").is_file() or is_known(folder)
+    if is_ours:
+        return load_model(checkpoint, tokenizer, dtype=dtype, device=device)
+    try:
+        from .huggingface.scored import ScoredModel
+    except ModuleNotFoundError as error:
+        raise UserError(f'{folder} needs transformers: pip install "dcmha[huggingface]" ({error})') from error
+    return _with_tokenizer(ScoredModel(folder, dtype), partial(_tokenizer_in, folder), checkpoint, tokenizer, device)
+
+
+def _with_tokenizer(
+    decoder: Decoder,
+    own: Callable[[], Tokenizer],
+    checkpoint: str | Path,
+    tokenizer: str | None,
+    device: torch.device | str,
+) -> LoadedModel:
     words = open_tokenizer(tokenizer) if tokenizer is not None else own()
     if words.vocab_size > decoder.config.vocab_size:
         raise UserError(

@@ -68,18 +68,21 @@ def score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> Likelihood
         output: Output embedding [V, C], possibly split over ranks (a DTensor).
         targets: Token ids [M].
     """
-    scores, is_greedy = [], []
+    parts = []
     size = max(1, CHUNK_LOGITS // output.shape[0])
     hidden, output, split = _as_computed(hidden, output)
     with _without_autocast(hidden):
         for chunk, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = wide_logits(chunk, output)  # [M, V]
-            if split is not None:
-                logits = split.joined(logits).full_tensor()
-            of_targets = logits.gather(1, wanted[:, None]).squeeze(1)
-            scores.append(of_targets - logits.logsumexp(1))
-            is_greedy.append(logits.argmax(1) == wanted)
-    return Likelihood(torch.cat(scores), torch.cat(is_greedy))
+            logits = wide_logits(chunk, output)
+            parts.append(score_logits(logits if split is None else split.joined(logits).full_tensor(), wanted))
+    return Likelihood(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def score_logits(logits: Tensor, targets: Tensor) -> Likelihood:
+    """Score tokens [M] by their logits [M, V], in max(dtype, float32)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    of_targets = logits.gather(1, targets[:, None]).squeeze(1)
+    return Likelihood(of_targets - logits.logsumexp(1), logits.argmax(1) == targets)
 
 
 def _as_computed(hidden: Tensor, output: Tensor) -> tuple[Tensor, Tensor, "_SplitVocabulary | None"]:

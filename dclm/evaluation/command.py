@@ -22,7 +22,7 @@ from dctrain.evaluation.run import (
 from ..data.masking import check_masking
 from ..data.texts import find_inputs
 from ..decoder import Decoder
-from ..load import load_model
+from ..load import load_scored
 from .masked import MaskedTexts
 from .measures import PILE_KEY, SpanFile, TextSet
 from .scorer import Scorer
@@ -61,7 +61,8 @@ def evaluate(
     torchrun --nproc_per_node N -m dclm evaluate ...
 
     Args:
-        checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models.
+        checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models; with
+            transformers installed also folders of its other causal models, to score texts with.
         texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, parquet, ...
         spans: Files of records (JSONL or parquet) with a prompt and a target, which is scored.
         suites: Files (JSONL) of synthetic tasks with answers in brackets, which `dclm suite` writes.
@@ -134,7 +135,7 @@ def _evaluate(
 ) -> Results:
     """Load a model and measure it."""
     ranks = evaluation.ranks
-    model = load_model(checkpoint, tokenizer, dtype=dtype, device=ranks.device(device))
+    model = load_scored(checkpoint, tokenizer, dtype=dtype, device=ranks.device(device))
     decoder, words = model
     length = _context_length(decoder, context_length)
     known = {"crc32": zlib.crc32(words.spec.encode()), "eos_id": words.eos_id, "vocab_size": words.vocab_size}

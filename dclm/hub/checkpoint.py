@@ -69,6 +69,11 @@ LLAMA = NEOX._replace(read_config=baselines.llama_config)
 FORMATS = {"dcformer": PUBLISHED, "dcpythia": PUBLISHED, "gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA}
 
 
+def is_known(folder: Path) -> bool:
+    """Tell whether the model type of a folder's `config.json` is one that is read here."""
+    return _read_object(folder / "config.json").get("model_type") in FORMATS
+
+
 def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Decoder:
     """Load a model from a folder.
 

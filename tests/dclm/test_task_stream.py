@@ -11,7 +11,7 @@ from dclm.callbacks import UnseenAccuracy
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.loss import IGNORED
-from dclm.suite import TASKS, make_suite
+from dclm.suite import make_suite
 from dclm.suite.stream import DRAWN_TASKS, ENDLESS, HELD_OUT, TRAINED, UNSEEN, TaskStream, task_tokenizer
 from dctrain.errors import UserError
 from dctrain.order import SampleRef

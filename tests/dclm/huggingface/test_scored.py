@@ -1,0 +1,91 @@
+"""Other models of transformers: scores equal their own logits, and what cannot be scored is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, MambaConfig
+
+from dclm.data.tokenizers import train_bpe
+from dclm.evaluation.scorer import Prompt, Scorer
+from dclm.load import load_scored
+from dclm.sampling import Sampling
+from dclm.suite import TASKS, make_suite, write_texts
+from dctrain.errors import UserError
+from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.ranks import Ranks
+
+from ..commands import run
+from ..evaluation.models import SOURCES, numbers, pile
+
+
+def gpt2(folder, **options):
+    """A model with a tokenizer of its own, whose logits are far from even."""
+    tokenizer = train_bpe([path.read_text() for path in SOURCES], 400)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=400, n_positions=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer.spec)
+    return folder
+
+
+@torch.no_grad()
+def test_numbers_are_those_of_its_own_logits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = gpt2(tmp_path / "gpt2")
+    pile(tmp_path / "pile.jsonl"), write_texts(tmp_path / "suite.jsonl", make_suite(tasks=TASKS[:1], count=1))
+    run("evaluate", "--checkpoint=gpt2", "--texts", "pile.jsonl", "--suites", "suite.jsonl", "--out=out")
+    found = numbers(tmp_path / "out/gpt2.json")
+    assert ("suite.jsonl", "exact_match") in found
+
+    model, (_, words) = AutoModelForCausalLM.from_pretrained(folder), load_scored(folder)
+    nats = count = 0
+    for source in SOURCES:
+        row = [words.eos_id, *words.encode([source.read_text()[:3000]])[0].tolist()]
+        first, end = 1, min(257, len(row))
+        while first < len(row):
+            window = torch.tensor([row[max(0, end - 257) : end]])
+            logits = model(window[:, :-1]).logits[0].log_softmax(-1)
+            wanted = window[0, 1:][-(end - first) :]
+            nats -= logits[-(end - first) :].gather(1, wanted[:, None]).sum().item()
+            count += end - first
+            first, end = end, min(end + 256, len(row))
+    assert found["pile.jsonl", "perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+
+
+def mistake(capsys, *args) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        run("evaluate", *args)
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2 and "Traceback" not in error
+    return error
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pile(tmp_path / "pile.jsonl")
+    gpt2(tmp_path / "gpt2")
+    config = BertConfig(
+        vocab_size=400, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    MambaConfig().save_pretrained(tmp_path / "mamba")
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/config.json").write_text(json.dumps({"model_type": "strange"}))
+    for folder, options, said in (
+        ("bert", [], "sees later tokens: it is no causal language model"),
+        ("mamba", [], "cannot be read by transformers either"),
+        ("strange", [], "cannot be read by transformers either"),
+        ("gpt2", ["--context_length=257"], "context_length=257 exceeds the model's position table of 256"),
+        ("gpt2", ["--masked=pile.jsonl"], "a causal model is asked for masked tokens"),
+    ):
+        said_now = mistake(capsys, f"--checkpoint={folder}", "--texts", "pile.jsonl", "--out=out", *options)
+        assert said in said_now, (folder, said_now)
+
+
+def test_it_continues_no_text(tmp_path):
+    alone = Ranks(0, 1, 0)
+    scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, Journal(tmp_path, "test", {}, alone), 5, 64)
+    with pytest.raises(UserError, match="type 'gpt2' scores texts here, and continues none"):
+        scorer.complete([Prompt((1, 2), 3, (), Sampling(0.0, None, None))])
