@@ -161,7 +161,7 @@ def stream(
     Arguments are those of `generate`, with `prompts` as `check_prompts` returns them; `watch` is told the new tokens of
     each step and tells which rows end with them. A row that has ended repeats its last token.
     """
-    device = decoder.output.weight.device
+    device = decoder.device
     ids, padding = _pad_left(prompts, device)
     cache = decoder.make_cache(ids.shape[1] + max_new_tokens, padding)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
