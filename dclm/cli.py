@@ -17,7 +17,7 @@ from .data.make_tokens import make_tokens, verify
 from .data.tokenizers import BYTES, SubwordTokenizer
 from .evaluation import evaluate
 from .hub import save_pretrained
-from .language_model import LanguageModel
+from .language_model import LanguageModel, check_objective
 from .load import load_model
 from .sampling import Sampling
 from .suite import TASKS, make_suite, write_texts
@@ -140,6 +140,11 @@ class LanguageCLI(TrainerCLI):
         super().add_arguments_to_parser(parser)
         sources = tuple(f"data.{name}" for name in inspect.signature(embedding_rows).parameters)
         parser.link_arguments(sources, "model.vocab_size", compute_fn=embedding_rows)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a model and data of different objectives, of a plan too."""
+        model, data = self._get(self.config, "model"), self._get(self.config, "data")
+        check_objective((model.overrides or {}).get("is_causal", True), data.mask_fraction)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -96,17 +96,24 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
-                alone) a token is outside the vocabulary.
+                alone) a token is outside the vocabulary; if `per_token` is asked for without targets.
         """
+        if per_token:
+            return self._score(input_ids, targets, documents)
         if targets is not None:
             _check_like("targets", targets, input_ids)
         x = self.hidden_states(input_ids, documents=documents)
         if targets is None:
             return self.output(x)
-        if per_token:
-            counts = targets != IGNORED
-            return score_targets(x[counts], self.output.weight, targets[counts])
         return token_loss(x, self.output.weight, targets)
+
+    @torch.no_grad()
+    def _score(self, input_ids: Tensor, targets: Tensor | None, documents: Tensor | None) -> Likelihood:
+        if targets is None:
+            raise ValueError("per_token=True without targets: there is nothing to score.")
+        _check_like("targets", targets, input_ids)
+        x, counts = self.hidden_states(input_ids, documents=documents), targets != IGNORED
+        return score_targets(x[counts], self.output.weight, targets[counts])
 
     def hidden_states(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
         """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
@@ -123,6 +130,7 @@ class Decoder(nn.Module):
         """Where the parameters live."""
         return self.output.weight.device
 
+    @torch.no_grad()
     def likelihood(self, input_ids: Tensor, places: tuple[Tensor, Tensor], targets: Tensor) -> Likelihood:
         """Score tokens at some places of a batch, without a gradient.
 

@@ -3,6 +3,7 @@
 # B batch, T tokens
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,19 @@ from .data.samples import as_batch
 from .decoder import Decoder
 from .load import load_decoder
 from .parallel import split_decoder
+
+
+def check_objective(is_causal: bool, mask_fraction: float | None) -> None:
+    """Refuse to ask a model for what it sees, and a causal one for masked tokens.
+
+    Raises:
+        UserError: If model and data are of different objectives.
+    """
+    if (mask_fraction is None) != is_causal:
+        raise UserError(
+            f"model.overrides.is_causal={is_causal} with data.mask_fraction={mask_fraction}: a causal model predicts "
+            "the next token (mask_fraction null), one that sees both ways masked tokens (such as 0.15)."
+        )
 
 
 class LanguageModel(TrainingModule):
@@ -78,7 +92,7 @@ class LanguageModel(TrainingModule):
         with told_as(f"model {model!r} cannot be built with {overrides}"):
             self.model = Decoder(self.config, device=weights_device())
         set_recompute(self.model, recompute)
-        self.val_loss, self.val_accuracy = MeanMetric(), MeanMetric()
+        self.val_loss, self.val_accuracy = (MeanMetric(nan_strategy="disable") for _ in range(2))
         self.forward_flops: int | None = None
 
     def count_units(self, batch: Batch) -> int:
@@ -92,11 +106,16 @@ class LanguageModel(TrainingModule):
 
     def setup(self, stage: str) -> None:
         """Refuse data of another objective."""
-        data, is_causal = self.trainer.datamodule, self.config.is_causal
-        if isinstance(data, TokenDataModule) and (data.mask_fraction is None) != is_causal:
+        if isinstance(self.trainer.datamodule, TokenDataModule):
+            check_objective(self.config.is_causal, self.trainer.datamodule.mask_fraction)
+
+    def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
+        """Compare a checkpoint with this module: its tensors, and which way it sees, which no tensor tells."""
+        super().check_architecture(theirs, trained)
+        was_causal = (trained.get("overrides") or {}).get("is_causal", True)
+        if was_causal != self.config.is_causal:
             raise UserError(
-                f"model.overrides.is_causal={is_causal} with data.mask_fraction={data.mask_fraction}: a causal model "
-                "predicts the next token (mask_fraction null), one that sees both ways masked tokens (such as 0.15)."
+                f"the checkpoint was trained with model.overrides.is_causal={was_causal}, here {self.config.is_causal}."
             )
 
     def warmup_steps(self, total_steps: int) -> int:

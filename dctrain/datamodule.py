@@ -60,6 +60,10 @@ class ResumableDataModule(L.LightningDataModule):
         limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
         return min(steps, limit) if isinstance(limit, int) else int(steps * limit)
 
+    def fixed(self) -> dict[str, object]:
+        """Tell what cannot change in the middle of a run."""
+        return {"num_samples": self.num_samples, "seed": self.seed}
+
     def check_trainer(self) -> None:
         """Refuse a trainer that would split the data a second time."""
         trainer = self.trainer
@@ -107,8 +111,8 @@ class ResumableDataModule(L.LightningDataModule):
         """Go on where the checkpoint stopped; where the global batch changed, correct the trainer's batch count."""
         if self._resume is None:
             return Progress(self.num_samples, global_batch, limit=self.steps_per_epoch)
-        for name, now in (("num_samples", self.num_samples), ("seed", self.seed)):
-            if self._resume[name] != now:
+        for name, now in self.fixed().items():
+            if self._resume.get(name, now) != now:
                 raise UserError(
                     f"cannot resume in the middle of the data: the checkpoint was trained with {name}="
                     f"{self._resume[name]}, this run has {now}."
@@ -147,9 +151,8 @@ class ResumableDataModule(L.LightningDataModule):
             "consumed": position.consumed,
             "num_trained": num_trained,
             "global_batch": self.progress.global_batch,
-            "num_samples": self.progress.num_samples,
-            "seed": self.seed,
             "order": ORDER,
+            **self.fixed(),
         }
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -132,7 +132,7 @@ class ImageClassifier(TrainingModule):
         cfg = getattr(self.model, "pretrained_cfg", {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         for name in ("mean", "std"):
             self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
-        self.val_loss = MeanMetric()
+        self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
         self.val_top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes))
         self.forward_flops: int | None = None

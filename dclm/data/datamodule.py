@@ -88,7 +88,7 @@ class TokenDataModule(ResumableDataModule):
         vocab_multiple: With `vocab_size` None, the tokenizer's own is rounded up to a multiple of this.
         mask_fraction: Share of the tokens that a model of `is_causal: false` is asked for, such as 0.15; None asks for
             the next token everywhere.
-        mask_span: Mean length of what is masked together, 1 to 10 (`Masking.span`).
+        mask_span: Mean length of what is masked together, 1 to 5; 3.8 is SpanBERT's.
 
     Raises:
         UserError: If the corpus cannot be opened or does not fit the other arguments.
@@ -150,8 +150,8 @@ class TokenDataModule(ResumableDataModule):
         mask = 0 if self.mask_fraction is None else 1
         if self.corpus.vocab_size + mask > self.vocab_size:
             raise UserError(
-                f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}{' and a mask' * mask}; "
-                f"data.vocab_size={self.vocab_size} must be at least that."
+                f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size + mask}"
+                f"{', a mask among it' * mask}; data.vocab_size={self.vocab_size} must be at least that."
             )
         if stage == "fit":
             self.train_samples = self._open(self.corpus, "train")
@@ -168,14 +168,15 @@ class TokenDataModule(ResumableDataModule):
     def _open(self, corpus: Corpus | IndexedCorpus | TaskStream, split: str) -> TokenSamples | TaskTexts:
         if isinstance(corpus, TaskStream):
             return corpus.texts(split, self.context_length)
-        row = corpus.split(split)
-        if row.max_token >= self.vocab_size:
+        row, masking = corpus.split(split), self._masking(corpus)
+        limit = self.vocab_size if masking is None else masking.mask_id
+        if row.max_token >= limit:
             raise UserError(
-                f"{row.name} holds token {row.max_token}; accepted: 0 to {self.vocab_size - 1} "
-                f"(data.vocab_size={self.vocab_size})."
+                f"{row.name} holds token {row.max_token}; accepted: 0 to {limit - 1} "
+                f"(data.vocab_size={self.vocab_size}{'' if masking is None else ', and the mask'})."
             )
-        masks = (self._masking(corpus), self.seed if split == "train" else EVALUATION_SEED)
-        samples = TokenSamples(row, self.context_length, self.vocab_size, self.separate_documents, *masks)
+        mask_seed = self.seed if split == "train" else EVALUATION_SEED
+        samples = TokenSamples(row, self.context_length, limit, self.separate_documents, masking, mask_seed)
         if len(samples) < 1:
             raise UserError(
                 f"{row.name} holds {len(row)} tokens; a sequence takes {self.context_length} and one more "
@@ -186,12 +187,16 @@ class TokenDataModule(ResumableDataModule):
     def _masking(self, corpus: Corpus | IndexedCorpus) -> Masking | None:
         if self.mask_fraction is None:
             return None
-        return Masking(self.mask_fraction, self.mask_span, corpus.vocab_size, corpus.tokenizer().eos_id)
+        return Masking(self.mask_fraction, self.mask_span, corpus.vocab_size, (corpus.tokenizer().eos_id,))
 
     @property
     def num_samples(self) -> int:
         """Sequences of the training split."""
         return len(self.train_samples)
+
+    def fixed(self) -> dict[str, object]:
+        """Tell what cannot change in the middle of a run: how tokens are masked, too."""
+        return super().fixed() | {"mask_fraction": self.mask_fraction, "mask_span": self.mask_span}
 
     @property
     def num_val_samples(self) -> int:

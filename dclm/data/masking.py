@@ -3,6 +3,7 @@
 # T tokens
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from dctrain.errors import UserError
 from ..loss import IGNORED
 
 HIDDEN, REPLACED = 0.8, 0.1  # shares of the spans that become the mask token, and that become random tokens
-LONGEST_SPAN = 10
+LONGEST_SPAN, LONGEST_MEAN = 10, 5
 
 
 class Masked(NamedTuple):
@@ -23,22 +24,22 @@ class Masked(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """Asks for a share of each sequence's tokens, alone or in whole spans; the end of a document is never asked for.
+    """Asks for a share of each sequence's tokens, alone or in whole spans.
 
-    Of the spans 80 % become the mask token, 10 % random tokens, and 10 % stay.
+    Of the spans 80 % become the mask token, 10 % random tokens, and 10 % stay. Their lengths are geometric up to ten
+    (Joshi et al., 2020). None goes beyond the end of a document, which is never asked for.
 
     Attributes:
-        fraction: Of the tokens.
-        span: Mean length of the spans before those longer than 10 are cut to that; 1 asks for tokens one by one, 5 is
-            SpanBERT's (Joshi et al., 2020).
+        fraction: Of the tokens, on average.
+        span: Mean length of the spans; 1 asks for tokens one by one.
         vocab_size: Of the tokenizer; the first number beyond it is the mask token.
-        eos_id: The end of a document.
+        kept_ids: Tokens that are never asked for: what ends a document, or begins it.
     """
 
     fraction: float
     span: float
     vocab_size: int
-    eos_id: int
+    kept_ids: tuple[int, ...]
 
     @property
     def mask_id(self) -> int:
@@ -49,13 +50,14 @@ class Masking(NamedTuple):
         """Mask a sequence [T]; the key, some numbers, chooses how."""
         random = np.random.default_rng(key)
         ids = ids.astype(np.int64)
-        open_places = np.flatnonzero(ids != self.eos_id)
-        count = round(self.fraction * len(open_places)) or min(1, len(open_places))
+        open_places = np.flatnonzero(~np.isin(ids, self.kept_ids))
+        count = int(self.fraction * len(open_places) + random.random())
         lengths = self._lengths(random, count)
         places = open_places[_span_places(random, lengths, len(open_places))]
-        span_of_place = np.repeat(np.arange(len(lengths)), lengths)
+        begins = np.diff(np.repeat(np.arange(len(lengths)), lengths), prepend=-1) != 0
+        span_of_place = np.cumsum(begins | (np.diff(places, prepend=-2) > 1)) - 1  # cut at what is never asked for
 
-        fates = random.random(len(lengths))[span_of_place]
+        fates = random.random(len(places))[span_of_place]
         is_hidden, is_replaced = fates < HIDDEN, fates >= 1 - REPLACED
         input_ids, targets = ids.copy(), np.full_like(ids, IGNORED)
         targets[places] = ids[places]
@@ -65,10 +67,22 @@ class Masking(NamedTuple):
 
     def _lengths(self, random: np.random.Generator, count: int) -> np.ndarray:
         """Draw lengths of spans that sum to `count`."""
-        drawn = np.minimum(random.geometric(1 / self.span, size=count), LONGEST_SPAN)
+        drawn = 1 + random.choice(LONGEST_SPAN, size=count, p=_length_shares(self.span))
         ends = np.minimum(np.cumsum(drawn), count)
         lengths = np.diff(ends, prepend=0)
         return lengths[lengths > 0]
+
+
+@cache
+def _length_shares(mean: float) -> np.ndarray:
+    """Tell how often each length comes: geometric, cut at the longest, of a given mean, which bisection finds."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        ratio = (low + high) / 2
+        shares = ratio ** np.arange(LONGEST_SPAN)
+        shares /= shares.sum()
+        low, high = (ratio, high) if shares @ np.arange(1, LONGEST_SPAN + 1) < mean else (low, ratio)
+    return shares
 
 
 def check_masking(mask_fraction: float, mask_span: float) -> None:
@@ -79,8 +93,8 @@ def check_masking(mask_fraction: float, mask_span: float) -> None:
     """
     if not 0 < mask_fraction < 1:
         raise UserError(f"{mask_fraction=} must be in (0, 1).")
-    if not 1 <= mask_span <= LONGEST_SPAN:
-        raise UserError(f"{mask_span=} must be in [1, {LONGEST_SPAN}].")
+    if not 1 <= mask_span <= LONGEST_MEAN:
+        raise UserError(f"{mask_span=} must be in [1, {LONGEST_MEAN}].")
 
 
 def _span_places(random: np.random.Generator, lengths: np.ndarray, total: int) -> np.ndarray:

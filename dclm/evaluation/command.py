@@ -80,7 +80,7 @@ def evaluate(
         prompt_key: Key of the prompt in records of spans.
         target_key: Key of the target in records of spans.
         mask_fraction: Share of the tokens that `masked` asks for.
-        mask_span: Mean length of what it masks together, 1 to 10.
+        mask_span: Mean length of what it masks together, 1 to 5.
         task_folder: Folder of task files of one's own, beside the harness's tasks.
         limit: Only this many documents, records and questions of each, to try things out.
         batch_size: Texts read at a time.

@@ -78,7 +78,7 @@ class MaskedTexts(NamedTuple):
             masked = [masking(ids, (SEED, number)) for number, ids in enumerate(pieces, len(scores))]
             scores += scorer.score_masked(masked, self.name)
         if not sum(score.count for score in scores):
-            raise UserError(f"{self.path} holds no text to score{' (it is no UTF-8)' if skipped else ''}.")
+            raise UserError(f"{self.path} holds too little text to score{' (some is no UTF-8)' if skipped else ''}.")
         note = f"{self.mask_fraction:.0%} masked, spans of {self.mask_span:g}"
         note += f"; {skipped} files are no UTF-8 and were left out" if skipped else ""
         return _measures(self.name, scores), note
@@ -89,7 +89,7 @@ class MaskedTexts(NamedTuple):
             raise UserError("a causal model is asked for masked tokens; accepted: one of is_causal=false.")
         if words.vocab_size >= config.vocab_size:
             raise UserError(f"the model's vocabulary of {config.vocab_size} has no mask beside the tokenizer's tokens.")
-        return Masking(self.mask_fraction, self.mask_span, words.vocab_size, words.eos_id)
+        return Masking(self.mask_fraction, self.mask_span, words.vocab_size, (words.eos_id, *words.begin_ids))
 
 
 def _pieces(scorer: Scorer, texts: Sequence[str]) -> Iterator[np.ndarray]:

@@ -94,7 +94,7 @@ class Scorer:
         def answer(batch: list) -> dict:
             with torch.inference_mode():
                 found = {names[number]: _summed(likelihood) for number, likelihood in score(self.decoder, batch)}
-            return found
+            return _without_nan(found)
 
         self._work_through(work, answer, described)
         return [Score(*self.journal.known[key]) for key in keys]
@@ -109,7 +109,7 @@ class Scorer:
 
         def answer(batch: list[str]) -> dict:
             found = score_masked(self.decoder, [todo[name] for name in batch])
-            return {name: _of_masked(likelihood) for name, likelihood in zip(batch, found, strict=True)}
+            return _without_nan({name: _of_masked(likelihood) for name, likelihood in zip(batch, found, strict=True)})
 
         self._work_through(work, answer, described)
         return [MaskedScore(*self.journal.known[key]) for key in keys]
@@ -140,8 +140,6 @@ class Scorer:
         hidden = described is None or not self.ranks.is_first
         for batch in tqdm(work, described, unit="batch", disable=hidden, leave=False):
             found = answer(batch)
-            if any(isinstance(value[0], float) and math.isnan(value[0]) for value in found.values()):
-                raise UserError("the log-likelihoods are NaN: the weights are damaged, or too large for their dtype.")
             self.journal.add(found)
             answers |= found
         self.journal.share(answers)
@@ -197,6 +195,12 @@ def _numbers(ids: Sequence[int]) -> list[int]:
 
 def _summed(found: Likelihood) -> list:
     return [found.log_likelihoods.double().sum().item(), bool(found.is_greedy.all())]
+
+
+def _without_nan(scores: dict[str, list]) -> dict[str, list]:
+    if any(math.isnan(log_likelihood) for log_likelihood, *_ in scores.values()):
+        raise UserError("the log-likelihoods are NaN: the weights are damaged, or too large for their dtype.")
+    return scores
 
 
 def _of_masked(found: Likelihood) -> list:

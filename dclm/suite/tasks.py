@@ -97,7 +97,7 @@ class Cast(NamedTuple):
 
     Attributes:
         names: Of people.
-        count: People, or things, of an example.
+        count: People, each with a thing, of examples that speak of people.
     """
 
     names: Sequence[str] = words.NAMES

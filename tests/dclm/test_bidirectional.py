@@ -6,12 +6,14 @@ import torch.nn.functional as F
 
 import dclm
 from dclm import swap_attention
+from dclm.callbacks import BigramBaseline, TextSample
 from dclm.data import TokenDataModule
 from dclm.data.masking import Masked
 from dclm.data.tokenizers import ByteTokenizer
 from dclm.language_model import LanguageModel
 from dclm.likelihood import score_masked
 from dclm.loss import IGNORED
+from dctrain.errors import UserError
 
 from .test_decoder import ids, small
 
@@ -112,6 +114,32 @@ def test_padded_texts_score_as_alone(name):
 def test_what_takes_a_causal_model(use):
     with pytest.raises(ValueError, match="sees both ways"):
         use(small("dcformer_pp_debug", is_causal=False))
+
+
+def test_scores_ask_for_targets_and_keep_no_graph():
+    decoder = small("dcformer_pp_debug", is_causal=False)
+    with pytest.raises(ValueError, match="per_token=True without targets"):
+        decoder(ids(1, 4), per_token=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        decoder(ids(1, 4), targets=ids(1, 4), per_token=True)
+    assert not kept
+
+
+@pytest.mark.parametrize("callback", [BigramBaseline(), TextSample("a text")])
+def test_callbacks_of_causal_models_are_refused(callback):
+    with pytest.raises(UserError, match=f"{type(callback).__name__}: the model sees both ways"):
+        callback.setup(None, LanguageModel("transformer_debug", 258, 16, {"is_causal": False}), "fit")
+
+
+def test_a_token_that_is_not_finite_shows_in_validation():
+    model = LanguageModel("transformer_debug", 61, 16)
+    with torch.no_grad():
+        model.model.embed.weight[3] = float("nan")
+    batch = torch.randint(4, 61, (2, 16))
+    batch[0, 9] = 3
+    model.validation_step((batch, batch), 0)
+    assert model.val_loss.compute().isnan()
 
 
 def test_swapping_keeps_the_direction():

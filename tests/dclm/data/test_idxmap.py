@@ -94,3 +94,11 @@ def test_what_does_not_fit_is_named(tmp_path):
     data = module(train, val)
     with pytest.raises(UserError, match="holds token 300 near token 0; accepted: 0 to 256"):
         data.train_samples[data.train_dataloader().batch_sampler.__iter__().__next__()[0]]
+
+
+def test_tokens_that_would_be_the_mask_are_refused(tmp_path):
+    """The embedding has rows to spare, so that nothing else would tell."""
+    train = write_indexed(tmp_path / "a", [[[1, 2, 257, 3] * 10]])
+    data = module(train, f"idxmap:{train}", mask_fraction=0.15, vocab_multiple=128)
+    with pytest.raises(UserError, match="a holds token 257 near token .*; accepted: 0 to 256"):
+        list(data.train_dataloader())

@@ -232,7 +232,7 @@ def test_what_is_cut_is_told(here, capsys):
     ("arguments", "message"),
     [
         ([], "checkpoint must name at least one model, or compare"),
-        (["--checkpoint=model"], "nothing to measure: name texts, spans, suites or tasks"),
+        (["--checkpoint=model"], "nothing to measure: name texts, spans, suites, masked or tasks"),
         (["--texts", "pile.jsonl"], "checkpoint names no model to measure"),
         (["--checkpoint=none", "--texts", "pile.jsonl"], "no checkpoint"),
         (["--checkpoint=model", "--texts", "none.txt"], "input none.txt does not exist"),

@@ -33,7 +33,7 @@ def test_training_logs_accuracy_and_no_bits(trained):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("fraction", "span"), [(0.15, 1), (0.4, 5)])
+@pytest.mark.parametrize(("fraction", "span"), [(0.15, 1), (0.4, 3.8)])
 def test_numbers_are_those_of_whole_logits(trained, fraction, span, tmp_path):
     pile(tmp_path / "pile.jsonl")
     options = [f"--mask_fraction={fraction}", f"--mask_span={span}", "--batch_size=5"]
@@ -41,7 +41,7 @@ def test_numbers_are_those_of_whole_logits(trained, fraction, span, tmp_path):
     found = numbers(tmp_path / "out/t-version_0.json")
     decoder, words = dclm.load_model(trained)
     assert not decoder.config.is_causal and decoder.config.context_length == 24
-    masking, number, nats, right = Masking(fraction, span, 257, 256), 0, [], []
+    masking, number, nats, right = Masking(fraction, span, 257, (256,)), 0, [], []
     for source in [None, *SOURCES]:
         row = words.encode(["" if source is None else source.read_text()[:3000]])[0].tolist()
         row = np.array([256, *row])
@@ -65,7 +65,7 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
     for args, said in (
         (("evaluate", "--texts", "short.txt"), "sees both ways"),
         (("evaluate", "--masked", "short.txt", "--mask_fraction=2"), "mask_fraction=2.0 must be in"),
-        (("evaluate", "--masked", "empty.txt"), "holds no text to score"),
+        (("evaluate", "--masked", "empty.txt"), "holds too little text to score"),
         (("evaluate", "--masked", "short.txt", "--checkpoint=causal"), "a causal model is asked for masked tokens"),
         (("export",), "is_causal=False cannot be written"),
         (("generate", "--prompt=a"), "sees both ways"),
@@ -81,6 +81,27 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
         assert exit_info.value.code == 2 and said in error and "Traceback" not in error, args
 
 
+def test_a_run_keeps_its_direction_and_its_masks(trained, tmp_path, capsys):
+    config = [f"--config={trained}/config.yaml"]
+    causal = "--model.overrides={num_layers: 2, dim: 32, mlp_dim: 48, windows: [8, null]}"
+    for args, said in (
+        (
+            ("validate", *config, causal, "--data.mask_fraction=null", f"--checkpoint={trained}"),
+            "is_causal=False, here True",
+        ),
+        (
+            ("fit", *config, "--data.mask_fraction=0.3", f"--resume={trained}", "--trainer.max_steps=5"),
+            "mask_fraction=0.15",
+        ),
+        (("fit", *config, "--data.mask_span=2", f"--resume={trained}", "--trainer.max_steps=5"), "mask_span=1"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            run(*args)
+        error = capsys.readouterr().err
+        assert exit_info.value.code == 2 and said in error and "Traceback" not in error, args
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -88,7 +109,7 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
         (["--data.mask_fraction=0.15", "--data.vocab_size=258"], "is_causal=True with data.mask_fraction=0.15"),
     ],
 )
-def test_model_and_data_must_have_one_objective(options, said, tmp_path, capsys):
+def test_model_and_data_must_have_one_objective(options, said, command, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run("fit", *small(numbered_corpus(tmp_path / "corpus"), tmp_path), *options)
+        run(command, *small(numbered_corpus(tmp_path / "corpus"), tmp_path), *options)
     assert said in capsys.readouterr().err

@@ -7,6 +7,10 @@ import torch
 
 import dclm
 from dclm.evaluation.measures import windows
+from dclm.evaluation.scorer import Prompt, Scorer
+from dclm.sampling import Sampling
+from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.ranks import Ranks
 
 from ..commands import run
 from .models import SOURCES, numbers, pile, small_folder, spans
@@ -60,3 +64,11 @@ def test_texts_and_spans_equal_whole_logits(tmp_path, monkeypatch):
     pairs = [(prompt.tolist(), target.tolist()) for prompt, target in encoded]
     loss = sum(nats(*pair) for pair in pairs) / sum(len(target) for _, target in pairs)
     assert found["flan.jsonl", "target_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_a_completion_may_be_empty(tmp_path):
+    alone, model = Ranks(0, 1, 0), dclm.load_model(small_folder(tmp_path / "model"))
+    prompt = tuple(model.tokenizer.encode(["import abc"])[0].tolist())
+    scorer = Scorer(model, alone, Journal(tmp_path, "test", {}, alone), 2, 64)
+    (text,) = scorer.complete([Prompt(prompt, 5, (), Sampling(0.0, None, None))])
+    assert text and scorer.complete([Prompt(prompt, 5, (text[0],), Sampling(0.0, None, None))]) == [""]
