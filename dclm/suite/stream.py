@@ -1,6 +1,6 @@
 """The suite as training data: an endless row of texts, each a function of its number, some combinations held out.
 
-It is made easier than the suite, so that minutes suffice: sixteen names, two people, the first wording, four patterns.
+It is made easier than the suite, so that minutes suffice: eight names, two people, the first wording, four patterns.
 """
 
 from functools import cache, cached_property
@@ -31,7 +31,7 @@ SHUNNED = "the-other-person"  # its attention is the contrary of same-person's: 
 DRAWN_TASKS = tuple(task for task in TASKS if task.wording == 0 and task.pattern != SHUNNED)
 TRAINED = tuple(task for task in DRAWN_TASKS if (task.pattern, task.transformation) not in HELD_OUT)
 UNSEEN = tuple(task for task in DRAWN_TASKS if (task.pattern, task.transformation) in HELD_OUT)
-CAST = Cast(words.NAMES[:16], 2)
+CAST = Cast(words.NAMES[:8], 2)
 EXAMPLES = 40  # of each task, which show the words of its sentences
 
 
