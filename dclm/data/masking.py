@@ -53,11 +53,10 @@ class Masking(NamedTuple):
         open_places = np.flatnonzero(~np.isin(ids, self.kept_ids))
         count = int(self.fraction * len(open_places) + random.random())
         lengths = self._lengths(random, count)
-        places = open_places[_span_places(random, lengths, len(open_places))]
-        begins = np.diff(np.repeat(np.arange(len(lengths)), lengths), prepend=-1) != 0
-        span_of_place = np.cumsum(begins | (np.diff(places, prepend=-2) > 1)) - 1  # cut at what is never asked for
-
-        fates = random.random(len(places))[span_of_place]
+        spans = _spread(random, lengths, len(open_places))
+        places, spans = open_places[spans >= 0], spans[spans >= 0]
+        begins = (np.diff(spans, prepend=-1) != 0) | (np.diff(places, prepend=-2) > 1)  # also behind what is kept
+        fates = random.random(len(places))[np.cumsum(begins) - 1]
         is_hidden, is_replaced = fates < HIDDEN, fates >= 1 - REPLACED
         input_ids, targets = ids.copy(), np.full_like(ids, IGNORED)
         targets[places] = ids[places]
@@ -97,10 +96,10 @@ def check_masking(mask_fraction: float, mask_span: float) -> None:
         raise UserError(f"{mask_span=} must be in [1, {LONGEST_MEAN}].")
 
 
-def _span_places(random: np.random.Generator, lengths: np.ndarray, total: int) -> np.ndarray:
-    """Place spans in a row of `total` places, none over another, each way as likely as any; list the places covered."""
-    count = len(lengths)
+def _spread(random: np.random.Generator, lengths: np.ndarray, total: int) -> np.ndarray:
+    """Put spans in a row of `total` places, each way as likely as any: the span's number at each, -1 where none is."""
     gaps = total - int(lengths.sum())
-    order = np.sort(random.choice(gaps + count, size=count, replace=False))  # of gaps and spans, which are spans
-    starts = order + np.cumsum(lengths) - lengths - np.arange(count)
-    return np.repeat(starts, lengths) + np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    sizes = np.concatenate([lengths, np.ones(gaps, dtype=np.int64)])
+    numbers = np.concatenate([np.arange(len(lengths)), np.full(gaps, -1)])
+    order = random.permutation(len(sizes))
+    return np.repeat(numbers[order], sizes[order])
