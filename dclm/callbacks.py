@@ -1,4 +1,4 @@
-"""Trainer callbacks for text: a baseline to compare with, and a sample of what the model writes."""
+"""Trainer callbacks for text: a baseline to compare with, a sample of what the model writes, unseen tasks."""
 
 import lightning as L
 import torch

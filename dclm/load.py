@@ -1,4 +1,4 @@
-"""One function that loads any model: a run, a checkpoint, or a folder of any format that is read here."""
+"""Loading any model: a run, a checkpoint, or a folder of any format that is read here; for scoring, others too."""
 
 import json
 from collections.abc import Callable

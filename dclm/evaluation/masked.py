@@ -14,6 +14,7 @@ from dctrain.prepared import file_digest
 
 from ..data.masking import Masking
 from ..data.texts import find_inputs, gathered, read_documents
+from .measures import standard_error
 from .scorer import MaskedScore, Scorer
 
 SEED = 0
@@ -104,7 +105,7 @@ def _pieces(scorer: Scorer, texts: Sequence[str]) -> Iterator[np.ndarray]:
 def _measures(name: str, scores: Sequence[MaskedScore]) -> list[Measure]:
     count = sum(score.count for score in scores)
     accuracy = sum(score.num_right for score in scores) / count
-    error = math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None
+    error = standard_error(accuracy, count)
     loss = -math.fsum(score.log_likelihood for score in scores) / count
     return [
         Measure(name, "masked_loss", loss, None, False, count, "tokens"),

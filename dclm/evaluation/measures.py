@@ -159,6 +159,11 @@ def perplexity_of(nats: float, num_tokens: int) -> float:
         return math.inf
 
 
+def standard_error(share: float, count: int) -> float | None:
+    """Tell that of a share of `count` answers; None of one answer."""
+    return math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
+
+
 class Sums(NamedTuple):
     """Of texts: minus their log-likelihood in nats, their tokens, their bytes."""
 

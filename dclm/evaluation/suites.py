@@ -11,7 +11,7 @@ from dctrain.prepared import file_digest
 
 from ..likelihood import encode_pairs
 from ..suite import TaskText, read_texts
-from .measures import perplexity_of
+from .measures import perplexity_of, standard_error
 from .scorer import Score, Scorer
 
 
@@ -104,7 +104,7 @@ def _measures(name: str, answers: list[Answer], is_detail: bool = False) -> list
     """Tell accuracy, with its standard error, and perplexity."""
     count = len(answers)
     accuracy = sum(answer.score.is_greedy for answer in answers) / count
-    error = math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None
+    error = standard_error(accuracy, count)
     num_tokens = sum(answer.num_tokens for answer in answers)
     perplexity = perplexity_of(-math.fsum(answer.score.log_likelihood for answer in answers), num_tokens)
     return [
