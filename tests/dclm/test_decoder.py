@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dclm
@@ -287,6 +288,23 @@ def test_compiles_whole_and_trains(tokens, recompute, backend):
     for key, parameter in decoder.named_parameters():
         assert relative_error(parameter.grad, grads[key]) < 1e-4, key
     assert list(decoder.state_dict()) == keys
+
+
+def test_compiled_scores_are_the_eager_ones():
+    """However many targets count; and that number is compiled for once, not each time."""
+    decoder = small("dcformer_pp_debug", num_layers=2).eval()
+    text = ids(2, 30)
+    rows = [ids(2, 30, seed=2).masked_fill(text % 5 < part, -100) for part in (1, 2, 3, 4, 0)]
+    expected = [decoder(text, targets=targets, per_token=True) for targets in rows]
+    counter = CompileCounter()
+    decoder.compile(backend=counter)
+    frames = []
+    for targets, (log_likelihoods, is_greedy) in zip(rows, expected, strict=True):
+        scores = decoder(text, targets=targets, per_token=True)
+        assert torch.equal(scores.is_greedy, is_greedy)
+        torch.testing.assert_close(scores.log_likelihoods, log_likelihoods)
+        frames.append(counter.frame_count)
+    assert frames[-1] == frames[1]
 
 
 @pytest.mark.parametrize(

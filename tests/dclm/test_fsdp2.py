@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import record
@@ -33,12 +34,22 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
 
 
+def validated(folder) -> dict[str, float]:
+    """The last validation of a run, by the names of what was measured."""
+    (events,) = folder.rglob("events.out.tfevents.*")
+    curves = EventAccumulator(str(events)).Reload()
+    return {tag: curves.Scalars(tag)[-1].value for tag in curves.Tags()["scalars"] if tag.startswith("val/")}
+
+
 def assert_four_took_the_steps_of_one(folder) -> None:
-    """Compare the losses and the last weights of the runs `one`, of a process, and `four`, of four."""
+    """Compare the losses, the last weights and the last validation of the runs `one`, of a process, and `four`."""
     assert losses(folder / "four", 4) == pytest.approx(losses(folder / "one", 1), rel=1e-10)
     got = weights(folder / "four")
     for key, value in weights(folder / "one").items():
         torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10, msg=key)
+    expected = validated(folder / "one")
+    assert {"val/loss", "val/accuracy"} <= expected.keys()
+    assert validated(folder / "four") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
