@@ -1,5 +1,6 @@
 """Dynamically Composable Multi-Head Attention (DCMHA, ICML 2024): the operator and its layers. Needs torch alone."""
 
+from .analysis import record_attention
 from .attention import DCAttention
 from .cache import DecodingCache
 from .choice import resolve_impl
@@ -9,7 +10,6 @@ from .functional import composed_attention
 from .layer import ComposedLayer
 from .options import COMPOSE_OPTIONS, ComposeOptions, compose_options_of
 from .parallel import Split, split_heads
-from .recording import record_attention
 from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights, SideWeights
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from dcmha.recording import Recorded
+from dcmha.analysis import Recorded
 from dctrain.errors import UserError, told_as
 
 from .data.decode import decode, eval_transform

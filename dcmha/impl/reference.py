@@ -6,15 +6,24 @@ DCMHA, ICML 2024, https://arxiv.org/abs/2405.08553
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..weights import ComposeWeights
+from ..weights import ComposeWeights, SideWeights
 from .call import Call
 from .dropout import draw_seed, drop
 from .masking import both_visible, mask_of_documents, masked_softmax, visible_keys
+
+BRANCHES = (
+    "base",
+    "query projection",
+    "query gate",
+    "key projection",
+    "key gate",
+)  # the paper's o_qp, o_qg, o_kp, o_kg
 
 
 def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
@@ -28,19 +37,30 @@ def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
     Returns:
         a + a @ base + sum_r (a . down_r) up_r + a * gate, for queries and keys, [B, H, T, S].
     """
-    a_BGHTS = a.unflatten(1, (num_groups, -1))
-    out = a_BGHTS
+    out = a
+    for _, term in added_terms(a, weights, num_groups):
+        out = out + term
+    return out
+
+
+def added_terms(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """Yield one by one what a composition adds to `a`, by the names in `BRANCHES`; arguments as of `compose`."""
+    grouped = a.unflatten(1, (num_groups, -1))  # [B, G, H/G, T, S]
     if weights.base is not None:
-        out = out + torch.einsum("bghts,ghk->bgkts", a_BGHTS, weights.base)
-    for token, (down, up, gate) in (("t", weights.query), ("s", weights.key)):
-        if down is not None:
-            down, up = (w.unflatten(-1, (num_groups, -1)) for w in (down, up))
-            hidden = torch.einsum(f"bghts,b{token}rgh->bgrts", a_BGHTS, down)
-            out = out + torch.einsum(f"bgrts,b{token}rgh->bghts", hidden, up)
-        if gate is not None:
-            gate = gate.unflatten(-1, (num_groups, -1)).permute(0, 2, 3, 1)  # [B, G, H/G, T or S]
-            out = out + a_BGHTS * gate.unsqueeze(-1 if token == "t" else -2)
-    return out.flatten(1, 2)
+        yield "base", torch.einsum("bghts,ghk->bgkts", grouped, weights.base).flatten(1, 2)
+    for name, token, side in (("query", "t", weights.query), ("key", "s", weights.key)):
+        if side.down is not None:
+            up = side.up.unflatten(-1, (num_groups, -1))
+            inner = inner_values(a, side, token, num_groups)
+            yield f"{name} projection", torch.einsum(f"bgrts,b{token}rgh->bghts", inner, up).flatten(1, 2)
+        if side.gate is not None:
+            yield f"{name} gate", a * side.gate.transpose(1, 2).unsqueeze(-1 if token == "t" else -2)
+
+
+def inner_values(a: Tensor, side: SideWeights, token: Literal["t", "s"], num_groups: int = 1) -> Tensor:
+    """Contract the heads of `a` [B, H, T, S] with what queries ("t") or keys ("s") bring: [B, G, R, T, S]."""
+    grouped, down = a.unflatten(1, (num_groups, -1)), side.down.unflatten(-1, (num_groups, -1))
+    return torch.einsum(f"bghts,b{token}rgh->bgrts", grouped, down)
 
 
 class AttentionMaps(NamedTuple):

@@ -6,8 +6,9 @@ import timm
 import torch
 from PIL import Image
 
+from dcmha import ComposeWeights
+from dcmha.analysis import Recorded
 from dcmha.impl.reference import AttentionMaps
-from dcmha.recording import Recorded
 from dctrain.errors import UserError
 from dcvision.pictures import View, draw_attention, patch_grid, read_image
 
@@ -17,8 +18,8 @@ TOKENS = PREFIX + GRID[0] * GRID[1]
 
 def make_recorded(has_pre: bool = True, has_post: bool = True) -> Recorded:
     maps = [torch.randn(1, HEADS, TOKENS, TOKENS) for _ in range(5)]
-    pre, post = (torch.randn(HEADS, HEADS) if has else None for has in (has_pre, has_post))
-    return Recorded(AttentionMaps(*maps[:4]), maps[4], pre, post)
+    pre, post = (ComposeWeights(base=torch.randn(1, HEADS, HEADS)) if has else None for has in (has_pre, has_post))
+    return Recorded(AttentionMaps(*maps[:4]), maps[4], pre, post, 1)
 
 
 def drawn(axes) -> np.ndarray:
@@ -72,7 +73,7 @@ def test_windows_and_wrong_queries_are_refused():
             draw_attention({"a": one}, View(pixels, grid, PREFIX, query))
     windows = AttentionMaps(*(torch.cat([maps] * 4) for maps in one.maps))
     with pytest.raises(UserError, match="attends within 4 x 9 tokens"):
-        View(pixels, GRID, PREFIX, None).check({"a": Recorded(windows, one.uncomposed_weights, None, None)})
+        View(pixels, GRID, PREFIX, None).check({"a": Recorded(windows, one.uncomposed_weights, None, None, 1)})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""What heads and their composition do in a trained model. Needs torch alone; the trainers draw and command."""
+
+from .breakdown import Breakdown
+from .circuits import HeadWeights, attention_layers, head_weights
+from .diversity import Diversity, head_diversity, model_diversity
+from .interventions import Branch, composition_branches, scale_branches, scale_heads
+from .mixing import Mixing, MixingMeter, Spread, measure_mixing
+from .recording import Recorded, record_attention
+
+__all__ = [
+    "Branch",
+    "Breakdown",
+    "Diversity",
+    "HeadWeights",
+    "Mixing",
+    "MixingMeter",
+    "Recorded",
+    "Spread",
+    "attention_layers",
+    "composition_branches",
+    "head_diversity",
+    "head_weights",
+    "measure_mixing",
+    "model_diversity",
+    "record_attention",
+    "scale_branches",
+    "scale_heads",
+]

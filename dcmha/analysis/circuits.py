@@ -1,0 +1,64 @@
+"""The weights of single heads: what a head looks for (QK) and what it writes (OV), whatever layer it is in."""
+
+# H heads, D head dim, C model width
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class HeadWeights(NamedTuple):
+    """The four matrices of each head of a layer, biases and norms left out.
+
+    Attributes:
+        query: [H, D, C], from the tokens that look.
+        key: [H, D, C'], from those that are looked at (C' is C but for cross-attention).
+        value: [H, D, C'].
+        output: [H, C, D].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the attention layers of a model, composed or plain, by name: those of this package and of timm.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    layers = {name: module for name, module in model.named_modules() if _has_heads(module)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention layers (with num_heads, proj, and qkv or q and kv).")
+    return layers
+
+
+def head_weights(layer: nn.Module) -> HeadWeights:
+    """Take the weights of a layer apart by heads; keys and values that heads share are repeated, not copied."""
+    heads = layer.num_heads
+    query, key, value = (_by_heads(part, heads, layer.proj.in_features // heads) for part in _projections(layer))
+    return HeadWeights(query, key, value, layer.proj.weight.unflatten(1, (heads, -1)).transpose(0, 1))
+
+
+def _has_heads(module: nn.Module) -> bool:
+    projects = any(getattr(module, name, None) is not None for name in ("qkv", "q_proj", "kv"))
+    return projects and isinstance(getattr(module, "proj", None), nn.Linear) and hasattr(module, "num_heads")
+
+
+def _projections(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of queries, keys and values, each [heads D, width]."""
+    if getattr(layer, "qkv", None) is not None:
+        rows = layer.qkv.weight.shape[0]
+        queries = layer.proj.in_features
+        return layer.qkv.weight.split([queries, (rows - queries) // 2, (rows - queries) // 2])
+    if getattr(layer, "q_proj", None) is not None:
+        return layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight
+    return layer.q.weight, *layer.kv.weight.chunk(2)
+
+
+def _by_heads(weight: Tensor, heads: int, head_dim: int) -> Tensor:
+    """[heads that share D, width] to [H, D, width]."""
+    parts = weight.unflatten(0, (-1, head_dim))
+    return parts.repeat_interleave(heads // len(parts), 0) if len(parts) != heads else parts

@@ -1,0 +1,142 @@
+"""Turning down parts of a trained model: branches of its compositions, or heads. By 0 a part is switched off."""
+
+# B batch, T tokens, H heads, D head dim
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..impl.reference import BRANCHES
+from ..layer import ComposedLayer
+from ..weights import ComposeWeights, SideWeights
+from .circuits import attention_layers
+
+
+class Branch(NamedTuple):
+    """A branch of a composition.
+
+    Attributes:
+        layer: Name of the layer.
+        composition: "pre" or "post".
+        branch: One of `BRANCHES`: "base", "query projection", "query gate", "key projection", "key gate".
+    """
+
+    layer: str
+    composition: str
+    branch: str
+
+
+def composition_branches(model: nn.Module) -> list[Branch]:
+    """List the branches that a model's layers compose with, layer by layer.
+
+    Raises:
+        ValueError: If it composes nothing.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, ComposedLayer) and module.options.is_composed:
+            options = module.options
+            sides = [(side, part) for side in options.sides for part in ("projection", "gate")]
+            has = {"projection": options.rank > 0, "gate": options.dynamic_gate}
+            names = ["base"] * options.static_base + [f"{side} {part}" for side, part in sides if has[part]]
+            found += [Branch(name, composition, branch) for composition in options.compositions for branch in names]
+    if not found:
+        raise ValueError(f"{type(model).__name__} composes no heads.")
+    return found
+
+
+@contextmanager
+def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -> Iterator[None]:
+    """Multiply what branches add to scores or weights, in every call while the context is open; 0 switches them off.
+
+    Gradients reach factors that are tensors. Compiled models run eagerly.
+
+    Args:
+        model: What is called while the context is open.
+        factors: Scalars, by branch.
+
+    Raises:
+        ValueError: If the model has no such branch.
+    """
+    known = composition_branches(model)
+    by_layer: dict[str, dict[str, dict[str, Tensor | float]]] = {}
+    for branch, factor in factors.items():
+        if branch not in known:
+            raise ValueError(f"{tuple(branch)} is no branch of the model; accepted: {_listed(known)}.")
+        of_layer = by_layer.setdefault(branch.layer, {"pre": {}, "post": {}})
+        of_layer[branch.composition][branch.branch] = factor
+
+    def hook(of_layer: Mapping[str, Mapping[str, Tensor | float]]) -> Callable:
+        def scale(_module, _args, made):
+            factors = (of_layer["pre"], of_layer["post"])
+            return tuple(w if w is None else _scaled(w, by) for w, by in zip(made, factors, strict=True))
+
+        return scale
+
+    with ExitStack() as hooks:
+        hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, of_layer in by_layer.items():
+            handle = model.get_submodule(name).compose.register_forward_hook(hook(of_layer))
+            hooks.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def scale_heads(model: nn.Module, factors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply what heads give to the output projection, in every call while the context is open; 0 switches them off.
+
+    Gradients reach the factors. Compiled models run eagerly. Layers may be plain attention.
+
+    Args:
+        model: What is called while the context is open.
+        factors: Of each head [H], by the name of the layer.
+
+    Raises:
+        ValueError: If the model has no such layer, or it another number of heads.
+    """
+    layers = attention_layers(model)
+    for name, factor in factors.items():
+        if name not in layers:
+            raise ValueError(f"layer {name!r} is not in the model; accepted: {', '.join(layers)}.")
+        if factor.shape != (layers[name].num_heads,):
+            raise ValueError(
+                f"factors of {name!r} have shape {list(factor.shape)}; accepted: [{layers[name].num_heads}]."
+            )
+
+    def hook(factor: Tensor):
+        def scale(_module, args):
+            (x,) = args
+            by_head = x.unflatten(-1, (len(factor), -1)) * factor.to(x)[:, None]
+            return (by_head.flatten(-2),)
+
+        return scale
+
+    with ExitStack() as hooks:
+        hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, factor in factors.items():
+            handle = layers[name].proj.register_forward_pre_hook(hook(factor))
+            hooks.callback(handle.remove)
+        yield
+
+
+def _listed(branches: list[Branch]) -> str:
+    """Name layers, compositions and branches, which any branch is one each of."""
+    return ", ".join(dict.fromkeys(part for branch in branches for part in branch))
+
+
+def _scaled(weights: ComposeWeights, factors: Mapping[str, Tensor | float]) -> ComposeWeights:
+    """Multiply branches of a composition."""
+
+    def by(name: str, tensor: Tensor | None) -> Tensor | None:
+        factor = factors.get(name)
+        if tensor is None or factor is None:
+            return tensor
+        return tensor * (factor.to(tensor) if isinstance(factor, Tensor) else factor)
+
+    def side(name: str, of_side: SideWeights) -> SideWeights:
+        return of_side._replace(up=by(f"{name} projection", of_side.up), gate=by(f"{name} gate", of_side.gate))
+
+    return ComposeWeights(side("query", weights.query), side("key", weights.key), by(BRANCHES[0], weights.base))

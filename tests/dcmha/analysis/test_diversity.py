@@ -1,0 +1,66 @@
+"""Head diversity against the matrices themselves, formed whole."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from dcmha import DCAttention, DCCrossAttention
+from dcmha.analysis import head_diversity, head_weights, model_diversity
+
+
+def formed(matrices: torch.Tensor) -> torch.Tensor:
+    """The captured variance of matrices [H, C, C'] side by side, by their singular values."""
+    variances = torch.linalg.svdvals(torch.cat(matrices.unbind(0), 1)).square()
+    return variances.cumsum(0) / variances.sum()
+
+
+LAYERS = {
+    "square": lambda: DCAttention(24, 4),
+    "few channels": lambda: DCAttention(24, 2, attn_head_dim=5),
+    "many channels": lambda: DCAttention(24, 4, attn_head_dim=10),
+    "shared keys": lambda: DCAttention(24, 4, num_kv_heads=2),
+    "cross": lambda: DCCrossAttention(24, 4, context_dim=16),
+    "timm's": lambda: timm.layers.Attention(24, 4),
+    "EVA's": lambda: timm.models.eva.EvaAttention(24, 4, qkv_fused=False, norm_layer=nn.LayerNorm),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_factors_capture_what_whole_matrices_do(kind):
+    torch.manual_seed(0)
+    layer = LAYERS[kind]().double()
+    query, key, value, output = head_weights(layer)
+    for found, matrices in zip(head_diversity(layer), (query.mT @ key, output @ value), strict=True):
+        torch.testing.assert_close(found, formed(matrices)[: len(found)])
+        assert len(found) == min(24, query.shape[0] * query.shape[1]) and found[-1] == pytest.approx(1.0)
+
+
+def test_the_weights_of_a_head_make_its_scores_and_its_output():
+    torch.manual_seed(0)
+    layer = DCAttention(24, 4, num_kv_heads=2, pre_compose=False, post_compose=False, proj_bias=False)
+    x = torch.randn(1, 5, 24)
+    query, key, value, output = head_weights(layer)
+    scores = torch.einsum("tc,hdc,hde,se->hts", x[0], query, key, x[0]) * layer.scale
+    out = torch.einsum("hts,sc,hdc,hed->te", scores.softmax(-1), x[0], value, output)
+    torch.testing.assert_close(out[None], layer(x))
+
+
+def test_heads_that_are_alike_are_less_diverse():
+    torch.manual_seed(0)
+    layer = DCAttention(24, 4)
+    before = head_diversity(layer)
+    with torch.no_grad():
+        parts = layer.qkv.weight.view(3, 4, 6, 24)
+        parts[:, 1:] = parts[:, :1]
+    after = head_diversity(layer)
+    assert (after.qk[:6] > before.qk[:6]).all() and float(after.qk[5]) == pytest.approx(1.0)
+    torch.nn.init.zeros_(layer.qkv.weight)
+    assert (head_diversity(layer).qk == 1).all()
+
+
+def test_models_are_measured_layer_by_layer():
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3)
+    assert list(model_diversity(model)) == ["blocks.0.attn", "blocks.1.attn"]
+    with pytest.raises(ValueError, match="Linear has no attention layers"):
+        model_diversity(nn.Linear(2, 2))
