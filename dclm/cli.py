@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from dctrain.checkpoint import make_folder
 from dctrain.cli import TrainerCLI, run_program
@@ -16,11 +17,14 @@ from .data.datamodule import embedding_rows
 from .data.make_tokens import make_tokens, verify
 from .data.tokenizers import BYTES, SubwordTokenizer
 from .evaluation import evaluate
+from .explain import EXPLANATIONS
 from .hub import save_pretrained
 from .language_model import LanguageModel, check_objective
 from .load import load_model
 from .sampling import Sampling
 from .suite import TASKS, make_suite, write_texts
+from .suite.stream import CAST, TRAINED, UNSEEN
+from .suite.tasks import SUITE
 from .text import continue_text
 
 
@@ -97,19 +101,22 @@ def _write_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> None:
     write_json(path, json.loads(path.read_text()) | ids)
 
 
-def suite(out: str, seed: int = 0) -> None:
+def suite(out: str, seed: int = 0, combinations: Literal["all", "trained", "unseen"] = "all") -> None:
     """Write the synthetic suite: 74 tasks of an attention pattern and a transformation, 12 texts each.
 
     Args:
         out: File (JSONL) to write, for `dclm evaluate --suites`.
         seed: Seed of names and words.
+        combinations: Of pattern and transformation: "all", or of the easier tasks that `data.tokens: tasks` draws those
+            that training shows ("trained") or does not show ("unseen").
     """
     path = Path(out)
     if path.exists():
         raise UserError(f"{out} exists already; nothing was overwritten.")
     make_folder(str(path.parent))
-    write_texts(path, texts := make_suite(seed))
-    print(f"{out}: {len(texts)} texts of {len(TASKS)} tasks")
+    tasks, cast = {"all": (TASKS, SUITE), "trained": (TRAINED, CAST), "unseen": (UNSEEN, CAST)}[combinations]
+    write_texts(path, texts := make_suite(seed, tasks, cast=cast))
+    print(f"{out}: {len(texts)} texts of {len(tasks)} tasks")
 
 
 class LanguageCLI(TrainerCLI):
@@ -125,6 +132,7 @@ class LanguageCLI(TrainerCLI):
         "suite": suite,
         "evaluate": evaluate,
         "compare": comparison("dclm", {"val/loss": "min"}),
+        "explain": EXPLANATIONS,
     }
     linked = ("context_length", "seed")
     monitor = "val/loss"

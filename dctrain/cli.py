@@ -32,7 +32,7 @@ from .checkpoint import (
     newest_checkpoint,
     run_folder,
 )
-from .commands import Functions, TrainerParser, describe, run_function
+from .commands import Functions, TrainerParser, describe, run_named
 from .environment import add_environment, environment
 from .errors import UserError, is_of_another_rank, reason, told_as
 from .plan import Planning
@@ -325,7 +325,7 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
             if args and args[0] == PLAN:
                 run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
             elif args and args[0] in cli.functions:
-                run_function(cli.program, args[0], cli.functions[args[0]], args[1:])
+                run_named(cli.program, cli.functions, args)
             else:
                 _check_subcommand(cli, args)
                 run_lightning(lambda: cli(args))

@@ -16,7 +16,7 @@ EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
 SAID = ("true", "false")
 
-Functions = Mapping[str, Callable[..., None]]
+Functions = Mapping[str, "Callable[..., None] | Functions"]  # of mappings, the second word says which
 
 
 class ShortErrors:
@@ -48,6 +48,24 @@ class Once(argparse.Action):
             raise UserError(f"{option_string} is given twice; give its values one after the other.")
         self.is_given = True
         setattr(namespace, self.dest, values)
+
+
+def run_named(program: str, functions: Functions, args: list[str]) -> None:
+    """Call the function that the first word of the arguments names, or the first two.
+
+    Raises:
+        UserError: As `run_function`, or if a second word is missing or unknown.
+    """
+    name, *rest = args
+    named = functions[name]
+    if not isinstance(named, Mapping):
+        return run_function(program, name, named, rest)
+    if rest and rest[0] in ("-h", "--help"):
+        return print(f"usage: {program} {name} {{{','.join(named)}}} ...\n\n{describe(named)}")
+    if not rest or rest[0] not in named:
+        got = f"{program} {name} needs a second word" if not rest else f"{rest[0]!r} is none of {program} {name}"
+        raise UserError(f"{got}; accepted: {', '.join(named)}.")
+    return run_named(f"{program} {name}", named, rest)
 
 
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
@@ -114,5 +132,10 @@ def _parameter_docs(function: Callable[..., None]) -> dict[str, str]:
 
 def describe(functions: Functions) -> str:
     """Say in one sentence each what the functions do, for the help of a program."""
-    said = (f"{name}: {inspect.getdoc(function).splitlines()[0]}" for name, function in functions.items())
+    said = (
+        f"{name}: {', '.join(function)}."
+        if isinstance(function, Mapping)
+        else f"{name}: {inspect.getdoc(function).splitlines()[0]}"
+        for name, function in functions.items()
+    )
     return "More subcommands: " + " ".join(said) + " Each has --help."

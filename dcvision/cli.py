@@ -11,6 +11,7 @@ from .classifier import ImageClassifier
 from .data import ImageDataModule
 from .data.make_shards import make_shards, verify
 from .evaluation import evaluate
+from .explain import EXPLANATIONS
 from .export import export
 from .look import look
 
@@ -24,6 +25,7 @@ class VisionCLI(TrainerCLI):
         "export": export,
         "evaluate": evaluate,
         "compare": comparison("dcvision", {"val/top1": "max", "val/top5": "max"}),
+        "explain": EXPLANATIONS,
         "look": look,
         "shards": make_shards,
         "verify": verify,

@@ -1,21 +1,24 @@
 """`dclm evaluate`: measures language models one after the other, keeps every result at once, prints one table."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dctrain.errors import UserError
 from dctrain.evaluation.results import Results, describe
 from dctrain.evaluation.run import (
     Evaluation,
+    Measurable,
     check_asked,
     check_at_least_one,
     find_dtype,
     measure_models,
+    report,
     short_names,
 )
 
@@ -95,21 +98,28 @@ def evaluate(
     check_masking(mask_fraction, mask_span)
     how = {"tokenizer": tokenizer, "dtype": find_dtype(dtype), "device": device}
     measures = [
-        *(TextSet(name, path, text_key, subset_key, stride, limit) for name, path in _named(texts)),
-        *(SpanFile(name, path, prompt_key, target_key, limit) for name, path in _named(spans)),
-        *(SuiteFile(name, path, limit) for name, path in _named(suites)),
-        *(MaskedTexts(name, path, text_key, mask_fraction, mask_span, limit) for name, path in _named(masked)),
+        *(TextSet(name, path, text_key, subset_key, stride, limit) for name, path in named(texts)),
+        *(SpanFile(name, path, prompt_key, target_key, limit) for name, path in named(spans)),
+        *(SuiteFile(name, path, limit) for name, path in named(suites)),
+        *(MaskedTexts(name, path, text_key, mask_fraction, mask_span, limit) for name, path in named(masked)),
         *_tasks(tasks, num_fewshot, limit, task_folder),
     ]
-    measure = partial(_evaluate, batch_size=batch_size, context_length=context_length, **how)
-    measure_models(checkpoint, measures, compare, out, measure, draw_suites)
+    measure = partial(measure_model, batch_size=batch_size, context_length=context_length, **how)
+    measure_models(checkpoint, measures, compare, out, measure, _report)
 
 
-def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
+def named(paths: Sequence[str]) -> list[tuple[str, str]]:
     """Name files and folders for the table, which must be there."""
     for path in paths:
         find_inputs([Path(path)])
     return list(zip(short_names(paths), paths, strict=True))
+
+
+def _report(models: Sequence[Results], folder: Path | None) -> None:
+    """Print the table; write it and pictures of suites where results are written."""
+    report(models, folder)
+    if folder is not None:
+        draw_suites(models, folder)
 
 
 def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, folder: str | None) -> list:
@@ -123,7 +133,7 @@ def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, 
     return find_tasks(names, num_fewshot, limit, folder)
 
 
-def _evaluate(
+def measure_model(
     checkpoint: str,
     evaluation: Evaluation,
     *,
@@ -132,13 +142,16 @@ def _evaluate(
     device: str,
     batch_size: int,
     context_length: int | None,
+    expand: Callable[[nn.Module, Sequence[Measurable]], Sequence[Measurable]] | None = None,
 ) -> Results:
-    """Load a model and measure it."""
+    """Load a model and measure it; `expand` makes of the measures those of this model."""
     ranks = evaluation.ranks
     model = load_scored(checkpoint, tokenizer, dtype=dtype, device=ranks.device(device))
     decoder, words = model
     length = _context_length(decoder, context_length)
     known = {"crc32": zlib.crc32(words.spec.encode()), "eos_id": words.eos_id, "vocab_size": words.vocab_size}
+    if expand is not None:
+        evaluation = evaluation._replace(measures=expand(decoder, evaluation.measures))
     described = describe(evaluation.name, checkpoint, decoder, config=asdict(decoder.config), tokenizer=known)
     return evaluation.run(described, lambda journal: Scorer(model, ranks, journal, batch_size, length))
 

@@ -3,9 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
@@ -57,6 +59,7 @@ class Scorer:
 
     Attributes:
         num_cut: Texts that lost their beginning so far.
+        conditions: What the answers depend on beside the question: parts that are switched off.
     """
 
     def __init__(
@@ -64,7 +67,18 @@ class Scorer:
     ) -> None:
         self.decoder, self.tokenizer = model
         self.ranks, self.journal, self.batch_size, self.context_length = ranks, journal, batch_size, context_length
-        self.num_cut = 0
+        self.num_cut, self.conditions = 0, ()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.decoder
+
+    def under(self, condition: str) -> "Scorer":
+        """Ask the same model under a condition, whose answers are kept apart."""
+        scorer = copy(self)
+        scorer.conditions = (*self.conditions, condition)
+        return scorer
 
     def tell_cut(self, before: int) -> str | None:
         """Tell of texts that lost their beginning since there were `before` of them."""
@@ -85,7 +99,7 @@ class Scorer:
         with told_as(of=ValueError):
             cut = [cut_left(pair, self.context_length) for pair in pairs]
         self.num_cut += sum(len(now[0]) < len(pair[0]) for now, pair in zip(cut, pairs, strict=True))
-        keys = [digest("score", *map(_numbers, pair)) for pair in cut]
+        keys = [digest("score", *map(_numbers, pair), *self.conditions) for pair in cut]
         todo = {key: pair for key, pair in zip(keys, cut, strict=True) if key not in self.journal.known}
         names, asked = list(todo), list(todo.values())
         with told_as(of=ValueError):
@@ -101,7 +115,7 @@ class Scorer:
 
     def score_masked(self, texts: Sequence[Masked], described: str | None = None) -> list[MaskedScore]:
         """Score the tokens that texts, of any lengths up to the context, ask for; `described` as in `score`."""
-        keys = [digest("masked", _numbers(text.input_ids), _numbers(text.targets)) for text in texts]
+        keys = [digest("masked", _numbers(text.input_ids), _numbers(text.targets), *self.conditions) for text in texts]
         todo = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.journal.known}
         names = sorted(todo, key=lambda key: -len(todo[key].input_ids))
         starts = range(0, len(names), self.batch_size)
@@ -128,7 +142,7 @@ class Scorer:
         for prompt in prompts:
             turn = seen[prompt] if prompt.sampling.temperature > 0 else 0
             seen[prompt] += 1
-            keys.append(digest("complete", *prompt[:-1], *vars(prompt.sampling).values(), turn))
+            keys.append(digest("complete", *prompt[:-1], *vars(prompt.sampling).values(), turn, *self.conditions))
         todo = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.journal.known}
         work = self._alike(todo)[self.ranks.rank :: self.ranks.size]
         self._work_through(work, self._complete_batch, described)

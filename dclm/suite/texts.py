@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dctrain.errors import UserError, told_as
 from dctrain.files import written_whole
 
-from .tasks import TASKS, Task
+from .tasks import SUITE, TASKS, Cast, Task
 
 EXAMPLES = 8  # in a text
 SHOTS = 2  # of them that come before the first answer that counts
@@ -44,9 +44,9 @@ class TaskText(NamedTuple):
             before += match[1]
 
 
-def make_text(task: Task, random: Random) -> TaskText:
+def make_text(task: Task, random: Random, cast: Cast = SUITE) -> TaskText:
     """Draw a text of eight examples."""
-    examples = [task.example(random) for _ in range(EXAMPLES)]
+    examples = [task.example(random, cast) for _ in range(EXAMPLES)]
     lines = [
         f"{question} {answer if number < SHOTS else f'[ {answer} ]'}"
         for number, (question, answer) in enumerate(examples)
@@ -54,9 +54,9 @@ def make_text(task: Task, random: Random) -> TaskText:
     return TaskText(task.id, "\n" + "\n".join(lines) + "\n")
 
 
-def make_suite(seed: int = 0, tasks: Sequence[Task] = TASKS, count: int = TEXTS) -> list[TaskText]:
+def make_suite(seed: int = 0, tasks: Sequence[Task] = TASKS, count: int = TEXTS, cast: Cast = SUITE) -> list[TaskText]:
     """Draw the suite: twelve texts of each of the 74 tasks, 888 in all."""
-    return [make_text(task, Random(f"{seed} {task.id} {number}")) for task in tasks for number in range(count)]
+    return [make_text(task, Random(f"{seed} {task.id} {number}"), cast) for task in tasks for number in range(count)]
 
 
 def write_texts(path: Path, texts: Iterable[TaskText]) -> None:

@@ -109,7 +109,7 @@ def measure_models(
     compare: Sequence[str],
     out: str,
     measure: Callable[[str, Evaluation], Results],
-    draw: Callable[[Sequence[Results], Path], None] | None = None,
+    tell: Callable[[Sequence[Results], Path | None], None] | None = None,
 ) -> None:
     """Measure models one after the other, together with the other ranks; report on them.
 
@@ -119,7 +119,7 @@ def measure_models(
         compare: Results of earlier evaluations, which the table begins with.
         out: Folder of the results.
         measure: Loads one model and runs its evaluation.
-        draw: Draws what can be drawn of all results.
+        tell: Tells of all results, and writes into the folder, if there is one, what is of them all; `report` if None.
 
     Raises:
         UserError: If results or models cannot be read, or as `Evaluation.run`.
@@ -131,9 +131,7 @@ def measure_models(
             folder.mkdir(parents=True, exist_ok=True)
             found.append(measure(checkpoint, Evaluation(name, folder, measures, ranks)))
         if ranks.is_first:
-            report([*earlier, *found], folder if checkpoints else None)
-            if checkpoints and draw is not None:
-                draw([*earlier, *found], folder)
+            (tell or report)([*earlier, *found], folder if checkpoints else None)
 
 
 def find_dtype(name: str | None) -> torch.dtype | None:

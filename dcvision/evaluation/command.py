@@ -1,15 +1,17 @@
 """`dcvision evaluate`: measures classifiers one after the other, keeps every result at once, prints one table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.results import Results, describe
 from dctrain.evaluation.run import (
     Evaluation,
+    Measurable,
     check_asked,
     check_at_least_one,
     find_dtype,
@@ -59,17 +61,26 @@ def evaluate(
     if real is not None and not Path(real).is_file():
         raise UserError(f"real={real} does not exist.")
     sets = [ImageSet(name, spec, real, limit) for name, spec in zip(short_names(images), images, strict=True)]
-    measure_models(checkpoint, sets, compare, out, partial(_evaluate, **how))
+    measure_models(checkpoint, sets, compare, out, partial(measure_network, **how))
 
 
-def _evaluate(
-    checkpoint: str, evaluation: Evaluation, *, batch_size: int, num_workers: int, device: str, dtype: torch.dtype
+def measure_network(
+    checkpoint: str,
+    evaluation: Evaluation,
+    *,
+    batch_size: int,
+    num_workers: int,
+    device: str,
+    dtype: torch.dtype,
+    expand: Callable[[nn.Module, Sequence[Measurable]], Sequence[Measurable]] | None = None,
 ) -> Results:
-    """Load a model and measure it."""
+    """Load a model and measure it; `expand` makes of the measures those of this model."""
     network, ranks = load_classifier(checkpoint), evaluation.ranks
     place = ranks.device(device)
     with told_as(f"device={device!r} cannot be used"):
         network.model.to(place, dtype)
+    if expand is not None:
+        evaluation = evaluation._replace(measures=expand(network.model, evaluation.measures))
     described = describe(evaluation.name, checkpoint, network.model, preprocessing=network.preprocessing)
     return evaluation.run(
         described, lambda journal: Answerer(network, journal, ranks, batch_size, num_workers, place, dtype)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -39,6 +40,7 @@ class Answerer(NamedTuple):
         num_workers: Loader processes of a rank.
         device: Where the network is.
         dtype: Of the images.
+        conditions: What the answers depend on beside the image: parts that are switched off.
     """
 
     network: Network
@@ -48,6 +50,16 @@ class Answerer(NamedTuple):
     num_workers: int
     device: torch.device
     dtype: torch.dtype
+    conditions: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.network.model
+
+    def under(self, condition: str) -> "Answerer":
+        """Ask the same network under a condition, whose answers are kept apart."""
+        return self._replace(conditions=(*self.conditions, condition))
 
 
 class Answer(NamedTuple):
@@ -117,7 +129,7 @@ class ImageSet(NamedTuple):
         source = self._open()
         labels = _labels(source)[: self.limit]
         _check_classes(self.spec, source, answerer.network.classes)
-        keys = [digest(self.spec, source.name(index), label) for index, label in enumerate(labels)]
+        keys = [digest(self.spec, source.name(i), label, *answerer.conditions) for i, label in enumerate(labels)]
         todo = [index for index, key in enumerate(keys) if key not in answerer.journal.known]
         speed = _answer(answerer, source, todo[answerer.ranks.rank :: answerer.ranks.size], labels, keys, self.name)
         answers = [Answer(*answerer.journal.known[key]) for key in keys]

@@ -11,8 +11,8 @@ from dclm.callbacks import UnseenAccuracy
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.loss import IGNORED
-from dclm.suite import make_suite
-from dclm.suite.stream import DRAWN_TASKS, ENDLESS, HELD_OUT, TRAINED, UNSEEN, TaskStream, task_tokenizer
+from dclm.suite import make_suite, read_texts, words
+from dclm.suite.stream import CAST, DRAWN_TASKS, ENDLESS, HELD_OUT, TRAINED, UNSEEN, TaskStream, task_tokenizer
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
 from tests.dctrain.commands import record
@@ -99,3 +99,12 @@ def test_what_does_not_fit(make, said):
     with pytest.raises(UserError) as error:
         make()
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("combinations", "tasks"), [("trained", TRAINED), ("unseen", UNSEEN)])
+def test_the_stream_is_written_as_a_suite(tmp_path, combinations, tasks):
+    run("suite", f"--out={tmp_path}/s.jsonl", f"--combinations={combinations}")
+    texts = read_texts(tmp_path / "s.jsonl")
+    assert {text.task_id for text in texts} == {task.id for task in tasks} and len(texts) == 12 * len(tasks)
+    people = {name for text in texts for name in words.NAMES if name in text.text.split()}
+    assert people == set(CAST.names)

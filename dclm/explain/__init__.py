@@ -1,0 +1,11 @@
+"""`dclm explain`: what the heads of language models do, and what composition makes of it."""
+
+from dctrain.explain import diversity_command
+
+from ..load import load_decoder
+from .ablate import ablate
+from .attribute import attribute
+
+EXPLANATIONS = {"ablate": ablate, "attribute": attribute, "diversity": diversity_command(load_decoder)}
+
+__all__ = ["EXPLANATIONS"]

@@ -1,0 +1,53 @@
+"""A prompt and the token after it, as ids and as words."""
+
+# T tokens
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dctrain.errors import UserError, told_as
+
+from ..likelihood import encode_pairs
+from ..load import LoadedModel
+
+
+class Question(NamedTuple):
+    """A prompt and what follows.
+
+    Attributes:
+        input_ids: The prompt [1, T], int64, on the model's device; what the tokenizer begins texts with included.
+        target: Id of the token that follows.
+        words: Each token as text [T + 1], the target's last.
+    """
+
+    input_ids: Tensor
+    target: int
+    words: tuple[str, ...]
+
+
+@torch.no_grad()
+def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
+    """Encode a prompt and a target, the likeliest token if None.
+
+    Raises:
+        UserError: If the prompt has no token or too many, or the target is not one token.
+    """
+    decoder, tokenizer = model
+    with told_as("the next token", ValueError):
+        decoder.check_causal()
+    if target is None:
+        context = [*tokenizer.begin_ids, *tokenizer.encode([prompt])[0].tolist()]
+    else:
+        ((context, continuation),) = encode_pairs(tokenizer, [(prompt, target)])
+        if len(continuation) != 1:
+            pieces = [tokenizer.decode([token]) for token in continuation]
+            raise UserError(f"target={target!r} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one.")
+    if not context:
+        raise UserError(f"prompt={prompt!r} holds no token.")
+    if len(context) > decoder.config.context_length:
+        raise UserError(f"prompt has {len(context)} tokens; accepted: at most {decoder.config.context_length}.")
+    ids = torch.tensor([context], device=decoder.device)
+    answer = int(decoder(ids)[0, -1].argmax()) if target is None else continuation[0]
+    return Question(ids, answer, tuple(tokenizer.decode([token]) for token in [*context, answer]))

@@ -1,0 +1,113 @@
+"""What a trained model loses where a part of its composition, or a head, is switched off (compare table 9)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import nn
+
+from dcmha.analysis import Branch, attention_layers, composition_branches, scale_branches, scale_heads
+
+from ..errors import UserError, told_as
+from ..evaluation.results import Measure
+from ..evaluation.run import Measurable
+
+KINDS = ("branches", "layers", "heads")
+WITHOUT = "without"  # the setting that tells what was switched off
+
+
+class Part(NamedTuple):
+    """What is switched off together.
+
+    Attributes:
+        kind: One of `KINDS`.
+        name: What it is called.
+        branches: Branches of compositions.
+        head: Name of a layer, and the number of one of its heads.
+    """
+
+    kind: str
+    name: str
+    branches: tuple[Branch, ...] = ()
+    head: tuple[str, int] | None = None
+
+    @contextmanager
+    def switched_off(self, model: nn.Module) -> Iterator[None]:
+        """Let a model do without it while the context is open."""
+        if self.head is None:
+            with scale_branches(model, dict.fromkeys(self.branches, 0.0)):
+                yield
+            return
+        layer, head = self.head
+        factors = torch.ones(attention_layers(model)[layer].num_heads)
+        factors[head] = 0.0
+        with scale_heads(model, {layer: factors}):
+            yield
+
+
+class Ablatable(Protocol):
+    """What a measurement asks, told that its answers are of a model without a part."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+    def under(self, condition: str) -> Self:
+        """Keep answers under a condition apart from others."""
+
+
+class Ablated(NamedTuple):
+    """A measurement of a model without a part."""
+
+    measure: Measurable
+    part: Part
+
+    @property
+    def title(self) -> str:
+        """Name it, uniquely."""
+        return f"{self.measure.title}, without {self.part.name}"
+
+    def settings(self, subject: Ablatable) -> dict:
+        """Tell what the numbers depend on beside the model."""
+        return self.measure.settings(subject) | {WITHOUT: self.part.name, "kind": self.part.kind}
+
+    def run(self, subject: Ablatable) -> tuple[list[Measure], str | None]:
+        """Measure it; what there is to say of the measurement has been said of the whole model."""
+        with self.part.switched_off(subject.module):
+            return self.measure.run(subject.under(self.part.name))[0], None
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Check what is to be switched off.
+
+    Raises:
+        UserError: If nothing is named, something unknown, or something twice.
+    """
+    if not kinds or set(kinds) - set(KINDS) or len(set(kinds)) < len(kinds):
+        raise UserError(f"off={list(kinds)}; accepted: one or more of {', '.join(KINDS)}.")
+
+
+def ablations(model: nn.Module, measures: Sequence[Measurable], kinds: Sequence[str]) -> list[Measurable]:
+    """List all that is measured: the whole model, then without each part of it.
+
+    Raises:
+        UserError: If the model has no such parts.
+    """
+    parts = [part for kind in kinds for part in _parts(model, kind)]
+    return [*measures, *(Ablated(measure, part) for part in parts for measure in measures)]
+
+
+def _parts(model: nn.Module, kind: str) -> list[Part]:
+    with told_as(f"off={kind}", ValueError):
+        if kind == "heads":
+            layers = attention_layers(model).items()
+            return [Part(kind, f"head {h} of {name}", head=(name, h)) for name, x in layers for h in range(x.num_heads)]
+        known = composition_branches(model)
+    if kind == "layers":
+        groups = {f"composition of {one.layer}": [b for b in known if b.layer == one.layer] for one in known}
+    else:
+        groups = {"composition": known}
+        groups |= {f"{one.composition}-composition": [b for b in known if b[1] == one[1]] for one in known}
+        groups |= {f"{one.composition} {one.branch}": [b for b in known if b[1:] == one[1:]] for one in known}
+    return [Part(kind, name, tuple(branches)) for name, branches in groups.items()]

@@ -1,0 +1,137 @@
+"""What an ablation found, as a table and a picture: the numbers of the whole model, and by how much each part changes
+them.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ..evaluation.results import Measure, Results
+from ..markdown import markdown_table
+from .ablation import KINDS, WITHOUT
+from .files import report, write_rows
+
+SPEEDS = ("images_per_second",)
+TITLES = {"branches": "a branch, in all layers", "layers": "the composition of a layer", "heads": "a head"}
+SHOWN = 12  # of the heads, in the printed table: those that matter most
+
+
+class Row(NamedTuple):
+    """A number of a model without a part.
+
+    Attributes:
+        model: Name of the model.
+        measured: Of what.
+        metric: Which; perplexities are told as "loss", in nats per token.
+        kind: What kind of part is missing; "" for the whole model.
+        without: The part; "" for none.
+        value: The number.
+        worse_by: By how much it is worse than that of the whole model.
+        is_main: Whether it is of all that was measured, and not of a part of that.
+    """
+
+    model: str
+    measured: str
+    metric: str
+    kind: str
+    without: str
+    value: float
+    worse_by: float
+    is_main: bool
+
+
+def report_ablation(models: Sequence[Results], folder: Path) -> None:
+    """Print tables; write ablation.csv, and a picture of each model."""
+    rows = [row for results in models for row in _rows(results)]
+    write_rows(folder / "ablation.csv", rows)
+    names = ["ablation.csv"]
+    for model in dict.fromkeys(row.model for row in rows):
+        names.append(f"{model}-ablation.png")
+        _draw(model, [row for row in rows if row.model == model]).savefig(folder / names[-1], dpi=120)
+    report("\n\n".join(_tables(rows)), folder, names)
+
+
+def _rows(results: Results) -> list[Row]:
+    entries = results.content["results"].values()
+    whole: dict[tuple[str, str], float] = {}
+    rows = []
+    for entry in entries:
+        measures = [Measure(**measure) for measure in entry["measures"]]
+        part = entry["settings"].get("kind", ""), entry["settings"].get(WITHOUT, "")
+        for measure in (measure for measure in measures if measure.metric not in SPEEDS):
+            metric, value = _number(measure)
+            worse = value - whole.setdefault((measure.name, metric), value)  # the whole model is measured first
+            worse_by = (-worse if measure.higher_is_better else worse) + 0.0  # no negative zero
+            is_main = measure.name == measures[0].name
+            rows.append(Row(results.model, measure.name, metric, *part, value, worse_by, is_main))
+    return rows
+
+
+def _number(measure: Measure) -> tuple[str, float]:
+    """Tell which number it is, and how large; of perplexities their logarithm, whose differences add up."""
+    if measure.metric == "perplexity":
+        return "loss", math.log(measure.value)
+    return measure.metric, measure.value
+
+
+def _tables(rows: Sequence[Row]) -> Iterable[str]:
+    """Write a table for each model and thing measured: a line for each part, of heads those that matter most."""
+    for model, measured in dict.fromkeys((row.model, row.measured) for row in rows if row.is_main):
+        of_table = [row for row in rows if (row.model, row.measured) == (model, measured)]
+        metrics = list(dict.fromkeys(row.metric for row in of_table))
+        cells = {(row.without, row.metric): f"{row.value:.4f}" for row in of_table if not row.without}
+        cells |= {
+            (row.without, row.metric): f"{row.value:.4f} ({row.worse_by:+.4f})" for row in of_table if row.without
+        }
+        first = [row for row in of_table if row.metric == metrics[0]]
+        heads = sorted((row for row in first if row.kind == "heads"), key=lambda row: -row.worse_by)
+        shown = [row.without for row in first if row.kind != "heads"] + [row.without for row in heads[:SHOWN]]
+        lines = [[name or "nothing", *(cells.get((name, metric), "-") for metric in metrics)] for name in shown]
+        rest = (
+            f" Of {len(heads)} heads the {SHOWN} that matter most; ablation.csv has all." if len(heads) > SHOWN else ""
+        )
+        said = f"In brackets: by how much it is worse than the whole model.{rest}"
+        yield f"{model}, {measured}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
+
+
+def _draw(model: str, rows: Sequence[Row]) -> Figure:
+    """Draw how much worse the first metric gets: bars for branches and layers, a map of the heads."""
+    measured, metric = rows[0].measured, rows[0].metric
+    rows = [row for row in rows if (row.measured, row.metric) == (measured, metric) and row.kind]
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
+    figure = Figure(figsize=(6 * len(kinds), 4.5), layout="constrained")
+    figure.suptitle(f"{model}, {measured}: {metric}, worse by", fontsize=10)
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        of_kind = [row for row in rows if row.kind == kind]
+        axes.set_title(f"without {TITLES[kind]}", fontsize=9)
+        _draw_heads(figure, axes, of_kind) if kind == "heads" else _draw_bars(axes, of_kind)
+    return figure
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
+    names = [row.without.removeprefix("composition of ") for row in rows]
+    axes.barh(names, [row.worse_by for row in rows], color="C0")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_heads(figure: Figure, axes: Axes, rows: Sequence[Row]) -> None:
+    layers = list(dict.fromkeys(row.without.partition(" of ")[2] for row in rows))
+    by_layer = [[row.worse_by for row in rows if row.without.partition(" of ")[2] == layer] for layer in layers]
+    values = np.full((len(layers), max(map(len, by_layer))), np.nan)
+    for line, found in zip(values, by_layer, strict=True):
+        line[: len(found)] = found
+    limit = np.nanmax(np.abs(values)) or 1.0
+    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="head", yticks=range(len(layers)), yticklabels=layers)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize=8)
+    figure.colorbar(drawn, ax=axes)

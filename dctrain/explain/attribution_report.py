@@ -1,0 +1,81 @@
+"""What integrated gradients found, as a table and a picture."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..markdown import markdown_table
+from .attribution import Attribution
+from .files import report, write_rows
+
+SHOWN = 8  # of the parts of a kind, in the printed table
+
+
+class Row(NamedTuple):
+    """What a part is credited with; see `Attribution`."""
+
+    kind: str
+    layer: str
+    name: str
+    value: float
+
+
+def report_attribution(found: Sequence[Attribution], what: str, folder: Path) -> None:
+    """Print what matters most; write attribution.csv and attribution.png.
+
+    Args:
+        found: Attributions of one number.
+        what: The number, in words.
+        folder: Where to write.
+    """
+    rows = [Row(a.kind, *part) for a in found for part in zip(a.layers, a.names, a.values.tolist(), strict=True)]
+    write_rows(folder / "attribution.csv", rows)
+    _draw(found, what).savefig(folder / "attribution.png", dpi=120)
+    report("\n\n".join([what, *map(_table, found)]), folder, ["attribution.csv", "attribution.png"])
+
+
+def _table(a: Attribution) -> str:
+    order = a.values.abs().argsort(descending=True)[:SHOWN].tolist()
+    lines = [[" ".join(filter(None, (a.layers[i], a.names[i]))), f"{float(a.values[i]):+.4f}"] for i in order]
+    table = markdown_table([f"{a.kind}, the most", "credit"], lines)
+    sums = f"{a.whole:.4f}; without all {a.kind} {a.without:.4f}; the credits miss the difference by {a.gap:+.1e}"
+    return f"{table}\n\nWith everything {sums}."
+
+
+def _draw(found: Sequence[Attribution], what: str) -> Figure:
+    """Draw a map for each kind: a row for each layer, or one where there are none."""
+    maps = [_map(a) for a in found]
+    heights = [max(1.2, 0.32 * len(layers)) for layers, *_ in maps]
+    figure = Figure(figsize=(9, sum(heights) + 1.4 * len(maps) + 0.4), layout="constrained")
+    figure.suptitle(what, fontsize=10)
+    cells = figure.subplots(len(maps), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, a, (layers, names, values) in zip(cells, found, maps, strict=True):
+        axes.set_title(f"{a.kind}: credit", fontsize=9)
+        _draw_map(figure, axes, layers, names, values)
+    return figure
+
+
+def _map(a: Attribution) -> tuple[list[str], list[str], np.ndarray]:
+    """Arrange parts by layers and names; tokens, of which two may be alike, in one row."""
+    layers = list(dict.fromkeys(a.layers))
+    if len(layers) == 1:
+        return layers, list(a.names), a.values.numpy()[None]
+    names = list(dict.fromkeys(a.names))
+    values = np.full((len(layers), len(names)), np.nan)
+    for layer, name, value in zip(a.layers, a.names, a.values.tolist(), strict=True):
+        values[layers.index(layer), names.index(name)] = value
+    return layers, names, values
+
+
+def _draw_map(figure: Figure, axes: Axes, layers: Iterable[str], names: Sequence[str], values: np.ndarray) -> None:
+    limit = np.nanmax(np.abs(values)) or 1.0
+    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    layers = list(layers)
+    axes.set_yticks(range(len(layers)), layers, fontsize=8)
+    labels = [name.replace("\n", "\\n") for name in names]
+    axes.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 4 else 0, fontsize=8, parse_math=False)
+    figure.colorbar(drawn, ax=axes)

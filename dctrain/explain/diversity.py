@@ -1,0 +1,128 @@
+"""`explain diversity`: how different the heads of models are (paper, figure 5), as a table and a picture."""
+
+# K principal components
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dcmha.analysis import Diversity, attention_layers, head_diversity
+
+from ..checkpoint import make_folder
+from ..errors import told_as
+from ..evaluation.run import name_models
+from ..markdown import markdown_table
+from .files import report, write_rows
+
+KINDS = {"qk": "QK", "ov": "OV"}
+MOST = 0.9  # of the variance, whose components are counted
+
+
+class Row(NamedTuple):
+    """What is said of one kind of matrices of one layer.
+
+    Attributes:
+        model: Name of the model.
+        layer: Name of the layer.
+        kind: "QK" or "OV".
+        components: How many there are.
+        mean_captured: Mean of the captured variance over the number of components: 0.5 if all matter alike, 1 if one
+            does. Lower is more diverse.
+        components_for_90: Share of the components that capture 90 % of the variance. Higher is more diverse.
+    """
+
+    model: str
+    layer: str
+    kind: str
+    components: int
+    mean_captured: float
+    components_for_90: float
+
+
+def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
+    """Make the subcommand of a trainer.
+
+    Args:
+        load: Loads the model of a checkpoint.
+    """
+
+    def diversity(checkpoint: Sequence[str], out: str = "explained") -> None:
+        """Compare how different the heads of models are: the variance that components of their weights capture.
+
+        Of each layer the matrices W_Q W_K^T, and W_O W_V, of all heads are put side by side; few principal components
+        capture much of heads that are alike (paper, section 4.3 and figure 5). Biases and norms are left out. A model
+        is in memory at a time, and of a layer its weights in float64.
+
+        Args:
+            checkpoint: Models, composed or plain, as `evaluate` takes them.
+            out: Folder for diversity.png, and diversity.csv with every layer.
+
+        Raises:
+            UserError: If a model cannot be read or has no attention layers, or a file cannot be written.
+        """
+        folder, rows, curves = make_folder(out), [], {}
+        for path, name in zip(checkpoint, name_models(checkpoint), strict=True):
+            curves[name] = _measure(load(path), name)
+            rows += [row for layer, found in curves[name].items() for row in _rows(name, layer, found)]
+        write_rows(folder / "diversity.csv", rows)
+        _draw(curves).savefig(folder / "diversity.png", dpi=120)
+        report(_table(rows), folder, ["diversity.csv", "diversity.png"])
+
+    return diversity
+
+
+def _measure(model: nn.Module, name: str) -> dict[str, Diversity]:
+    with told_as(name):
+        layers = attention_layers(model)
+    return {
+        layer: head_diversity(module) for layer, module in tqdm(layers.items(), desc=name, unit="layer", leave=False)
+    }
+
+
+def _rows(model: str, layer: str, found: Diversity) -> list[Row]:
+    rows = []
+    for field, kind in KINDS.items():
+        curve = getattr(found, field)
+        count = int((curve < MOST).sum()) + 1
+        rows.append(Row(model, layer, kind, len(curve), float(curve.mean()), count / len(curve)))
+    return rows
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Average the layers of each model."""
+    lines = []
+    for model in dict.fromkeys(row.model for row in rows):
+        for kind in KINDS.values():
+            of_kind = [row for row in rows if (row.model, row.kind) == (model, kind)]
+            captured, count = (np.mean([getattr(row, name) for row in of_kind]) for name in Row._fields[-2:])
+            lines.append([model, kind, str(len(of_kind)), f"{100 * captured:.1f} %", f"{100 * count:.1f} %"])
+    header = ["model", "matrices", "layers", "mean captured variance", "components for 90 %"]
+    return markdown_table(header, lines) + "\n\nLower captured variance is higher diversity."
+
+
+def _draw(models: Mapping[str, Mapping[str, Diversity]]) -> Figure:
+    """Draw the captured variance of each model: its layers' mean, and their range."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, (field, kind) in zip(figure.subplots(1, 2, sharey=True), KINDS.items(), strict=True):
+        for model, layers in models.items():
+            _draw_model(axes, model, [getattr(found, field) for found in layers.values()])
+        axes.set(
+            title=f"{kind} matrices of the heads", xlabel="share of the principal components", xlim=(0, 1), ylim=(0, 1)
+        )
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("cumulative captured variance")
+    figure.axes[0].legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def _draw_model(axes: Axes, model: str, curves: Sequence[Tensor]) -> None:
+    """Draw over shares of the components, so that layers and models of any width have one axis."""
+    shares = np.linspace(0, 1, max(map(len, curves)) + 1)
+    drawn = np.stack([np.interp(shares, np.linspace(0, 1, len(c) + 1), [0, *c.tolist()]) for c in curves])
+    (line,) = axes.plot(shares, drawn.mean(0), label=f"{model} ({len(curves)} layers)")
+    axes.fill_between(shares, drawn.min(0), drawn.max(0), color=line.get_color(), alpha=0.15, linewidth=0)

@@ -1,0 +1,18 @@
+"""`dcvision explain`: what the heads of image models do, and what composition makes of it."""
+
+from torch import nn
+
+from dctrain.explain import diversity_command
+
+from ..evaluation.networks import load_classifier
+from .ablate import ablate
+from .attribute import attribute
+
+
+def _load(checkpoint: str) -> nn.Module:
+    return load_classifier(checkpoint).model
+
+
+EXPLANATIONS = {"ablate": ablate, "attribute": attribute, "diversity": diversity_command(_load)}
+
+__all__ = ["EXPLANATIONS"]

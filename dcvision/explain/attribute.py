@@ -1,0 +1,98 @@
+"""`dcvision explain attribute`: which branches, heads and patches a class is owed to, by integrated gradients."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dctrain.checkpoint import make_folder
+from dctrain.errors import UserError, told_as
+from dctrain.evaluation.run import check_at_least_one
+from dctrain.explain.attribution import Attribution, attribute_branches, attribute_heads, integrate
+from dctrain.explain.attribution_report import report_attribution
+
+from ..evaluation.networks import Network, load_classifier
+from ..pictures import patch_grid
+
+KINDS = ("branches", "heads", "patches")
+
+
+def attribute(
+    checkpoint: str,
+    image: str,
+    target: str | None = None,
+    over: Sequence[str] = KINDS,
+    steps: int = 64,
+    out: str = "attribution",
+    device: str = "cpu",
+) -> None:
+    """Credit the log-probability of a class to branches of the compositions, to heads, and to patches of the image.
+
+    Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): parts are faded in together, from none to all;
+    patches from the mean colour. Each kind takes two forward passes and `steps` forward and backward ones.
+
+    Args:
+        checkpoint: A model, as `evaluate` takes it.
+        image: An image file, which is prepared as the model was made for.
+        target: Name or number of the class; the likeliest one if left out.
+        over: What is credited, each by itself: "branches", "heads", "patches".
+        steps: Points of the integral; the table tells by how much the credits miss their sum.
+        out: Folder for attribution.csv and attribution.png.
+        device: Where to run, such as cuda.
+
+    Raises:
+        UserError: If something cannot be read, the model has no such parts, or there is no such class.
+    """
+    if not over or set(over) - set(KINDS) or len(set(over)) < len(over):
+        raise UserError(f"over={list(over)}; accepted: one or more of {', '.join(KINDS)}.")
+    check_at_least_one(steps=steps)
+    network = load_classifier(checkpoint)
+    with told_as(f"device={device!r} cannot be used"):
+        model = network.model.to(device).requires_grad_(False)
+    with told_as(f"the image {image} cannot be read"):
+        pixels = network.prepare(Path(image).read_bytes())[None].to(device)
+    with torch.no_grad():
+        number = _class(network, target, model(pixels)[0])
+
+    def log_probability(shown: Tensor) -> Tensor:
+        return model(shown)[0].log_softmax(-1)[number]
+
+    measures: dict[str, Callable[[], Attribution]] = {
+        "branches": lambda: attribute_branches(model, lambda: log_probability(pixels), steps),
+        "heads": lambda: attribute_heads(model, lambda: log_probability(pixels), steps),
+        "patches": lambda: _attribute_patches(patch_grid(model, pixels.shape[-1]), pixels, log_probability, steps),
+    }
+    found = []
+    for kind in over:
+        with told_as(f"over={kind}", ValueError):
+            found.append(measures[kind]())
+    name = network.classes[number] if network.classes else f"class {number}"
+    report_attribution(found, f"log-probability of {name} for {Path(image).name}", make_folder(out))
+
+
+def _class(network: Network, target: str | None, logits: Tensor) -> int:
+    """Find a class by its name or number; the likeliest one if None."""
+    if target is None:
+        return int(logits.argmax())
+    if network.classes and target in network.classes:
+        return network.classes.index(target)
+    if target.isdigit() and int(target) < len(logits):
+        return int(target)
+    names = f", or a name such as {network.classes[0]!r}" if network.classes else ""
+    raise UserError(f"target={target!r}; accepted: a class from 0 to {len(logits) - 1}{names}.")
+
+
+def _attribute_patches(
+    grid: tuple[int, int], pixels: Tensor, compute: Callable[[Tensor], Tensor], steps: int
+) -> Attribution:
+    """Credit the patches of an image [1, 3, size, size], against the mean colour, which is 0 once normalised."""
+    rows, columns = grid
+
+    def faded(factors: Tensor) -> Tensor:
+        return compute(pixels * F.interpolate(factors.view(1, 1, rows, columns), pixels.shape[2:]))
+
+    places = [(f"row {row}", f"column {column}") for row in range(rows) for column in range(columns)]
+    layers, names = zip(*places, strict=True)
+    return integrate("patches", layers, names, faded, pixels.device, steps)

@@ -1,0 +1,114 @@
+"""`dclm explain ablate`: a model without a part is the model that never had it."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+
+import dclm
+from tests.faults.drill import mistake
+
+from ..commands import run
+from ..evaluation.models import SOURCES, numbers, small_folder
+
+TEXT = str(SOURCES[1])
+NAME = SOURCES[1].name
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small_folder(tmp_path / "model")
+    return tmp_path
+
+
+def rows(path) -> dict[tuple[str, str], dict]:
+    """The lines of ablation.csv, by what is missing and the metric."""
+    with open(path) as file:
+        return {(row["without"], row["metric"]): row for row in csv.DictReader(file)}
+
+
+def edited(folder, source, change) -> None:
+    """Write a model with other weights."""
+    decoder = dclm.load_pretrained(source)
+    with torch.no_grad():
+        change(decoder)
+    folder.mkdir()
+    dclm.save_pretrained(decoder, folder)
+    (folder / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
+
+
+def no_second_layer(decoder) -> None:
+    compose = decoder.blocks[1].attn.compose
+    compose.gate.zero_(), compose.project.zero_()
+
+
+def no_head(decoder) -> None:
+    decoder.blocks[0].attn.proj.weight[:, 16:24] = 0
+
+
+def test_without_a_part_is_with_weights_of_zero(here, capsys):
+    run(
+        "explain",
+        "ablate",
+        "--checkpoint=model",
+        f"--texts={TEXT}",
+        "--off",
+        "branches",
+        "layers",
+        "heads",
+        "--out=out",
+    )
+    printed = capsys.readouterr().out
+    found = rows(here / "out/ablation.csv")
+    for name, change in (("composition of blocks.1.attn", no_second_layer), ("head 2 of blocks.0.attn", no_head)):
+        edited(here / name, here / "model", change)
+        run("evaluate", f"--checkpoint={name}", f"--texts={TEXT}", f"--out=out {name}")
+        expected = numbers(here / f"out {name}" / f"{name}.json")
+        assert float(found[name, "loss"]["value"]) == pytest.approx(math.log(expected[NAME, "perplexity"]), rel=1e-6)
+        assert float(found[name, "bits_per_byte"]["value"]) == pytest.approx(expected[NAME, "bits_per_byte"], rel=1e-6)
+    whole = float(found["", "loss"]["value"])
+    for (name, metric), row in found.items():
+        if metric == "loss":
+            assert float(row["worse_by"]) == pytest.approx(float(row["value"]) - whole)
+            assert not name or row["kind"] == "heads" or f"| {name} " in printed
+    kinds = [row["kind"] for (_, metric), row in found.items() if metric == "loss"]
+    assert [kinds.count(kind) for kind in ("", "branches", "layers", "heads")] == [1, 11, 2, 8]
+    assert (here / "out/model-ablation.png").stat().st_size > 10_000
+
+
+def test_what_is_measured_is_kept(here, capsys):
+    asked = ("explain", "ablate", "--checkpoint=model", f"--texts={TEXT}", "--out=out")
+    run(*asked, "--off=layers")
+    first = json.loads((here / "out/model.json").read_text())["results"]
+    capsys.readouterr()
+    run(*asked, "--off", "layers", "heads")
+    assert capsys.readouterr().out.count(" measured") == 8
+    both = json.loads((here / "out/model.json").read_text())["results"]
+    assert both.items() >= first.items() and len(both) == 11
+
+
+def test_plain_models_have_heads(here, capsys):
+    small_folder(here / "plain", name="transformer_pp_debug")
+    asked = ("explain", "ablate", "--checkpoint=plain", f"--texts={TEXT}")
+    assert "off=branches: Decoder composes no heads" in mistake(capsys, run, *asked)
+    run(*asked, "--off=heads")
+    assert len(rows(here / "ablation/ablation.csv")) == 2 * 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--off=gates"], "off=['gates']; accepted: one or more of branches, layers, heads"),
+        (["--off", "heads", "heads"], "off=['heads', 'heads']; accepted"),
+        (["--texts=nowhere.txt"], "nowhere.txt"),
+        (["--limit=0"], "limit=0 must be at least 1"),
+    ],
+)
+def test_mistakes(here, capsys, arguments, message):
+    texts = [] if "texts" in arguments[0] else [f"--texts={TEXT}"]
+    assert message in mistake(capsys, run, "explain", "ablate", "--checkpoint=model", *texts, *arguments)
+    assert "needs a second word; accepted: ablate, diversity" in mistake(capsys, run, "explain")
+    assert "'circuit' is none of dclm explain; accepted: ablate" in mistake(capsys, run, "explain", "circuit")

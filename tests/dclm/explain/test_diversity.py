@@ -1,0 +1,33 @@
+"""`dclm explain diversity`: figure 5 of any models."""
+
+import csv
+
+from torchvision.io import decode_image
+
+import dclm
+from dcmha.analysis import model_diversity
+
+from ..commands import run
+from ..evaluation.models import small_folder
+
+
+def test_models_side_by_side(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small_folder(tmp_path / "composed")
+    small_folder(tmp_path / "plain", 1, name="transformer_pp_debug")
+    run("explain", "diversity", "--checkpoint", "composed", "plain", "--out=out")
+    with open("out/diversity.csv") as file:
+        rows = {(row["model"], row["layer"], row["kind"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 2 * 2 * 2
+    for model in ("composed", "plain"):
+        for layer, found in model_diversity(dclm.load_pretrained(model)).items():
+            for kind, curve in (("QK", found.qk), ("OV", found.ov)):
+                row = rows[model, layer, kind]
+                assert float(row["mean_captured"]) == float(curve.mean()) and int(row["components"]) == len(curve) == 32
+                count = round(32 * float(row["components_for_90"]))
+                assert curve[count - 1] >= 0.9 > curve[count - 2]
+    picture = decode_image("out/diversity.png")[:3].float()
+    assert min(picture.shape[1:]) > 300 and (picture.flatten(1).std(1) > 5).all()
+    printed = capsys.readouterr().out
+    mean = sum(float(row["mean_captured"]) for key, row in rows.items() if key[::2] == ("plain", "OV")) / 2
+    assert f"{100 * mean:.1f} %" in next(line for line in printed.splitlines() if "plain" in line and "OV" in line)

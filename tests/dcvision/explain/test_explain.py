@@ -1,0 +1,95 @@
+"""`dcvision explain`: ablations and diversity of classifiers."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+import dcvision  # noqa: F401  registers dcvit_*
+from dcvision.evaluation.networks import load_classifier
+from tests.faults.drill import mistake
+
+from ..commands import run
+
+
+def made(folder, name: str = "dcvit_digits_patch2_8", **options):
+    """A random classifier of digits in a folder."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, **options).eval()
+    torch.nn.init.normal_(model.get_classifier().weight)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(30 if "project" in key else 3)
+    save_for_hf(model, str(folder), safe_serialization=True)
+    return model
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def losses(path) -> dict[str, float]:
+    with open(path) as file:
+        return {row["without"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "loss"}
+
+
+def test_without_a_part_is_with_weights_of_zero(here):
+    model = made(here / "model", depth=2)
+    asked = ["--images=digits", "--limit=64"]
+    run("explain", "ablate", "--checkpoint=model", *asked, "--off", "branches", "heads", "--out=out")
+    found = losses("out/ablation.csv")
+    heads = model.blocks[0].attn.num_heads
+    assert len(found) == 1 + 11 + 2 * heads and len(set(found.values())) == len(found)
+    assert (here / "out/model-ablation.png").stat().st_size > 10_000
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.compose.gate[heads : 2 * heads] = 0
+    save_for_hf(model, "no gate", safe_serialization=True)
+    run("evaluate", "--checkpoint=no gate", *asked, "--out=expected")
+    (entry,) = json.loads((here / "expected/no gate.json").read_text())["results"].values()
+    (expected,) = [m["value"] for m in entry["measures"] if m["metric"] == "loss"]
+    assert found["post query gate"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_diversity_of_any_vision_transformer(here, capsys):
+    made(here / "composed", depth=2), made(here / "plain", "test_vit")
+    run("explain", "diversity", "--checkpoint", "composed", "plain", "--out=out")
+    with open("out/diversity.csv") as file:
+        models = [row["model"] for row in csv.DictReader(file)]
+    assert set(models) == {"composed", "plain"} and (here / "out/diversity.png").stat().st_size > 10_000
+    made(here / "convolutions", "test_resnet")
+    assert "convolutions: ResNet has no attention layers" in mistake(
+        capsys, run, "explain", "diversity", "--checkpoint=convolutions"
+    )
+
+
+def test_a_class_is_credited_to_patches(here, capsys):
+    model = made(here / "model", depth=2)
+    pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save("image.png")
+    asked = ("explain", "attribute", "--checkpoint=model", "--image=image.png")
+    run(*asked, "--steps=128", "--target=3")
+    assert "log-probability of class 3 for image.png" in capsys.readouterr().out
+    found = {}
+    with open("attribution/attribution.csv") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["kind"], []).append(float(row["value"]))
+    assert {kind: len(values) for kind, values in found.items()} == {"branches": 16, "heads": 8, "patches": 16}
+    shown = load_classifier("model").prepare(Path("image.png").read_bytes())[None]
+    with torch.no_grad():
+        whole, grey = (model(x)[0].log_softmax(-1)[3] for x in (shown, torch.zeros_like(shown)))
+    assert sum(found["patches"]) == pytest.approx(float(whole - grey), abs=0.01)
+    for arguments, message in (
+        (["--target=10"], "target='10'; accepted: a class from 0 to 9"),
+        (["--image=none.png"], "the image none.png cannot be read"),
+        (["--over=tokens"], "over=['tokens']; accepted: one or more of branches, heads, patches"),
+    ):
+        assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
