@@ -17,7 +17,7 @@ from tests.faults.drill import mistake
 from ..commands import run
 
 
-def made(folder, name: str = "dcvit_digits_patch2_8", **options):
+def made(folder, name: str = "dcvit_digits_patch2_8", scale: float = 3.0, **options):
     """A random classifier of digits in a folder."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, **options).eval()
@@ -25,7 +25,7 @@ def made(folder, name: str = "dcvit_digits_patch2_8", **options):
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.mul_(30 if "project" in key else 3)
+                parameter.mul_(10 * scale if "project" in key else scale)
     save_for_hf(model, str(folder), safe_serialization=True)
     return model
 
@@ -72,7 +72,7 @@ def test_diversity_of_any_vision_transformer(here, capsys):
 
 
 def test_a_class_is_credited_to_patches(here, capsys):
-    model = made(here / "model", depth=2)
+    model = made(here / "model", scale=1.0, depth=2)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save("image.png")
     asked = ("explain", "attribute", "--checkpoint=model", "--image=image.png")
