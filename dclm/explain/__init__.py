@@ -5,7 +5,13 @@ from dctrain.explain import diversity_command
 from ..load import load_decoder
 from .ablate import ablate
 from .attribute import attribute
+from .mixing import mixing
 
-EXPLANATIONS = {"ablate": ablate, "attribute": attribute, "diversity": diversity_command(load_decoder)}
+EXPLANATIONS = {
+    "ablate": ablate,
+    "attribute": attribute,
+    "diversity": diversity_command(load_decoder),
+    "mixing": mixing,
+}
 
 __all__ = ["EXPLANATIONS"]

@@ -1,5 +1,6 @@
 """What heads and their composition do in a trained model. Needs torch alone; the trainers draw and command."""
 
+from ..impl.reference import BRANCHES
 from .breakdown import Breakdown
 from .circuits import HeadWeights, attention_layers, head_weights
 from .diversity import Diversity, head_diversity, model_diversity
@@ -8,6 +9,7 @@ from .mixing import Mixing, MixingMeter, Spread, measure_mixing
 from .recording import Recorded, record_attention
 
 __all__ = [
+    "BRANCHES",
     "Branch",
     "Breakdown",
     "Diversity",

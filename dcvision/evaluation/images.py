@@ -109,7 +109,7 @@ class ImageSet(NamedTuple):
 
     def settings(self, answerer: Answerer) -> dict:
         """Tell what the numbers depend on beside the model."""
-        source = self._open()
+        source = self.open()
         content = digest([source.name(index) for index in range(len(source))], _labels(source))
         return {
             "spec": self.spec,
@@ -126,7 +126,7 @@ class ImageSet(NamedTuple):
         Raises:
             UserError: If the labels do not fit the model, or the reassessed ones the images.
         """
-        source = self._open()
+        source = self.open()
         labels = _labels(source)[: self.limit]
         _check_classes(self.spec, source, answerer.network.classes)
         keys = [digest(self.spec, source.name(i), label, *answerer.conditions) for i, label in enumerate(labels)]
@@ -145,7 +145,12 @@ class ImageSet(NamedTuple):
         lost = len(answers) - len(read)
         return measures, f"{lost} images cannot be read and were left out" if lost else None
 
-    def _open(self) -> Source:
+    def open(self) -> Source:
+        """Open it.
+
+        Raises:
+            UserError: If it holds no image.
+        """
         source = open_source(self.spec, is_train=False)
         if len(source) == 0:
             raise UserError(f"{self.spec} holds no image.")
@@ -179,6 +184,24 @@ class ImageSet(NamedTuple):
         if not hits:
             raise UserError(f"real={self.real} has no label for any image of {self.spec}.")
         return [_accuracy(f"{self.name}, ReaL", "top1", hits)]
+
+
+def readable_images(network: Network, spec: str, limit: int | None) -> Iterator[torch.Tensor]:
+    """Yield the images of a set as a network takes them [3, size, size]; those that cannot be read are left out.
+
+    Raises:
+        UserError: If there is none.
+    """
+    source = ImageSet("", spec, None, limit).open()
+    images = _Images(source, network, list(range(len(source)))[:limit])
+    is_any = False
+    for place in range(len(images)):
+        _, image = images[place]
+        if image is not None:
+            is_any = True
+            yield image
+    if not is_any:
+        raise UserError(f"{spec}: no image can be read.")
 
 
 def _accuracy(name: str, metric: str, hits: list[bool]) -> Measure:

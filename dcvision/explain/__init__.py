@@ -7,12 +7,18 @@ from dctrain.explain import diversity_command
 from ..evaluation.networks import load_classifier
 from .ablate import ablate
 from .attribute import attribute
+from .mixing import mixing
 
 
 def _load(checkpoint: str) -> nn.Module:
     return load_classifier(checkpoint).model
 
 
-EXPLANATIONS = {"ablate": ablate, "attribute": attribute, "diversity": diversity_command(_load)}
+EXPLANATIONS = {
+    "ablate": ablate,
+    "attribute": attribute,
+    "diversity": diversity_command(_load),
+    "mixing": mixing,
+}
 
 __all__ = ["EXPLANATIONS"]

@@ -11,6 +11,8 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import dcvision  # noqa: F401  registers dcvit_*
+from dcmha.analysis import measure_mixing
+from dcvision.evaluation.images import readable_images
 from dcvision.evaluation.networks import load_classifier
 from tests.faults.drill import mistake
 
@@ -93,3 +95,17 @@ def test_a_class_is_credited_to_patches(here, capsys):
         (["--over=tokens"], "over=['tokens']; accepted: one or more of branches, heads, patches"),
     ):
         assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
+
+
+def test_compositions_over_images(here, capsys):
+    model = made(here / "model", depth=2)
+    run("explain", "mixing", "--checkpoint=model", "--images=digits", "--limit=5", "--batch_size=2", "--out=out")
+    assert "compositions over 5 images of digits" in capsys.readouterr().out
+    with open("out/mixing.csv") as file:
+        found = {(row["layer"], row["what"]): float(row["mean"]) for row in csv.DictReader(file)}
+    network = load_classifier("model")
+    with torch.no_grad(), measure_mixing(model) as meters:
+        model(torch.stack(list(readable_images(network, "digits", 5))))
+    expected = meters["blocks.1.attn"]["post"].mixing().sizes["key gate"]
+    assert found["blocks.1.attn", "size of key gate"] == pytest.approx(expected.mean, rel=1e-5)
+    assert (here / "out/mixing.png").stat().st_size > 10_000

@@ -1,0 +1,87 @@
+"""`dclm explain mixing`: what the compositions of a language model are like over texts."""
+
+# T tokens
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dcmha.analysis import measure_mixing
+from dctrain.checkpoint import make_folder
+from dctrain.errors import UserError, told_as
+from dctrain.evaluation.run import check_at_least_one, find_dtype
+from dctrain.explain.mixing_report import report_mixing
+
+from ..data.texts import find_inputs, read_documents
+from ..evaluation.measures import PILE_KEY
+from ..load import LoadedModel, load_model
+
+
+def mixing(
+    checkpoint: str,
+    texts: str,
+    tokens: int = 65536,
+    context_length: int | None = None,
+    out: str = "mixing",
+    text_key: str = "text",
+    tokenizer: str | None = None,
+    batch_size: int = 1,
+    device: str = "cpu",
+    dtype: str | None = None,
+) -> None:
+    """Tell how large the branches of each composition are, of what rank it is, and how much it depends on tokens.
+
+    Texts are read one after the other, in rows of the context's length. Beside the model a layer holds four matrices of
+    H x H for each token of a batch: 34 MB for 32 heads and 2048 tokens, of one layer at a time.
+
+    Args:
+        checkpoint: A model, as `evaluate` takes it, but of this project's.
+        texts: A file or folder of texts.
+        tokens: How many tokens are read, at most.
+        context_length: Tokens of a row. By default the model's own.
+        out: Folder for mixing.csv and mixing.png.
+        text_key: Key of the text in records.
+        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
+        batch_size: Rows read at a time.
+        device: Where to run, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+
+    Raises:
+        UserError: If something cannot be read, or the model composes nothing.
+    """
+    check_at_least_one(tokens=tokens, context_length=context_length, batch_size=batch_size)
+    model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
+    length = min(context_length or model.decoder.config.context_length, tokens)
+    rows = _rows(model, Path(texts), text_key, length, tokens)
+    with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model.decoder) as meters:
+        for start in tqdm(range(0, len(rows), batch_size), "rows", unit="batch", leave=False):
+            model.decoder.hidden_states(rows[start : start + batch_size].to(model.decoder.device))
+    report_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}", make_folder(out))
+
+
+def _rows(model: LoadedModel, path: Path, text_key: str, length: int, count: int) -> Tensor:
+    """Encode texts, each with its end, and cut them into rows [N, T]; a rest that fills none is left out.
+
+    Raises:
+        UserError: If there are too few tokens for a row.
+    """
+    tokenizer = model.tokenizer
+    ids: list[int] = []
+    for text in _texts(path, text_key):
+        ids += [*tokenizer.begin_ids, *tokenizer.encode([text])[0].tolist(), tokenizer.eos_id]
+        if len(ids) >= count:
+            break
+    rows = min(len(ids), count) // length
+    if not rows:
+        raise UserError(f"{path} has {len(ids)} tokens, too few for a row of context_length={length}.")
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+def _texts(path: Path, text_key: str) -> Iterator[str]:
+    for file in find_inputs([path]):
+        for document in read_documents(file, text_key, PILE_KEY):
+            if document.text:
+                yield document.text

@@ -1,0 +1,46 @@
+"""`dcvision explain mixing`: what the compositions of a classifier are like over images."""
+
+from itertools import islice
+
+import torch
+from tqdm import tqdm
+
+from dcmha.analysis import measure_mixing
+from dctrain.checkpoint import make_folder
+from dctrain.errors import told_as
+from dctrain.evaluation.run import check_at_least_one
+from dctrain.explain.mixing_report import report_mixing
+
+from ..evaluation.images import readable_images
+from ..evaluation.networks import load_classifier
+
+
+def mixing(
+    checkpoint: str, images: str, limit: int = 256, out: str = "mixing", batch_size: int = 8, device: str = "cpu"
+) -> None:
+    """Tell how large the branches of each composition are, of what rank it is, and how much it depends on patches.
+
+    Beside the model a layer holds four matrices of H x H for each token of a batch, of one layer at a time.
+
+    Args:
+        checkpoint: A model, as `evaluate` takes it.
+        images: A set of images, as `evaluate` takes it.
+        limit: How many of them are looked at, at most.
+        out: Folder for mixing.csv and mixing.png.
+        batch_size: Images looked at together.
+        device: Where to run, such as cuda.
+
+    Raises:
+        UserError: If something cannot be read, or the model composes nothing.
+    """
+    check_at_least_one(limit=limit, batch_size=batch_size)
+    network = load_classifier(checkpoint)
+    with told_as(f"device={device!r} cannot be used"):
+        model = network.model.to(device)
+    shown = iter(tqdm(readable_images(network, images, limit), "images", total=limit, leave=False))
+    count = 0
+    with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model) as meters:
+        while batch := list(islice(shown, batch_size)):
+            model(torch.stack(batch).to(device))
+            count += len(batch)
+    report_mixing(meters, f"compositions over {count} images of {images}", make_folder(out))
