@@ -5,11 +5,13 @@ from dctrain.explain import diversity_command
 from ..load import load_decoder
 from .ablate import ablate
 from .attribute import attribute
+from .breakdown import breakdown
 from .mixing import mixing
 
 EXPLANATIONS = {
     "ablate": ablate,
     "attribute": attribute,
+    "breakdown": breakdown,
     "diversity": diversity_command(load_decoder),
     "mixing": mixing,
 }

@@ -38,16 +38,32 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
     with told_as("the next token", ValueError):
         decoder.check_causal()
     if target is None:
-        context = [*tokenizer.begin_ids, *tokenizer.encode([prompt])[0].tolist()]
+        ids, words = encode(model, prompt)
+        answer = int(decoder(ids)[0, -1].argmax())
     else:
         ((context, continuation),) = encode_pairs(tokenizer, [(prompt, target)])
         if len(continuation) != 1:
             pieces = [tokenizer.decode([token]) for token in continuation]
             raise UserError(f"target={target!r} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one.")
-    if not context:
+        ids, words = _as_input(model, prompt, context)
+        (answer,) = continuation
+    return Question(ids, answer, (*words, tokenizer.decode([answer])))
+
+
+def encode(model: LoadedModel, prompt: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Encode a prompt: ids [1, T], int64, on the model's device, and each token as text.
+
+    Raises:
+        UserError: If the prompt has no token or too many.
+    """
+    tokenizer = model.tokenizer
+    return _as_input(model, prompt, [*tokenizer.begin_ids, *tokenizer.encode([prompt])[0].tolist()])
+
+
+def _as_input(model: LoadedModel, prompt: str, ids: list[int]) -> tuple[Tensor, tuple[str, ...]]:
+    decoder, tokenizer = model
+    if not ids:
         raise UserError(f"prompt={prompt!r} holds no token.")
-    if len(context) > decoder.config.context_length:
-        raise UserError(f"prompt has {len(context)} tokens; accepted: at most {decoder.config.context_length}.")
-    ids = torch.tensor([context], device=decoder.device)
-    answer = int(decoder(ids)[0, -1].argmax()) if target is None else continuation[0]
-    return Question(ids, answer, tuple(tokenizer.decode([token]) for token in [*context, answer]))
+    if len(ids) > decoder.config.context_length:
+        raise UserError(f"prompt has {len(ids)} tokens; accepted: at most {decoder.config.context_length}.")
+    return torch.tensor([ids], device=decoder.device), tuple(tokenizer.decode([token]) for token in ids)

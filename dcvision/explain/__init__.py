@@ -7,6 +7,7 @@ from dctrain.explain import diversity_command
 from ..evaluation.networks import load_classifier
 from .ablate import ablate
 from .attribute import attribute
+from .breakdown import breakdown
 from .mixing import mixing
 
 
@@ -17,6 +18,7 @@ def _load(checkpoint: str) -> nn.Module:
 EXPLANATIONS = {
     "ablate": ablate,
     "attribute": attribute,
+    "breakdown": breakdown,
     "diversity": diversity_command(_load),
     "mixing": mixing,
 }

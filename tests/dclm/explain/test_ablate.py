@@ -110,5 +110,10 @@ def test_plain_models_have_heads(here, capsys):
 def test_mistakes(here, capsys, arguments, message):
     texts = [] if "texts" in arguments[0] else [f"--texts={TEXT}"]
     assert message in mistake(capsys, run, "explain", "ablate", "--checkpoint=model", *texts, *arguments)
-    assert "needs a second word; accepted: ablate, diversity" in mistake(capsys, run, "explain")
-    assert "'circuit' is none of dclm explain; accepted: ablate" in mistake(capsys, run, "explain", "circuit")
+
+
+def test_what_explain_can_do(capsys):
+    assert "dclm explain needs a second word; accepted: ablate, attribute" in mistake(capsys, run, "explain")
+    assert "'circuit' is none of dclm explain; accepted: ablate, attr" in mistake(capsys, run, "explain", "circuit")
+    run("explain", "--help")
+    assert "usage: dclm explain {ablate,attribute" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import dcvision  # noqa: F401  registers dcvit_*
+from dcmha import record_attention
 from dcmha.analysis import measure_mixing
 from dcvision.evaluation.images import readable_images
 from dcvision.evaluation.networks import load_classifier
@@ -109,3 +110,24 @@ def test_compositions_over_images(here, capsys):
     expected = meters["blocks.1.attn"]["post"].mixing().sizes["key gate"]
     assert found["blocks.1.attn", "size of key gate"] == pytest.approx(expected.mean, rel=1e-5)
     assert (here / "out/mixing.png").stat().st_size > 10_000
+
+
+def test_a_pair_of_patches_is_broken_down(here, capsys):
+    model = made(here / "model", depth=2)
+    pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save("image.png")
+    asked = ("explain", "breakdown", "--checkpoint=model", "--image=image.png")
+    run(*asked, "--layer=blocks.0.attn", "--query=6", "--key=1")
+    assert "blocks.0.attn, post-composition, from '1, 2' (6) to '0, 1' (1)" in capsys.readouterr().out
+    shown = load_classifier("model").prepare(Path("image.png").read_bytes())[None]
+    with torch.no_grad(), record_attention(model) as recorded:
+        model(shown)
+    with open("breakdown/breakdown.csv") as file:
+        after = [float(row["value"]) for row in csv.DictReader(file) if row["term"] == "after"]
+    assert after == pytest.approx(recorded["blocks.0.attn"].maps.composed_weights[0, :, 6, 1].tolist(), rel=1e-5)
+    for arguments, message in (
+        (["--query=16"], "query=16; accepted: 0 to 15, the patches of 4 x 4"),
+        (["--key=16"], "key=16; accepted: -16 to 15"),
+        (["--layer=3"], "layer=3; accepted: 0 to 1"),
+    ):
+        assert message in mistake(capsys, run, *asked, *arguments)

@@ -1,0 +1,64 @@
+"""`dclm explain breakdown`: the composition of one pair of tokens, term by term (figures 7 and 8)."""
+
+from functools import partial
+from typing import Literal
+
+import torch
+
+from dcmha.analysis import record_attention
+from dctrain.checkpoint import make_folder
+from dctrain.errors import told_as
+from dctrain.evaluation.run import find_dtype
+from dctrain.explain.breakdown_report import Pair, most_changed, report_breakdown
+from dctrain.explain.places import find_layer, find_position
+
+from ..load import load_model
+from .prompts import encode
+
+
+def breakdown(
+    checkpoint: str,
+    prompt: str,
+    layer: str | None = None,
+    composition: Literal["pre", "post"] = "post",
+    query: int = -1,
+    key: int | None = None,
+    out: str = "breakdown",
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+) -> None:
+    """Break what composition makes of the attention from one token to another into its terms, head by head.
+
+    The terms are those of equation 7; with the weights that the two tokens bring, and what the heads look at before and
+    after (figures 7 and 8). The maps of one layer at a time are in memory.
+
+    Args:
+        checkpoint: A model, as `generate` takes it.
+        prompt: The text.
+        layer: Name or number of the layer; that which changes the query's attention most if left out.
+        composition: "pre" breaks scores, "post" weights.
+        query: Position of the token that looks, -1 the last.
+        key: Position of the token that it looks at; that whose attention changes most if left out.
+        out: Folder for breakdown.csv and breakdown.png.
+        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
+        device: Where to run, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+
+    Raises:
+        UserError: If something cannot be read, there is no such layer or token, or the model composes nothing there.
+    """
+    model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
+    ids, words = encode(model, prompt)
+    query = find_position("query", query, len(words))
+    with told_as(checkpoint, ValueError):
+        layers = find_layer(model.decoder, layer, composition)
+    with torch.inference_mode():
+        keep = partial(most_changed, composition=composition, query=query)
+        with record_attention(model.decoder, layers, keep) as changes:
+            model.decoder.hidden_states(ids)
+        chosen = max(changes, key=lambda name: changes[name][1])
+        with record_attention(model.decoder, [chosen]) as recorded:
+            model.decoder.hidden_states(ids)
+    key = changes[chosen][0] if key is None else find_position("key", key, len(words))
+    report_breakdown(recorded[chosen], Pair(chosen, composition, query, key, words), make_folder(out))

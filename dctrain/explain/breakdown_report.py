@@ -1,0 +1,179 @@
+"""Figures 7 and 8 of the paper: the composition of one query-key pair, term by term, and what heads look at."""
+
+# S key tokens, H heads, R compose rank, G head groups
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from dcmha.analysis import Breakdown, Recorded
+from dcmha.analysis.breakdown import ITSELF
+
+from ..markdown import markdown_table
+from .files import report, write_rows
+
+PAPER = {"query projection": "o_qp", "query gate": "o_qg", "key projection": "o_kp", "key gate": "o_kg"}
+TOKENS = 48  # that are drawn: those which the query looks at most
+
+
+class Row(NamedTuple):
+    """A term of one head; see `dcmha.analysis.Breakdown`."""
+
+    term: str
+    head: int
+    value: float
+
+
+class Pair(NamedTuple):
+    """What is looked at.
+
+    Attributes:
+        layer: Name of the layer.
+        composition: "pre" or "post".
+        query: Position of the token that looks.
+        key: Position of the token that it looks at.
+        words: What the tokens are called [S].
+    """
+
+    layer: str
+    composition: str
+    query: int
+    key: int
+    words: Sequence[str]
+
+    @property
+    def title(self) -> str:
+        """Say it in words."""
+        query, key = (f"{self.words[at]!r} ({at})" for at in (self.query, self.key))
+        return f"{self.layer}, {self.composition}-composition, from {query} to {key}"
+
+
+def report_breakdown(recorded: Recorded, pair: Pair, folder: Path) -> None:
+    """Print the terms of a pair; write breakdown.csv and breakdown.png.
+
+    Args:
+        recorded: The layer's call on one sequence.
+        pair: Which pair.
+        folder: Where to write.
+
+    Raises:
+        ValueError: If the layer has no such composition, or there is no such pair.
+    """
+    found = recorded.breakdown(pair.composition, pair.query, pair.key)
+    columns = _columns(found)
+    rows = [Row(name, head, value) for name, values in columns.items() for head, value in enumerate(values.tolist())]
+    write_rows(folder / "breakdown.csv", rows)
+    _draw(recorded, found, pair).savefig(folder / "breakdown.png", dpi=120)
+    names = [name if name not in PAPER else f"{name} ({PAPER[name]})" for name in columns]
+    lines = [
+        [f"head {head}", *(f"{float(values[head]):+.4f}" for values in columns.values())]
+        for head in range(len(found.before))
+    ]
+    inner = [
+        f"{side} {[round(value, 4) for value in values.flatten().tolist()]}" for side, values in found.inner.items()
+    ]
+    said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
+    report(f"{pair.title}\n\n{markdown_table(['', *names], lines)}{said}", folder, ["breakdown.csv", "breakdown.png"])
+
+
+def _columns(found: Breakdown) -> dict[str, Tensor]:
+    """Name what is shown of each head: before, what is added, after."""
+    added = {name: term for name, term in found.terms.items() if name != ITSELF}
+    return {"before": found.before, **added, "after": found.after}
+
+
+def most_changed(recorded: Recorded, composition: str, query: int) -> tuple[int, float]:
+    """Find the key whose scores or weights a composition changes most, in any head; return it and by how much.
+
+    Keys that the query does not see do not count.
+    """
+    maps = recorded.maps
+    before, after = {
+        "pre": (maps.scores, maps.composed_scores),
+        "post": (maps.weights, maps.composed_weights),
+    }[composition]
+    change = (after - before)[0, :, query].abs().amax(0) * (maps.weights[0, :, query] > 0).any(0)
+    return int(change.argmax()), float(change.max())
+
+
+def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
+    """Draw the terms, the matrices of the pair, and what heads look at before and after."""
+    heads, shown = len(found.before), _shown(recorded, pair)
+    labels = [pair.words[at].replace("\n", "\\n") for at in shown]
+    wide, high = 0.22 * max(len(shown), 2 * heads), 0.18 * heads
+    figure = Figure(figsize=(4 + wide, 7 + 5 * high), layout="constrained")
+    figure.suptitle(pair.title, fontsize=10, parse_math=False)
+    brought = _brought(recorded, pair, shown)
+    parts = figure.subfigures(
+        3 if brought is None else 4, 1, height_ratios=[1.2, 1, 1, 1.4][: 3 if brought is None else 4]
+    )
+    terms, weights = parts[0].subplots(1, 2, width_ratios=(1.4, 1))
+    columns = _columns(found)
+    values = np.stack([column.numpy(force=True) for column in columns.values()], 1)
+    names = [PAPER.get(name, name) for name in columns]
+    _draw_map(terms, values, names, "terms (heads by rows)", has_numbers=heads <= 16)
+    names, rows = _matrices(found)
+    _draw_map(weights, rows.T, names, "what the two tokens bring")
+    for part, (title, drawn) in zip(parts[1:], _looks(recorded, pair).items(), strict=False):
+        looks = drawn[0, :, pair.query, shown].numpy(force=True)
+        _draw_map(part.subplots(), looks, labels, f"{title}: heads by tokens")
+    if brought is not None:
+        title = "what tokens bring as keys, w_k1 (figure 8): components and heads by tokens"
+        _draw_map(parts[-1].subplots(), brought, labels, title)
+    return figure
+
+
+def _looks(recorded: Recorded, pair: Pair) -> dict[str, Tensor]:
+    """Choose what shows where heads look without the composition, and with it."""
+    maps = recorded.maps
+    if pair.composition == "pre":
+        return {"weights without any composition": recorded.uncomposed_weights, "after pre-composition": maps.weights}
+    return {"weights before post-composition": maps.weights, "after": maps.composed_weights}
+
+
+def _brought(recorded: Recorded, pair: Pair, shown: Sequence[int]) -> np.ndarray | None:
+    """Take the first matrices of the keys' projections along the sequence [R H, S]; None if there are none."""
+    weights = recorded.pre if pair.composition == "pre" else recorded.post
+    down = weights.key.down
+    return None if down is None else down[0, shown].flatten(1).mT.numpy(force=True)
+
+
+def _shown(recorded: Recorded, pair: Pair) -> list[int]:
+    """Choose the tokens to draw, in their order."""
+    looked = recorded.maps.composed_weights[0, :, pair.query].abs().amax(0)
+    most = looked.argsort(descending=True)[:TOKENS].tolist()
+    return sorted({*most, pair.key})
+
+
+def _matrices(found: Breakdown) -> tuple[list[str], np.ndarray]:
+    """Name and stack what the tokens of a pair bring, each row [H]."""
+    rows = {}
+    for name, side in (("q", found.weights.query), ("k", found.weights.key)):
+        if side.down is not None:
+            rows |= {f"w_{name}1[{r}]": side.down[0, 0, r] for r in range(side.down.shape[2])}
+            rows |= {f"w_{name}2[{r}]": side.up[0, 0, r] for r in range(side.up.shape[2])}
+        if side.gate is not None:
+            rows[f"w_{name}g"] = side.gate[0, 0]
+    if not rows:
+        return ["base"], np.zeros((1, len(found.before)))
+    return list(rows), np.stack([row.numpy(force=True) for row in rows.values()])
+
+
+def _draw_map(axes: Axes, values: np.ndarray, labels: Sequence[str], title: str, has_numbers: bool = False) -> None:
+    limit = float(np.abs(values).max()) or 1.0
+    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    if has_numbers:
+        for (row, column), value in np.ndenumerate(values):
+            color = "white" if abs(value) > 0.6 * limit else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
+    axes.set_title(title, fontsize=9)
+    axes.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 8 else 0, fontsize=7, parse_math=False)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(axis="y", labelsize=7)
+    axes.figure.colorbar(drawn, ax=axes)
