@@ -6,12 +6,14 @@ from ..load import load_decoder
 from .ablate import ablate
 from .attribute import attribute
 from .breakdown import breakdown
+from .circuits import circuits
 from .mixing import mixing
 
 EXPLANATIONS = {
     "ablate": ablate,
     "attribute": attribute,
     "breakdown": breakdown,
+    "circuits": circuits,
     "diversity": diversity_command(load_decoder),
     "mixing": mixing,
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dctrain.errors import UserError, told_as
 
+from ..data.tokenizers import Tokenizer
 from ..likelihood import encode_pairs
 from ..load import LoadedModel
 
@@ -58,6 +59,20 @@ def encode(model: LoadedModel, prompt: str) -> tuple[Tensor, tuple[str, ...]]:
     """
     tokenizer = model.tokenizer
     return _as_input(model, prompt, [*tokenizer.begin_ids, *tokenizer.encode([prompt])[0].tolist()])
+
+
+def one_token(tokenizer: Tokenizer, word: str) -> int:
+    """Encode a word that is one token.
+
+    Raises:
+        UserError: If it is not; with the pieces, and with a space before it if that would be one.
+    """
+    ids, spaced = (row.tolist() for row in tokenizer.encode([word, f" {word}"]))
+    if len(ids) == 1:
+        return ids[0]
+    pieces = [tokenizer.decode([token]) for token in ids]
+    hint = f"; {' ' + word!r} is one" if len(spaced) == 1 else ""
+    raise UserError(f"{word!r} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one{hint}.")
 
 
 def _as_input(model: LoadedModel, prompt: str, ids: list[int]) -> tuple[Tensor, tuple[str, ...]]:

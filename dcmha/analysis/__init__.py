@@ -2,7 +2,7 @@
 
 from ..impl.reference import BRANCHES
 from .breakdown import Breakdown
-from .circuits import HeadWeights, attention_layers, head_weights
+from .circuits import HeadWeights, attention_layers, head_outputs, head_weights
 from .diversity import Diversity, head_diversity, model_diversity
 from .interventions import Branch, composition_branches, scale_branches, scale_heads
 from .mixing import Mixing, MixingMeter, Spread, measure_mixing
@@ -21,6 +21,7 @@ __all__ = [
     "attention_layers",
     "composition_branches",
     "head_diversity",
+    "head_outputs",
     "head_weights",
     "measure_mixing",
     "model_diversity",

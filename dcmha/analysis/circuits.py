@@ -42,6 +42,21 @@ def head_weights(layer: nn.Module) -> HeadWeights:
     return HeadWeights(query, key, value, layer.proj.weight.unflatten(1, (heads, -1)).transpose(0, 1))
 
 
+def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
+    """Compute what a head writes for tokens each of which it looks at alone: x W_V W_O, biases left out.
+
+    Args:
+        layer: An attention layer, as `attention_layers` finds them.
+        x: Tokens as the layer takes them [N, C'].
+        head: Which of its heads.
+
+    Returns:
+        [N, C].
+    """
+    weights = head_weights(layer)
+    return x @ weights.value[head].mT @ weights.output[head].mT
+
+
 def _has_heads(module: nn.Module) -> bool:
     projects = any(getattr(module, name, None) is not None for name in ("qkv", "q_proj", "kv"))
     return projects and isinstance(getattr(module, "proj", None), nn.Linear) and hasattr(module, "num_heads")

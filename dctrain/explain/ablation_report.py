@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ..evaluation.results import Measure, Results
 from ..markdown import markdown_table
 from .ablation import KINDS, WITHOUT
 from .files import report, write_rows
+from .maps import by_layer, draw_map
 
 SPEEDS = ("images_per_second",)
 TITLES = {"branches": "a branch, in all layers", "layers": "the composition of a layer", "heads": "a head"}
@@ -109,29 +108,26 @@ def _draw(model: str, rows: Sequence[Row]) -> Figure:
     figure.suptitle(f"{model}, {measured}: {metric}, worse by", fontsize=10)
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         of_kind = [row for row in rows if row.kind == kind]
-        axes.set_title(f"without {TITLES[kind]}", fontsize=9)
-        _draw_heads(figure, axes, of_kind) if kind == "heads" else _draw_bars(axes, of_kind)
+        title = f"without {TITLES[kind]}"
+        if kind == "heads":
+            layers, values = by_layer(_place(row) for row in of_kind)
+            draw_map(axes, values, title, rows=layers)
+        else:
+            _draw_bars(axes, of_kind, title)
     return figure
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
+def _place(row: Row) -> tuple[str, int, float]:
+    """Tell the layer and the number of the head that a row is of."""
+    head, _, layer = row.without.removeprefix("head ").partition(" of ")
+    return layer, int(head), row.worse_by
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
     names = [row.without.removeprefix("composition of ") for row in rows]
     axes.barh(names, [row.worse_by for row in rows], color="C0")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
+    axes.set_title(title, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(axis="x", alpha=0.3)
-
-
-def _draw_heads(figure: Figure, axes: Axes, rows: Sequence[Row]) -> None:
-    layers = list(dict.fromkeys(row.without.partition(" of ")[2] for row in rows))
-    by_layer = [[row.worse_by for row in rows if row.without.partition(" of ")[2] == layer] for layer in layers]
-    values = np.full((len(layers), max(map(len, by_layer))), np.nan)
-    for line, found in zip(values, by_layer, strict=True):
-        line[: len(found)] = found
-    limit = np.nanmax(np.abs(values)) or 1.0
-    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="head", yticks=range(len(layers)), yticklabels=layers)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize=8)
-    figure.colorbar(drawn, ax=axes)

@@ -1,16 +1,16 @@
 """What integrated gradients found, as a table and a picture."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..markdown import markdown_table
 from .attribution import Attribution
 from .files import report, write_rows
+from .maps import draw_map
 
 SHOWN = 8  # of the parts of a kind, in the printed table
 
@@ -54,8 +54,7 @@ def _draw(found: Sequence[Attribution], what: str) -> Figure:
     figure.suptitle(what, fontsize=10)
     cells = figure.subplots(len(maps), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, a, (layers, names, values) in zip(cells, found, maps, strict=True):
-        axes.set_title(f"{a.kind}: credit", fontsize=9)
-        _draw_map(figure, axes, layers, names, values)
+        draw_map(axes, values, f"{a.kind}: credit", rows=layers, columns=names)
     return figure
 
 
@@ -69,13 +68,3 @@ def _map(a: Attribution) -> tuple[list[str], list[str], np.ndarray]:
     for layer, name, value in zip(a.layers, a.names, a.values.tolist(), strict=True):
         values[layers.index(layer), names.index(name)] = value
     return layers, names, values
-
-
-def _draw_map(figure: Figure, axes: Axes, layers: Iterable[str], names: Sequence[str], values: np.ndarray) -> None:
-    limit = np.nanmax(np.abs(values)) or 1.0
-    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
-    layers = list(layers)
-    axes.set_yticks(range(len(layers)), layers, fontsize=8)
-    labels = [name.replace("\n", "\\n") for name in names]
-    axes.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 4 else 0, fontsize=8, parse_math=False)
-    figure.colorbar(drawn, ax=axes)

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from dcmha.analysis import Breakdown, Recorded
@@ -17,6 +15,7 @@ from dcmha.analysis.breakdown import ITSELF
 
 from ..markdown import markdown_table
 from .files import report, write_rows
+from .maps import draw_map
 
 PAPER = {"query projection": "o_qp", "query gate": "o_qg", "key projection": "o_kp", "key gate": "o_kg"}
 TOKENS = 48  # that are drawn: those which the query looks at most
@@ -105,7 +104,7 @@ def most_changed(recorded: Recorded, composition: str, query: int) -> tuple[int,
 def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
     """Draw the terms, the matrices of the pair, and what heads look at before and after."""
     heads, shown = len(found.before), _shown(recorded, pair)
-    labels = [pair.words[at].replace("\n", "\\n") for at in shown]
+    labels = [pair.words[at] for at in shown]
     wide, high = 0.22 * max(len(shown), 2 * heads), 0.18 * heads
     figure = Figure(figsize=(4 + wide, 7 + 5 * high), layout="constrained")
     figure.suptitle(pair.title, fontsize=10, parse_math=False)
@@ -117,15 +116,15 @@ def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
     columns = _columns(found)
     values = np.stack([column.numpy(force=True) for column in columns.values()], 1)
     names = [PAPER.get(name, name) for name in columns]
-    _draw_map(terms, values, names, "terms (heads by rows)", has_numbers=heads <= 16)
+    draw_map(terms, values, "terms (heads by rows)", columns=names, has_numbers=heads <= 16)
     names, rows = _matrices(found)
-    _draw_map(weights, rows.T, names, "what the two tokens bring")
+    draw_map(weights, rows.T, "what the two tokens bring", columns=names)
     for part, (title, drawn) in zip(parts[1:], _looks(recorded, pair).items(), strict=False):
         looks = drawn[0, :, pair.query, shown].numpy(force=True)
-        _draw_map(part.subplots(), looks, labels, f"{title}: heads by tokens")
+        draw_map(part.subplots(), looks, f"{title}: heads by tokens", columns=labels)
     if brought is not None:
         title = "what tokens bring as keys, w_k1 (figure 8): components and heads by tokens"
-        _draw_map(parts[-1].subplots(), brought, labels, title)
+        draw_map(parts[-1].subplots(), brought, title, columns=labels)
     return figure
 
 
@@ -163,17 +162,3 @@ def _matrices(found: Breakdown) -> tuple[list[str], np.ndarray]:
     if not rows:
         return ["base"], np.zeros((1, len(found.before)))
     return list(rows), np.stack([row.numpy(force=True) for row in rows.values()])
-
-
-def _draw_map(axes: Axes, values: np.ndarray, labels: Sequence[str], title: str, has_numbers: bool = False) -> None:
-    limit = float(np.abs(values).max()) or 1.0
-    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
-    if has_numbers:
-        for (row, column), value in np.ndenumerate(values):
-            color = "white" if abs(value) > 0.6 * limit else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
-    axes.set_title(title, fontsize=9)
-    axes.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 8 else 0, fontsize=7, parse_math=False)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(axis="y", labelsize=7)
-    axes.figure.colorbar(drawn, ax=axes)

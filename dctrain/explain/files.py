@@ -18,7 +18,7 @@ def write_rows(path: Path, rows: Sequence[NamedTuple]) -> None:
         UserError: If the file cannot be written.
     """
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # ends lines by \r\n, so that a token which is one of them stands in quotes
     writer.writerow(rows[0]._fields)
     writer.writerows(rows)
     with told_as(f"{path} cannot be written"), written_whole(path) as file:

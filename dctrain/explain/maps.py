@@ -1,0 +1,74 @@
+"""Numbers as colours: the one way in which explanations draw matrices."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+FEW = 8  # labels that stand upright
+
+
+def draw_map(
+    axes: Axes,
+    values: np.ndarray,
+    title: str,
+    *,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    has_numbers: bool = False,
+) -> None:
+    """Draw a matrix, red where positive and blue where negative, with its colour bar.
+
+    Args:
+        axes: Where.
+        values: The matrix; cells that are NaN stay empty.
+        title: What it is.
+        rows: Labels; numbers if None.
+        columns: Labels; numbers if None.
+        has_numbers: Write the numbers into their cells.
+    """
+    limit = float(np.nanmax(np.abs(values))) or 1.0
+    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    for (row, column), value in np.ndenumerate(values) if has_numbers else ():
+        color = "white" if abs(value) > 0.6 * limit else "black"
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
+    axes.set_title(title, fontsize=9, parse_math=False)
+    for axis, labels in ((axes.yaxis, rows), (axes.xaxis, columns)):
+        if labels is None:
+            axis.set_major_locator(MaxNLocator(integer=True))
+            axis.set_tick_params(labelsize=7)
+            continue
+        shown = [label.replace("\n", "\\n") for label in labels]
+        turned = 90 if axis is axes.xaxis and len(labels) > FEW else 0
+        axis.set_ticks(range(len(labels)), shown, rotation=turned, fontsize=7, parse_math=False)
+    axes.figure.colorbar(drawn, ax=axes)
+
+
+def by_layer(heads: Iterable[tuple[str, int, float]]) -> tuple[list[str], np.ndarray]:
+    """Arrange numbers of heads, each with its layer and its number there, as a matrix: a row for each layer."""
+    found: dict[str, dict[int, float]] = {}
+    for layer, head, value in heads:
+        found.setdefault(layer, {})[head] = value
+    values = np.full((len(found), 1 + max(head for row in found.values() for head in row)), np.nan)
+    for line, row in zip(values, found.values(), strict=True):
+        line[list(row)] = list(row.values())
+    return list(found), values
+
+
+def draw_heads(maps: dict[str, list[tuple[str, int, float]]], title: str) -> Figure:
+    """Draw a map of heads for each of several things, which are named.
+
+    Args:
+        maps: For each thing, numbers of heads as `by_layer` takes them.
+        title: What the numbers are.
+    """
+    count = max(len(by_layer(heads)[0]) for heads in maps.values())
+    figure = Figure(figsize=(1 + 4.5 * len(maps), 2 + 0.25 * count), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axes, (name, heads) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True):
+        layers, values = by_layer(heads)
+        draw_map(axes, values, name, rows=layers)
+        axes.set_xlabel("head")
+    return figure
