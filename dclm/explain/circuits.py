@@ -16,47 +16,12 @@ from dcmha.analysis import head_outputs
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
-from dctrain.explain.files import report, write_rows
-from dctrain.explain.maps import draw_heads
-from dctrain.markdown import markdown_table
+from dctrain.explain.circuits_report import list_written, report_circuits, score_head
 
 from ..data.tokenizers import Tokenizer
 from ..decoder import Decoder
 from ..load import load_model
 from .prompts import one_token
-
-SHOWN = 10  # heads in the printed tables
-
-
-class Written(NamedTuple):
-    """A token that a head writes for another: the `rank`th of its logits."""
-
-    layer: str
-    head: int
-    token: str
-    rank: int
-    writes: str
-    logit: float
-
-
-class Score(NamedTuple):
-    """How well a head follows a relation.
-
-    Attributes:
-        layer: Name of the layer.
-        head: Number of the head.
-        relation: "copy", or the name of the file of pairs.
-        in_top: Share of the tokens whose partner is among the `top` that the head writes.
-        mean_reciprocal_rank: Mean of 1 / rank of the partner, 1 the best.
-        tokens: How many there are.
-    """
-
-    layer: str
-    head: int
-    relation: str
-    in_top: float
-    mean_reciprocal_rank: float
-    tokens: int
 
 
 class Pairs(NamedTuple):
@@ -105,18 +70,12 @@ def circuits(
     asked = torch.tensor([one_token(vocabulary, word) for word in words], dtype=torch.long)
     pairs = [_copies(vocabulary, sample), *(_read_pairs(vocabulary, Path(path)) for path in relations)]
     written, scores = [], []
-    for layer, head, logits_of in _circuits(decoder):
-        if len(asked):
-            written += _list(layer, head, vocabulary, asked, logits_of(asked), top)
-        scores += [_score(layer, head, one, logits_of(one.sources), top) for one in pairs]
-    folder, names = make_folder(out), ["heads.csv", "heads.png"]
-    write_rows(folder / "heads.csv", scores)
-    maps = {one.name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == one.name] for one in pairs}
-    draw_heads(maps, f"share of tokens whose partner is among the {top} that a head writes").savefig(folder / names[1])
-    if written:
-        names.append("circuits.csv")
-        write_rows(folder / names[-1], written)
-    report("\n\n".join([*_tables(scores, top), *_lists(written, scores)]), folder, names)
+    for layer, head, circuit in _circuits(decoder):
+        place = (layer, head)
+        if words:
+            written += list_written(*place, words, circuit(asked), lambda token: vocabulary.decode([token]), top)
+        scores += [score_head(*place, one.name, circuit(one.sources), one.targets, top) for one in pairs]
+    report_circuits(scores, written, top, make_folder(out))
 
 
 def _circuits(decoder: Decoder) -> Iterator[tuple[str, int, "Circuit"]]:
@@ -163,47 +122,3 @@ def _read_pairs(tokenizer: Tokenizer, path: Path) -> Pairs:
         raise UserError(f"{got}; accepted: lines of a token, a tabulator and its partner.")
     sources, targets = ([one_token(tokenizer, word) for word in column] for column in zip(*lines, strict=True))
     return Pairs(path.stem, torch.tensor(sources), torch.tensor(targets))
-
-
-def _list(layer: str, head: int, tokenizer: Tokenizer, asked: Tensor, logits: Tensor, top: int) -> list[Written]:
-    values, ids = logits.topk(min(top, logits.shape[1]))
-    return [
-        Written(layer, head, tokenizer.decode([source]), rank, tokenizer.decode([token]), value)
-        for source, *row in zip(asked.tolist(), ids.tolist(), values.tolist(), strict=True)
-        for rank, (token, value) in enumerate(zip(*row, strict=True), 1)
-    ]
-
-
-def _score(layer: str, head: int, pairs: Pairs, logits: Tensor, top: int) -> Score:
-    own = logits.gather(1, pairs.targets.to(logits.device)[:, None])
-    ranks = (logits >= own).sum(1).double()  # of equals the last: a head that writes nothing has no best token
-    in_top, reciprocal = float((ranks <= top).double().mean()), float((1 / ranks).mean())
-    return Score(layer, head, pairs.name, in_top, reciprocal, len(ranks))
-
-
-def _best(scores: Sequence[Score], relation: str) -> list[Score]:
-    of_relation = [score for score in scores if score.relation == relation]
-    return sorted(of_relation, key=lambda score: -score.mean_reciprocal_rank)[:SHOWN]
-
-
-def _tables(scores: Sequence[Score], top: int) -> Iterator[str]:
-    for relation in dict.fromkeys(score.relation for score in scores):
-        best = _best(scores, relation)
-        lines = [
-            [f"{score.layer} head {score.head}", f"{100 * score.in_top:.1f} %", f"{score.mean_reciprocal_rank:.3f}"]
-            for score in best
-        ]
-        said = f"heads by {relation}, {best[0].tokens} tokens"
-        yield markdown_table([said, f"partner among {top}", "mean reciprocal rank"], lines)
-
-
-def _lists(written: Sequence[Written], scores: Sequence[Score]) -> Iterator[str]:
-    """Write what the best heads of each relation write for each word."""
-    for relation in dict.fromkeys(score.relation for score in scores) if written else ():
-        best = _best(scores, relation)[0]
-        rows: dict[str, list[str]] = {}
-        for one in written:
-            if (one.layer, one.head) == (best.layer, best.head):
-                rows.setdefault(one.token, []).append(one.writes)
-        lines = [[repr(token), " ".join(map(repr, writes))] for token, writes in rows.items()]
-        yield markdown_table([f"{best.layer} head {best.head}, best by {relation}", "writes"], lines)

@@ -186,20 +186,22 @@ class ImageSet(NamedTuple):
         return [_accuracy(f"{self.name}, ReaL", "top1", hits)]
 
 
-def readable_images(network: Network, spec: str, limit: int | None) -> Iterator[torch.Tensor]:
-    """Yield the images of a set as a network takes them [3, size, size]; those that cannot be read are left out.
+def readable_images(network: Network, spec: str, limit: int | None) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the images of a set as a network takes them [3, size, size], each with its label; those that cannot be read
+    are left out.
 
     Raises:
         UserError: If there is none.
     """
     source = ImageSet("", spec, None, limit).open()
-    images = _Images(source, network, list(range(len(source)))[:limit])
+    labels = _labels(source)[:limit]
+    images = _Images(source, network, list(range(len(labels))))
     is_any = False
     for place in range(len(images)):
         _, image = images[place]
         if image is not None:
             is_any = True
-            yield image
+            yield labels[place], image
     if not is_any:
         raise UserError(f"{spec}: no image can be read.")
 

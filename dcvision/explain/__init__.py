@@ -8,6 +8,7 @@ from ..evaluation.networks import load_classifier
 from .ablate import ablate
 from .attribute import attribute
 from .breakdown import breakdown
+from .circuits import circuits
 from .mixing import mixing
 
 
@@ -19,6 +20,7 @@ EXPLANATIONS = {
     "ablate": ablate,
     "attribute": attribute,
     "breakdown": breakdown,
+    "circuits": circuits,
     "diversity": diversity_command(_load),
     "mixing": mixing,
 }

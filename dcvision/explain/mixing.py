@@ -41,6 +41,6 @@ def mixing(
     count = 0
     with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model) as meters:
         while batch := list(islice(shown, batch_size)):
-            model(torch.stack(batch).to(device))
+            model(torch.stack([image for _, image in batch]).to(device))
             count += len(batch)
     report_mixing(meters, f"compositions over {count} images of {images}", make_folder(out))

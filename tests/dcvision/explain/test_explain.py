@@ -106,7 +106,7 @@ def test_compositions_over_images(here, capsys):
         found = {(row["layer"], row["what"]): float(row["mean"]) for row in csv.DictReader(file)}
     network = load_classifier("model")
     with torch.no_grad(), measure_mixing(model) as meters:
-        model(torch.stack(list(readable_images(network, "digits", 5))))
+        model(torch.stack([image for _, image in readable_images(network, "digits", 5)]))
     expected = meters["blocks.1.attn"]["post"].mixing().sizes["key gate"]
     assert found["blocks.1.attn", "size of key gate"] == pytest.approx(expected.mean, rel=1e-5)
     assert (here / "out/mixing.png").stat().st_size > 10_000
@@ -131,3 +131,25 @@ def test_a_pair_of_patches_is_broken_down(here, capsys):
         (["--layer=3"], "layer=3; accepted: 0 to 1"),
     ):
         assert message in mistake(capsys, run, *asked, *arguments)
+
+
+def test_a_head_that_writes_the_class_is_found(here, capsys):
+    model = made(here / "plain", depth=2)
+    images = list(readable_images(load_classifier("plain"), "digits", 40))
+    with torch.no_grad():  # head 1 of the last layer writes the classifier's own reading of the pixels
+        tokens = {}
+        hook = model.blocks[1].attn.register_forward_pre_hook(lambda _, args: tokens.update(x=args[0].mean(1)))
+        model(torch.stack([image for _, image in images]))
+        hook.remove()
+        attn, width = model.blocks[1].attn, model.blocks[1].attn.head_dim
+        labels = torch.tensor([label for label, _ in images])
+        code = torch.linalg.lstsq(tokens["x"], torch.nn.functional.one_hot(labels, width).float()).solution.T
+        attn.qkv.weight[2 * attn.dim + width : 2 * attn.dim + 2 * width] = code
+        attn.proj.weight[:, width : 2 * width] = 0
+        attn.proj.weight[:, width : width + 10] = torch.linalg.pinv(model.head.weight)
+    save_for_hf(model, "model", safe_serialization=True)
+    run("explain", "circuits", "--checkpoint=model", "--images=digits", "--limit=40", "--top=1", "--out=out")
+    with open("out/heads.csv") as file:
+        found = {(row["layer"], int(row["head"])): float(row["in_top"]) for row in csv.DictReader(file)}
+    assert max(found, key=found.get) == ("blocks.1.attn", 1) and len(found) == 8
+    assert "blocks.1.attn head 1, best by the image's own class" in capsys.readouterr().out

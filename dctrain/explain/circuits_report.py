@@ -1,0 +1,101 @@
+"""What heads write for tokens or images, and how well that follows a relation: tables and a picture of the heads."""
+
+# N tokens or images, V what can be written: the vocabulary, or the classes
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..markdown import markdown_table
+from .files import report, write_rows
+from .maps import draw_heads
+
+SHOWN = 10  # heads in the printed tables
+
+
+class Written(NamedTuple):
+    """What a head writes for a token or a class of images: the `rank`th of its logits."""
+
+    layer: str
+    head: int
+    source: str
+    rank: int
+    writes: str
+    logit: float
+
+
+class Score(NamedTuple):
+    """How well a head follows a relation.
+
+    Attributes:
+        layer: Name of the layer.
+        head: Number of the head.
+        relation: Which.
+        in_top: Share of the sources whose partner is among the `top` that the head writes.
+        mean_reciprocal_rank: Mean of 1 / rank of the partner, 1 the best; of equals the last.
+        count: How many sources there are.
+    """
+
+    layer: str
+    head: int
+    relation: str
+    in_top: float
+    mean_reciprocal_rank: float
+    count: int
+
+
+def list_written(
+    layer: str, head: int, sources: Sequence[str], logits: Tensor, name: Callable[[int], str], top: int
+) -> list[Written]:
+    """List the likeliest that a head writes for each source, whose logits [N, V] are given."""
+    values, ids = logits.topk(min(top, logits.shape[1]))
+    return [
+        Written(layer, head, source, rank, name(token), value)
+        for source, *row in zip(sources, ids.tolist(), values.tolist(), strict=True)
+        for rank, (token, value) in enumerate(zip(*row, strict=True), 1)
+    ]
+
+
+def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: Tensor, top: int) -> Score:
+    """Score a head by the logits [N, V] that it writes for sources and the partners [N] that it should write."""
+    own = logits.gather(1, partners.to(logits.device)[:, None])
+    ranks = (logits >= own).sum(1).double()  # of equals the last: a head that writes nothing has no best
+    return Score(layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks))
+
+
+def report_circuits(scores: Sequence[Score], written: Sequence[Written], top: int, folder: Path) -> None:
+    """Print the best heads of each relation and what they write; write heads.csv, heads.png and circuits.csv."""
+    names = ["heads.csv", "heads.png"]
+    write_rows(folder / names[0], scores)
+    relations = list(dict.fromkeys(score.relation for score in scores))
+    maps = {name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == name] for name in relations}
+    title = f"share whose partner is among the {top} that a head writes"
+    draw_heads(maps, title).savefig(folder / names[1], dpi=120)
+    if written:
+        names.append("circuits.csv")
+        write_rows(folder / names[-1], written)
+    tables = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
+    report("\n\n".join(tables), folder, names)
+
+
+def _best(scores: Sequence[Score], relation: str) -> list[Score]:
+    of_relation = [score for score in scores if score.relation == relation]
+    return sorted(of_relation, key=lambda score: -score.mean_reciprocal_rank)[:SHOWN]
+
+
+def _tables(relation: str, best: Sequence[Score], written: Sequence[Written], top: int) -> Iterator[str]:
+    """Write the best heads of a relation, and what the first of them writes."""
+    lines = [
+        [f"{score.layer} head {score.head}", f"{100 * score.in_top:.1f} %", f"{score.mean_reciprocal_rank:.3f}"]
+        for score in best
+    ]
+    yield markdown_table([f"{relation}, {best[0].count}", f"partner among {top}", "mean reciprocal rank"], lines)
+    rows: dict[str, list[str]] = {}
+    for one in written:
+        if (one.layer, one.head) == (best[0].layer, best[0].head):
+            rows.setdefault(one.source, []).append(one.writes)
+    if rows:
+        lines = [[repr(source), " ".join(map(repr, writes))] for source, writes in rows.items()]
+        yield markdown_table([f"{best[0].layer} head {best[0].head}, best by {relation}", "writes"], lines)

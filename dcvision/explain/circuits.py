@@ -1,0 +1,113 @@
+"""`dcvision explain circuits`: which classes heads write for what they look at (equation 12)."""
+
+# B images, T tokens, C model width, K classes
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dcmha.analysis import attention_layers, head_outputs
+from dctrain.checkpoint import make_folder
+from dctrain.errors import UserError, told_as
+from dctrain.evaluation.run import check_at_least_one
+from dctrain.explain.circuits_report import Score, Written, list_written, report_circuits, score_head
+
+from ..evaluation.images import readable_images
+from ..evaluation.networks import load_classifier
+
+RELATION = "the image's own class"
+
+
+def circuits(
+    checkpoint: str,
+    images: str,
+    limit: int = 256,
+    top: int = 5,
+    out: str = "circuits",
+    batch_size: int = 8,
+    device: str = "cpu",
+) -> None:
+    """List the classes that each head's OV circuit writes for images, and the heads that write the image's own class.
+
+    A head is given the mean of the tokens that its layer attends to, prefix tokens left out, as if it looked at all
+    alike; what it writes is multiplied by the classifier (equation 12; no final norm). Layers of another width than the
+    classifier's are left out.
+
+    Args:
+        checkpoint: A model, as `evaluate` takes it.
+        images: A set of images, as `evaluate` takes it.
+        limit: How many of them are looked at, at most.
+        top: Classes listed of each head, and how good the own class must rank to count.
+        out: Folder for heads.csv, heads.png and circuits.csv.
+        batch_size: Images looked at together.
+        device: Where to run, such as cuda.
+
+    Raises:
+        UserError: If something cannot be read, or the model has no linear classifier or no attention layers of its
+            width.
+    """
+    check_at_least_one(limit=limit, top=top, batch_size=batch_size)
+    network = load_classifier(checkpoint)
+    with told_as(f"device={device!r} cannot be used"):
+        model = network.model.to(device)
+    layers = _layers(checkpoint, model)
+    seen: dict[str, list[Tensor]] = {name: [] for name in layers}
+    labels: list[int] = []
+    shown = iter(tqdm(readable_images(network, images, limit), "images", total=limit, leave=False))
+    with torch.inference_mode(), _watching(layers, getattr(model, "num_prefix_tokens", 0), seen):
+        while batch := list(islice(shown, batch_size)):
+            labels += [label for label, _ in batch]
+            model(torch.stack([image for _, image in batch]).to(device))
+    names = network.classes or [f"class {number}" for number in range(model.get_classifier().out_features)]
+    scores, written = [], []
+    for name, tokens in seen.items():
+        of_layer = _judge(name, layers[name], torch.cat(tokens), model.get_classifier(), labels, names, top)
+        scores += of_layer[0]
+        written += of_layer[1]
+    report_circuits(scores, written, top, make_folder(out))
+
+
+def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:
+    """Find the attention layers whose outputs the classifier could read."""
+    classifier = model.get_classifier()
+    if not isinstance(classifier, nn.Linear):
+        raise UserError(f"{checkpoint} has no linear classifier.")
+    with told_as(checkpoint, ValueError):
+        found = attention_layers(model)
+    fitting = {name: layer for name, layer in found.items() if layer.proj.out_features == classifier.in_features}
+    if not fitting:
+        raise UserError(f"{checkpoint} has no attention layer of the classifier's width, {classifier.in_features}.")
+    return fitting
+
+
+@contextmanager
+def _watching(layers: dict[str, nn.Module], prefix: int, seen: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Keep the mean of the patches [B, C] that each layer is given, while the context is open."""
+
+    def keep(name: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen[name].append(args[0][:, prefix:].mean(1))
+
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(partial(keep, name)).remove)
+        yield
+
+
+@torch.inference_mode()
+def _judge(
+    name: str, layer: nn.Module, tokens: Tensor, classifier: nn.Linear, labels: list[int], names: list[str], top: int
+) -> tuple[list[Score], list[Written]]:
+    """Score the heads of a layer, and list the classes that they write for the images of each class."""
+    scores, written, of = [], [], torch.tensor(labels)
+    present = sorted(set(labels))
+    for head in range(layer.num_heads):
+        logits = (head_outputs(layer, tokens, head) @ classifier.weight.mT).float().cpu()
+        scores.append(score_head(name, head, RELATION, logits, of, top))
+        means = torch.stack([logits[of == label].mean(0) for label in present])
+        written += list_written(name, head, [names[label] for label in present], means, names.__getitem__, top)
+    return scores, written
