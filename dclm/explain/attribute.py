@@ -11,7 +11,8 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.attribution import Attribution, Objective, attribute_branches, attribute_heads, integrate
-from dctrain.explain.attribution_report import report_attribution
+from dctrain.explain.attribution_report import explain_attribution
+from dctrain.explain.explanation import write_explanation
 
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
@@ -71,7 +72,7 @@ def attribute(
         with told_as(f"over={kind}", ValueError):
             found.append(measures[kind]())
     what = f"log-probability of {question.words[-1]!r} after {prompt[-60:]!r}"
-    report_attribution(found, what, make_folder(out))
+    write_explanation(explain_attribution(found, what), make_folder(out))
 
 
 def _attribute_tokens(model: LoadedModel, question: Question, objective: Objective, steps: int) -> Attribution:

@@ -9,7 +9,8 @@ from dcmha.analysis import record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import find_dtype
-from dctrain.explain.breakdown_report import Pair, most_changed, report_breakdown
+from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
+from dctrain.explain.explanation import write_explanation
 from dctrain.explain.places import find_layer, find_position
 
 from ..load import load_model
@@ -61,4 +62,6 @@ def breakdown(
         with record_attention(model.decoder, [chosen]) as recorded:
             model.decoder.hidden_states(ids)
     key = changes[chosen][0] if key is None else find_position("key", key, len(words))
-    report_breakdown(recorded[chosen], Pair(chosen, composition, query, key, words), make_folder(out))
+    write_explanation(
+        explain_breakdown(recorded[chosen], Pair(chosen, composition, query, key, words)), make_folder(out)
+    )

@@ -13,7 +13,8 @@ from dcmha.analysis import measure_mixing
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
-from dctrain.explain.mixing_report import report_mixing
+from dctrain.explain.explanation import write_explanation
+from dctrain.explain.mixing_report import explain_mixing
 
 from ..data.texts import find_inputs, read_documents
 from ..evaluation.measures import PILE_KEY
@@ -59,7 +60,9 @@ def mixing(
     with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model.decoder) as meters:
         for start in tqdm(range(0, len(rows), batch_size), "rows", unit="batch", leave=False):
             model.decoder.hidden_states(rows[start : start + batch_size].to(model.decoder.device))
-    report_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}", make_folder(out))
+    write_explanation(
+        explain_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}"), make_folder(out)
+    )
 
 
 def _rows(model: LoadedModel, path: Path, text_key: str, length: int, count: int) -> Tensor:

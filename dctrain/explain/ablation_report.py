@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from ..evaluation.results import Measure, Results
 from ..markdown import markdown_table
 from .ablation import KINDS, WITHOUT
-from .files import report, write_rows
+from .explanation import Explanation, write_explanation
 from .maps import by_layer, draw_map
 
 SPEEDS = ("images_per_second",)
@@ -46,14 +46,16 @@ class Row(NamedTuple):
 
 
 def report_ablation(models: Sequence[Results], folder: Path) -> None:
-    """Print tables; write ablation.csv, and a picture of each model."""
+    """Print tables of models that were measured; write ablation.csv, and a picture of each model."""
+    write_explanation(explain_ablation(models), folder)
+
+
+def explain_ablation(models: Sequence[Results]) -> Explanation:
+    """Tell of models that were measured whole and without parts."""
     rows = [row for results in models for row in _rows(results)]
-    write_rows(folder / "ablation.csv", rows)
-    names = ["ablation.csv"]
-    for model in dict.fromkeys(row.model for row in rows):
-        names.append(f"{model}-ablation.png")
-        _draw(model, [row for row in rows if row.model == model]).savefig(folder / names[-1], dpi=120)
-    report("\n\n".join(_tables(rows)), folder, names)
+    names = dict.fromkeys(row.model for row in rows)
+    pictures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
+    return Explanation("Without parts of the model", "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
 
 
 def _rows(results: Results) -> list[Row]:

@@ -1,7 +1,6 @@
 """What integrated gradients found, as a table and a picture."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ..markdown import markdown_table
 from .attribution import Attribution
-from .files import report, write_rows
+from .explanation import Explanation
 from .maps import draw_map
 
 SHOWN = 8  # of the parts of a kind, in the printed table
@@ -24,18 +23,16 @@ class Row(NamedTuple):
     value: float
 
 
-def report_attribution(found: Sequence[Attribution], what: str, folder: Path) -> None:
-    """Print what matters most; write attribution.csv and attribution.png.
+def explain_attribution(found: Sequence[Attribution], what: str) -> Explanation:
+    """Tell what matters most.
 
     Args:
         found: Attributions of one number.
         what: The number, in words.
-        folder: Where to write.
     """
     rows = [Row(a.kind, *part) for a in found for part in zip(a.layers, a.names, a.values.tolist(), strict=True)]
-    write_rows(folder / "attribution.csv", rows)
-    _draw(found, what).savefig(folder / "attribution.png", dpi=120)
-    report("\n\n".join([what, *map(_table, found)]), folder, ["attribution.csv", "attribution.png"])
+    pictures, tables = {"attribution": _draw(found, what)}, {"attribution": rows}
+    return Explanation(what, "\n\n".join(map(_table, found)), pictures, tables)
 
 
 def _table(a: Attribution) -> str:

@@ -3,7 +3,6 @@
 # S key tokens, H heads, R compose rank, G head groups
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from dcmha.analysis import Breakdown, Recorded
 from dcmha.analysis.breakdown import ITSELF
 
 from ..markdown import markdown_table
-from .files import report, write_rows
+from .explanation import Explanation
 from .maps import draw_map
 
 PAPER = {"query projection": "o_qp", "query gate": "o_qg", "key projection": "o_kp", "key gate": "o_kg"}
@@ -53,13 +52,12 @@ class Pair(NamedTuple):
         return f"{self.layer}, {self.composition}-composition, from {query} to {key}"
 
 
-def report_breakdown(recorded: Recorded, pair: Pair, folder: Path) -> None:
-    """Print the terms of a pair; write breakdown.csv and breakdown.png.
+def explain_breakdown(recorded: Recorded, pair: Pair) -> Explanation:
+    """Tell the terms of a pair.
 
     Args:
         recorded: The layer's call on one sequence.
         pair: Which pair.
-        folder: Where to write.
 
     Raises:
         ValueError: If the layer has no such composition, or there is no such pair.
@@ -67,8 +65,6 @@ def report_breakdown(recorded: Recorded, pair: Pair, folder: Path) -> None:
     found = recorded.breakdown(pair.composition, pair.query, pair.key)
     columns = _columns(found)
     rows = [Row(name, head, value) for name, values in columns.items() for head, value in enumerate(values.tolist())]
-    write_rows(folder / "breakdown.csv", rows)
-    _draw(recorded, found, pair).savefig(folder / "breakdown.png", dpi=120)
     names = [name if name not in PAPER else f"{name} ({PAPER[name]})" for name in columns]
     lines = [
         [f"head {head}", *(f"{float(values[head]):+.4f}" for values in columns.values())]
@@ -78,7 +74,8 @@ def report_breakdown(recorded: Recorded, pair: Pair, folder: Path) -> None:
         f"{side} {[round(value, 4) for value in values.flatten().tolist()]}" for side, values in found.inner.items()
     ]
     said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
-    report(f"{pair.title}\n\n{markdown_table(['', *names], lines)}{said}", folder, ["breakdown.csv", "breakdown.png"])
+    pictures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
+    return Explanation(pair.title, f"{markdown_table(['', *names], lines)}{said}", pictures, tables)
 
 
 def _columns(found: Breakdown) -> dict[str, Tensor]:

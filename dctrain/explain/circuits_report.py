@@ -3,13 +3,12 @@
 # N tokens or images, V what can be written: the vocabulary, or the classes
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..markdown import markdown_table
-from .files import report, write_rows
+from .explanation import Explanation
 from .maps import draw_heads
 
 SHOWN = 10  # heads in the printed tables
@@ -65,19 +64,14 @@ def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: T
     return Score(layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks))
 
 
-def report_circuits(scores: Sequence[Score], written: Sequence[Written], top: int, folder: Path) -> None:
-    """Print the best heads of each relation and what they write; write heads.csv, heads.png and circuits.csv."""
-    names = ["heads.csv", "heads.png"]
-    write_rows(folder / names[0], scores)
+def explain_circuits(scores: Sequence[Score], written: Sequence[Written], top: int) -> Explanation:
+    """Tell the best heads of each relation and what they write."""
     relations = list(dict.fromkeys(score.relation for score in scores))
     maps = {name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == name] for name in relations}
     title = f"share whose partner is among the {top} that a head writes"
-    draw_heads(maps, title).savefig(folder / names[1], dpi=120)
-    if written:
-        names.append("circuits.csv")
-        write_rows(folder / names[-1], written)
-    tables = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
-    report("\n\n".join(tables), folder, names)
+    said = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
+    tables = {"heads": scores} | ({"circuits": written} if written else {})
+    return Explanation("What heads write", "\n\n".join(said), {"heads": draw_heads(maps, title)}, tables)
 
 
 def _best(scores: Sequence[Score], relation: str) -> list[Score]:

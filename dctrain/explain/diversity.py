@@ -2,7 +2,7 @@
 
 # K principal components
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..checkpoint import make_folder
 from ..errors import told_as
 from ..evaluation.run import name_models
 from ..markdown import markdown_table
-from .files import report, write_rows
+from .explanation import Explanation, write_explanation
 
 KINDS = {"qk": "QK", "ov": "OV"}
 MOST = 0.9  # of the variance, whose components are counted
@@ -65,15 +65,23 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
         Raises:
             UserError: If a model cannot be read or has no attention layers, or a file cannot be written.
         """
-        folder, rows, curves = make_folder(out), [], {}
-        for path, name in zip(checkpoint, name_models(checkpoint), strict=True):
-            curves[name] = _measure(load(path), name)
-            rows += [row for layer, found in curves[name].items() for row in _rows(name, layer, found)]
-        write_rows(folder / "diversity.csv", rows)
-        _draw(curves).savefig(folder / "diversity.png", dpi=120)
-        report(_table(rows), folder, ["diversity.csv", "diversity.png"])
+        named = zip(name_models(checkpoint), checkpoint, strict=True)
+        found = explain_diversity((name, load(path)) for name, path in named)
+        write_explanation(found, make_folder(out))
 
     return diversity
+
+
+def explain_diversity(models: Iterable[tuple[str, nn.Module]]) -> Explanation:
+    """Measure named models, one after the other.
+
+    Raises:
+        UserError: If one has no attention layers.
+    """
+    curves = {name: _measure(model, name) for name, model in models}
+    rows = [row for name, layers in curves.items() for layer, one in layers.items() for row in _rows(name, layer, one)]
+    pictures, tables = {"diversity": _draw(curves)}, {"diversity": rows}
+    return Explanation("How different the heads are", _table(rows), pictures, tables)
 
 
 def _measure(model: nn.Module, name: str) -> dict[str, Diversity]:

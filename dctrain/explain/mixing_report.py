@@ -1,7 +1,6 @@
 """What compositions are like over a data set, as a table and a picture."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from matplotlib.image import AxesImage
 from dcmha.analysis import BRANCHES, Mixing, MixingMeter
 
 from ..markdown import markdown_table
-from .files import report, write_rows
+from .explanation import Explanation
 
 SHARES = ("static", "query", "key")
 COMPOSITIONS = ("pre", "post")
@@ -36,18 +35,16 @@ class Row(NamedTuple):
     std: float
 
 
-def report_mixing(meters: Mapping[str, Mapping[str, MixingMeter]], what: str, folder: Path) -> None:
-    """Print a line for each composition; write mixing.csv and mixing.png.
+def explain_mixing(meters: Mapping[str, Mapping[str, MixingMeter]], what: str) -> Explanation:
+    """Tell of each composition in a line.
 
     Args:
         meters: As `dcmha.analysis.measure_mixing` gives them.
         what: What was seen, in words.
-        folder: Where to write.
     """
     found = {(name, of): meter.mixing() for name, both in meters.items() for of, meter in both.items()}
-    write_rows(folder / "mixing.csv", [row for key, mixing in found.items() for row in _rows(*key, mixing)])
-    _draw(found, what).savefig(folder / "mixing.png", dpi=120)
-    report(f"{what}\n\n{_table(found)}", folder, ["mixing.csv", "mixing.png"])
+    rows = [row for key, mixing in found.items() for row in _rows(*key, mixing)]
+    return Explanation(what, _table(found), {"mixing": _draw(found, what)}, {"mixing": rows})
 
 
 def _rows(layer: str, composition: str, mixing: Mixing) -> list[Row]:

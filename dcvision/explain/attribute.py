@@ -11,7 +11,8 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.attribution import Attribution, attribute_branches, attribute_heads, integrate
-from dctrain.explain.attribution_report import report_attribution
+from dctrain.explain.attribution_report import explain_attribution
+from dctrain.explain.explanation import write_explanation
 
 from ..evaluation.networks import Network, load_classifier
 from ..pictures import patch_grid
@@ -69,7 +70,7 @@ def attribute(
         with told_as(f"over={kind}", ValueError):
             found.append(measures[kind]())
     name = network.classes[number] if network.classes else f"class {number}"
-    report_attribution(found, f"log-probability of {name} for {Path(image).name}", make_folder(out))
+    write_explanation(explain_attribution(found, f"log-probability of {name} for {Path(image).name}"), make_folder(out))
 
 
 def _class(network: Network, target: str | None, logits: Tensor) -> int:

@@ -8,7 +8,8 @@ import torch
 from dcmha.analysis import Recorded, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
-from dctrain.explain.breakdown_report import Pair, most_changed, report_breakdown
+from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
+from dctrain.explain.explanation import write_explanation
 from dctrain.explain.places import find_layer, find_position
 
 from ..evaluation.networks import load_classifier
@@ -67,4 +68,6 @@ def breakdown(
         with record_attention(model, [chosen]) as recorded:
             model(pixels)
     at = changes[chosen][0] if key is None else view.prefix + find_position("key", key, rows * columns)
-    report_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, words), make_folder(out))
+    write_explanation(
+        explain_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, words)), make_folder(out)
+    )

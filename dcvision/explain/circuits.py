@@ -15,7 +15,8 @@ from dcmha.analysis import attention_layers, head_outputs
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.explain.circuits_report import Score, Written, list_written, report_circuits, score_head
+from dctrain.explain.circuits_report import Score, Written, explain_circuits, list_written, score_head
+from dctrain.explain.explanation import write_explanation
 
 from ..evaluation.images import readable_images
 from ..evaluation.networks import load_classifier
@@ -69,7 +70,7 @@ def circuits(
         of_layer = _judge(name, layers[name], torch.cat(tokens), model.get_classifier(), labels, names, top)
         scores += of_layer[0]
         written += of_layer[1]
-    report_circuits(scores, written, top, make_folder(out))
+    write_explanation(explain_circuits(scores, written, top), make_folder(out))
 
 
 def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:

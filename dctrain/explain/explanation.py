@@ -1,0 +1,62 @@
+"""What every explanation is: a text for the terminal, pictures, and rows of numbers; and how it is written."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from ..cli import relative
+from ..errors import told_as
+from ..files import written_whole
+
+DPI = 120
+
+
+class Explanation(NamedTuple):
+    """What has been found.
+
+    Attributes:
+        title: What it is of.
+        text: The most important numbers, as Markdown.
+        pictures: Pictures, by the name of their file.
+        tables: All numbers, by the name of their file: named tuples of one kind, at least one.
+    """
+
+    title: str
+    text: str
+    pictures: Mapping[str, Figure]
+    tables: Mapping[str, Sequence[NamedTuple]]
+
+
+def write_explanation(found: Explanation, folder: Path) -> None:
+    """Write tables (.csv) and pictures (.png) into a folder; print the text and where they are.
+
+    Raises:
+        UserError: If a file cannot be written.
+    """
+    for name, rows in found.tables.items():
+        text = io.StringIO()
+        writer = csv.writer(text)  # ends lines by \r\n, so that a token which is one of them stands in quotes
+        writer.writerow(rows[0]._fields)
+        writer.writerows(rows)
+        _write(folder / f"{name}.csv", text.getvalue().encode())
+    for name, figure in found.pictures.items():
+        _write(folder / f"{name}.png", as_png(figure))
+    print(f"{found.title}\n\n{found.text}\n")
+    files = [f"{name}.csv" for name in found.tables] + [f"{name}.png" for name in found.pictures]
+    print(*(relative(folder / name) for name in files), sep="\n")
+
+
+def as_png(figure: Figure) -> bytes:
+    """Draw a figure."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=DPI, format="png")
+    return buffer.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with told_as(f"{path} cannot be written"), written_whole(path) as file:
+        file.write(content)
