@@ -8,6 +8,7 @@ from .attribute import attribute
 from .breakdown import breakdown
 from .circuits import circuits
 from .mixing import mixing
+from .report import report
 
 EXPLANATIONS = {
     "ablate": ablate,
@@ -16,6 +17,7 @@ EXPLANATIONS = {
     "circuits": circuits,
     "diversity": diversity_command(load_decoder),
     "mixing": mixing,
+    "report": report,
 }
 
 __all__ = ["EXPLANATIONS"]

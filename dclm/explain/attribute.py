@@ -12,7 +12,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.attribution import Attribution, Objective, attribute_branches, attribute_heads, integrate
 from dctrain.explain.attribution_report import explain_attribution
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import Explanation, write_explanation
 
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
@@ -56,7 +56,16 @@ def attribute(
         raise UserError(f"over={list(over)}; accepted: one or more of {', '.join(KINDS)}.")
     check_at_least_one(steps=steps)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
-    question = ask(model, prompt, target)
+    found = attribution_of(model, ask(model, prompt, target), over, steps)
+    write_explanation(found, make_folder(out))
+
+
+def attribution_of(model: LoadedModel, question: Question, over: Sequence[str], steps: int) -> Explanation:
+    """Credit the log-probability of a token; arguments as of `attribute`.
+
+    Raises:
+        UserError: If the model has no such parts.
+    """
     decoder = model.decoder.requires_grad_(False)
 
     def objective() -> Tensor:
@@ -71,8 +80,8 @@ def attribute(
     for kind in over:
         with told_as(f"over={kind}", ValueError):
             found.append(measures[kind]())
-    what = f"log-probability of {question.words[-1]!r} after {prompt[-60:]!r}"
-    write_explanation(explain_attribution(found, what), make_folder(out))
+    what = f"log-probability of {question.words[-1]!r} after {question.prompt[-60:]!r}"
+    return explain_attribution(found, what)
 
 
 def _attribute_tokens(model: LoadedModel, question: Question, objective: Objective, steps: int) -> Attribution:

@@ -4,16 +4,17 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dcmha.analysis import record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import find_dtype
 from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import Explanation, write_explanation
 from dctrain.explain.places import find_layer, find_position
 
-from ..load import load_model
+from ..load import LoadedModel, load_model
 from .prompts import encode
 
 
@@ -51,17 +52,34 @@ def breakdown(
     """
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     ids, words = encode(model, prompt)
-    query = find_position("query", query, len(words))
     with told_as(checkpoint, ValueError):
-        layers = find_layer(model.decoder, layer, composition)
-    with torch.inference_mode():
-        keep = partial(most_changed, composition=composition, query=query)
-        with record_attention(model.decoder, layers, keep) as changes:
-            model.decoder.hidden_states(ids)
-        chosen = max(changes, key=lambda name: changes[name][1])
-        with record_attention(model.decoder, [chosen]) as recorded:
-            model.decoder.hidden_states(ids)
+        found = breakdown_of(model, ids, words, layer, composition, query, key)
+    write_explanation(found, make_folder(out))
+
+
+@torch.inference_mode()
+def breakdown_of(
+    model: LoadedModel,
+    ids: Tensor,
+    words: tuple[str, ...],
+    layer: str | None = None,
+    composition: str = "post",
+    query: int = -1,
+    key: int | None = None,
+) -> Explanation:
+    """Break a pair of a prompt's tokens [1, T] down; other arguments as of `breakdown`.
+
+    Raises:
+        ValueError: If there is no such layer, or none with this composition.
+        UserError: If there is no such token.
+    """
+    query = find_position("query", query, len(words))
+    layers = find_layer(model.decoder, layer, composition)
+    keep = partial(most_changed, composition=composition, query=query)
+    with record_attention(model.decoder, layers, keep) as changes:
+        model.decoder.hidden_states(ids)
+    chosen = max(changes, key=lambda name: changes[name][1])
+    with record_attention(model.decoder, [chosen]) as recorded:
+        model.decoder.hidden_states(ids)
     key = changes[chosen][0] if key is None else find_position("key", key, len(words))
-    write_explanation(
-        explain_breakdown(recorded[chosen], Pair(chosen, composition, query, key, words)), make_folder(out)
-    )
+    return explain_breakdown(recorded[chosen], Pair(chosen, composition, query, key, words))

@@ -21,11 +21,13 @@ class Question(NamedTuple):
         input_ids: The prompt [1, T], int64, on the model's device; what the tokenizer begins texts with included.
         target: Id of the token that follows.
         words: Each token as text [T + 1], the target's last.
+        prompt: The prompt as it was given.
     """
 
     input_ids: Tensor
     target: int
     words: tuple[str, ...]
+    prompt: str
 
 
 @torch.no_grad()
@@ -48,7 +50,7 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
             raise UserError(f"target={target!r} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one.")
         ids, words = _as_input(model, prompt, context)
         (answer,) = continuation
-    return Question(ids, answer, (*words, tokenizer.decode([answer])))
+    return Question(ids, answer, (*words, tokenizer.decode([answer])), prompt)
 
 
 def encode(model: LoadedModel, prompt: str) -> tuple[Tensor, tuple[str, ...]]:

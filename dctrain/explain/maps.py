@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-FEW = 8  # labels that stand upright
+LINE = 60  # letters of labels that fit side by side
 
 
 def draw_map(
@@ -41,7 +41,7 @@ def draw_map(
             axis.set_tick_params(labelsize=7)
             continue
         shown = [label.replace("\n", "\\n") for label in labels]
-        turned = 90 if axis is axes.xaxis and len(labels) > FEW else 0
+        turned = 90 if axis is axes.xaxis and sum(map(len, shown)) > LINE else 0
         axis.set_ticks(range(len(labels)), shown, rotation=turned, fontsize=7, parse_math=False)
     axes.figure.colorbar(drawn, ax=axes)
 

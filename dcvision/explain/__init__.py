@@ -10,6 +10,7 @@ from .attribute import attribute
 from .breakdown import breakdown
 from .circuits import circuits
 from .mixing import mixing
+from .report import report
 
 
 def _load(checkpoint: str) -> nn.Module:
@@ -23,6 +24,7 @@ EXPLANATIONS = {
     "circuits": circuits,
     "diversity": diversity_command(_load),
     "mixing": mixing,
+    "report": report,
 }
 
 __all__ = ["EXPLANATIONS"]

@@ -12,10 +12,11 @@ from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.attribution import Attribution, attribute_branches, attribute_heads, integrate
 from dctrain.explain.attribution_report import explain_attribution
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import Explanation, write_explanation
 
-from ..evaluation.networks import Network, load_classifier
+from ..evaluation.networks import Network
 from ..pictures import patch_grid
+from .images import load_with_image
 
 KINDS = ("branches", "heads", "patches")
 
@@ -49,13 +50,20 @@ def attribute(
     if not over or set(over) - set(KINDS) or len(set(over)) < len(over):
         raise UserError(f"over={list(over)}; accepted: one or more of {', '.join(KINDS)}.")
     check_at_least_one(steps=steps)
-    network = load_classifier(checkpoint)
-    with told_as(f"device={device!r} cannot be used"):
-        model = network.model.to(device).requires_grad_(False)
-    with told_as(f"the image {image} cannot be read"):
-        pixels = network.prepare(Path(image).read_bytes())[None].to(device)
+    network, pixels = load_with_image(checkpoint, image, device)
     with torch.no_grad():
-        number = _class(network, target, model(pixels)[0])
+        number = find_class(network, target, network.model(pixels)[0])
+    found = attribution_of(network, pixels, number, over, steps)
+    write_explanation(found._replace(title=f"{found.title} for {Path(image).name}"), make_folder(out))
+
+
+def attribution_of(network: Network, pixels: Tensor, number: int, over: Sequence[str], steps: int) -> Explanation:
+    """Credit the log-probability of a class for an image [1, 3, size, size]; other arguments as of `attribute`.
+
+    Raises:
+        UserError: If the model has no such parts.
+    """
+    model = network.model.requires_grad_(False)
 
     def log_probability(shown: Tensor) -> Tensor:
         return model(shown)[0].log_softmax(-1)[number]
@@ -69,11 +77,10 @@ def attribute(
     for kind in over:
         with told_as(f"over={kind}", ValueError):
             found.append(measures[kind]())
-    name = network.classes[number] if network.classes else f"class {number}"
-    write_explanation(explain_attribution(found, f"log-probability of {name} for {Path(image).name}"), make_folder(out))
+    return explain_attribution(found, f"log-probability of {class_name(network, number)}")
 
 
-def _class(network: Network, target: str | None, logits: Tensor) -> int:
+def find_class(network: Network, target: str | None, logits: Tensor) -> int:
     """Find a class by its name or number; the likeliest one if None."""
     if target is None:
         return int(logits.argmax())
@@ -83,6 +90,11 @@ def _class(network: Network, target: str | None, logits: Tensor) -> int:
         return int(target)
     names = f", or a name such as {network.classes[0]!r}" if network.classes else ""
     raise UserError(f"target={target!r}; accepted: a class from 0 to {len(logits) - 1}{names}.")
+
+
+def class_name(network: Network, number: int) -> str:
+    """Name a class, by its number if need be."""
+    return network.classes[number] if network.classes else f"class {number}"
 
 
 def _attribute_patches(

@@ -1,19 +1,20 @@
 """`dcvision explain breakdown`: the composition of one pair of patches, term by term (figures 7 and 8)."""
 
-from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dcmha.analysis import Recorded, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import Explanation, write_explanation
 from dctrain.explain.places import find_layer, find_position
 
-from ..evaluation.networks import load_classifier
+from ..evaluation.networks import Network
 from ..pictures import View, patch_grid
+from .images import load_with_image
 
 
 def breakdown(
@@ -45,29 +46,47 @@ def breakdown(
         UserError: If something cannot be read, there is no such layer or patch, the model composes nothing there, or
             its layers attend within windows.
     """
-    network = load_classifier(checkpoint)
-    with told_as(f"device={device!r} cannot be used"):
-        model = network.model.to(device)
-    with told_as(f"the image {image} cannot be read"):
-        pixels = network.prepare(Path(image).read_bytes())[None].to(device)
+    network, pixels = load_with_image(checkpoint, image, device)
+    with told_as(checkpoint, ValueError):
+        found = breakdown_of(network, pixels, layer, composition, query, key)
+    write_explanation(found, make_folder(out))
+
+
+@torch.inference_mode()
+def breakdown_of(
+    network: Network,
+    pixels: Tensor,
+    layer: str | None = None,
+    composition: str = "post",
+    query: int | None = None,
+    key: int | None = None,
+) -> Explanation:
+    """Break a pair of patches of an image [1, 3, size, size] down; other arguments as of `breakdown`.
+
+    Raises:
+        ValueError: If there is no such layer, or none with this composition.
+        UserError: If there is no such patch, or layers attend within windows.
+    """
+    model = network.model
     view = View(pixels[0], patch_grid(model, pixels.shape[-1]), getattr(model, "num_prefix_tokens", 0), query)
     rows, columns = view.grid
-    words = [f"prefix {n}" for n in range(view.prefix)] + [f"{r}, {c}" for r in range(rows) for c in range(columns)]
     looks = view.prefix + view.query
-    with told_as(checkpoint, ValueError):
-        layers = find_layer(model, layer, composition)
+    layers = find_layer(model, layer, composition)
 
     def keep(one: Recorded) -> tuple[int, float]:
         view.check({"the layer": one})
         return most_changed(one, composition, looks)
 
-    with torch.inference_mode():
-        with record_attention(model, layers, keep) as changes:
-            model(pixels)
-        chosen = max(changes, key=lambda name: changes[name][1])
-        with record_attention(model, [chosen]) as recorded:
-            model(pixels)
+    with record_attention(model, layers, keep) as changes:
+        model(pixels)
+    chosen = max(changes, key=lambda name: changes[name][1])
+    with record_attention(model, [chosen]) as recorded:
+        model(pixels)
     at = changes[chosen][0] if key is None else view.prefix + find_position("key", key, rows * columns)
-    write_explanation(
-        explain_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, words)), make_folder(out)
-    )
+    return explain_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, token_names(view)))
+
+
+def token_names(view: View) -> list[str]:
+    """Call patches by row and column."""
+    rows, columns = view.grid
+    return [f"prefix {n}" for n in range(view.prefix)] + [f"{r}, {c}" for r in range(rows) for c in range(columns)]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dcmha import record_attention
 from dcmha.analysis import measure_mixing
 from dcvision.evaluation.images import readable_images
 from dcvision.evaluation.networks import load_classifier
+from tests.dctrain.explain.browser import needs_browser, opened
 from tests.faults.drill import mistake
 
 from ..commands import run
@@ -153,3 +155,32 @@ def test_a_head_that_writes_the_class_is_found(here, capsys):
         found = {(row["layer"], int(row["head"])): float(row["in_top"]) for row in csv.DictReader(file)}
     assert max(found, key=found.get) == ("blocks.1.attn", 1) and len(found) == 8
     assert "blocks.1.attn head 1, best by the image's own class" in capsys.readouterr().out
+
+
+def test_a_page_of_an_image(here):
+    made(here / "model", scale=1.0, depth=2), made(here / "plain", "test_vit", scale=1.0)
+    pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save("image.png")
+    for name, pictures in (("model", 5), ("plain", 2)):
+        asked = [f"--checkpoint={name}", "--image=image.png", "--steps=2", f"--out={name}.html"]
+        run("explain", "report", *asked)
+        text = Path(f"{name}.html").read_text()
+        assert text.count("data:image/png;base64,") == pictures and "http" not in text
+        assert ("Plain attention: there is no composition" in text) == (name == "plain")
+    assert "no attention layers that can be recorded" in text
+
+
+@needs_browser
+def test_patches_are_coloured(here):
+    model = made(here / "model", scale=1.0, depth=2)
+    pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save("image.png")
+    run("explain", "report", "--checkpoint=model", "--image=image.png", "--steps=2")
+    with torch.no_grad(), record_attention(model) as recorded:
+        model(load_classifier("model").prepare(Path("image.png").read_bytes())[None])
+    expected = recorded["blocks.1.attn"].maps.composed_weights[0, 3]
+    document = opened(here / "report.html", "layer=1&head=3&query=5")
+    shown = re.search(r'<canvas id="after"[^>]*data-values="([^"]*)"', document)[1].split()
+    assert [float(value) for value in shown] == pytest.approx(
+        expected[5].tolist(), abs=float(expected.abs().max()) / 250
+    )

@@ -1,0 +1,81 @@
+"""`dclm explain report`: what there is to see of a model on a prompt, as one page."""
+
+from pathlib import Path
+
+import torch
+
+from dcmha.analysis import attention_layers, measure_mixing, record_attention
+from dctrain.checkpoint import make_folder
+from dctrain.evaluation.run import check_at_least_one, find_dtype, name_models
+from dctrain.explain.diversity import explain_diversity
+from dctrain.explain.explanation import Explanation
+from dctrain.explain.mixing_report import explain_mixing
+from dctrain.explain.page import Shown, check_size, small_maps, write_page
+
+from ..load import LoadedModel, load_model
+from .attribute import KINDS, attribution_of
+from .breakdown import breakdown_of
+from .prompts import Question, ask
+
+
+def report(
+    checkpoint: str,
+    prompt: str,
+    target: str | None = None,
+    out: str = "report.html",
+    steps: int = 32,
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+) -> None:
+    """Write a page: where each head looks before and after composition, credits, a breakdown, sizes, and diversity.
+
+    It needs no network and no other file. The maps of one layer at a time are in memory; in the page each takes two
+    bytes for each pair of tokens and head.
+
+    Args:
+        checkpoint: A model, as `generate` takes it; of a plain one what makes sense is shown.
+        prompt: The text.
+        target: The token after it that is credited to parts of the model; the likeliest one if left out.
+        out: The page.
+        steps: Points of the integral of the credits.
+        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
+        device: Where to run, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+
+    Raises:
+        UserError: If something cannot be read or written, the target is not one token, or the prompt is too long.
+    """
+    check_at_least_one(steps=steps)
+    model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
+    question = ask(model, prompt, target)
+    decoder, (name,) = model.decoder, name_models([checkpoint])
+    check_size(sum(layer.num_heads for layer in attention_layers(decoder).values()), question.input_ids.shape[1])
+    with torch.inference_mode(), record_attention(decoder, keep=small_maps) as maps:
+        decoder.hidden_states(question.input_ids)
+    found = [*_of_prompt(model, question, steps), explain_diversity([(name, decoder)])]
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    composed = "" if _is_composed(model) else " Plain attention: there is no composition to break down."
+    facts = f"{checkpoint}, {parameters:,} parameters, {decoder.config.num_layers} layers.{composed}"
+    path = Path(out)
+    make_folder(str(path.parent))
+    write_page(path, f"{name}: {prompt[-80:]!r}", facts, Shown(question.words[:-1]), maps, found)
+    print(out)
+
+
+def _is_composed(model: LoadedModel) -> bool:
+    return any(block.attn.options.is_composed for block in model.decoder.blocks)
+
+
+def _of_prompt(model: LoadedModel, question: Question, steps: int) -> list[Explanation]:
+    """Explain what the model does with a prompt; of plain attention, without what is of compositions."""
+    if not _is_composed(model):
+        return [attribution_of(model, question, [kind for kind in KINDS if kind != "branches"], steps)]
+    with torch.inference_mode(), measure_mixing(model.decoder) as meters:
+        model.decoder.hidden_states(question.input_ids)
+    composition = "post" if model.decoder.blocks[0].attn.options.post_compose else "pre"
+    return [
+        attribution_of(model, question, KINDS, steps),
+        breakdown_of(model, question.input_ids, question.words[:-1], composition=composition),
+        explain_mixing(meters, f"compositions over the prompt's {question.input_ids.shape[1]} tokens"),
+    ]

@@ -1,0 +1,22 @@
+"""A classifier and an image for it."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from dctrain.errors import told_as
+
+from ..evaluation.networks import Network, load_classifier
+
+
+def load_with_image(checkpoint: str, image: str, device: str) -> tuple[Network, Tensor]:
+    """Load a classifier, and an image as it takes it [1, 3, size, size].
+
+    Raises:
+        UserError: If one cannot be read, or the device cannot be used.
+    """
+    network = load_classifier(checkpoint)
+    with told_as(f"device={device!r} cannot be used"):
+        network.model.to(device)
+    with told_as(f"the image {image} cannot be read"):
+        return network, network.prepare(Path(image).read_bytes())[None].to(device)

@@ -1,0 +1,110 @@
+"""`dcvision explain report`: what there is to see of a model on an image, as one page."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dcmha import ComposedLayer
+from dcmha.analysis import attention_layers, measure_mixing, record_attention
+from dctrain.checkpoint import make_folder
+from dctrain.errors import told_as
+from dctrain.evaluation.run import check_at_least_one, name_models
+from dctrain.explain.diversity import explain_diversity
+from dctrain.explain.explanation import Explanation
+from dctrain.explain.mixing_report import explain_mixing
+from dctrain.explain.page import Maps, Shown, check_size, small_maps, write_page
+
+from ..evaluation.networks import Network
+from ..pictures import View, patch_grid, read_image
+from .attribute import KINDS, attribution_of, class_name, find_class
+from .breakdown import breakdown_of, token_names
+from .images import load_with_image
+
+
+def report(
+    checkpoint: str,
+    image: str,
+    target: str | None = None,
+    out: str = "report.html",
+    steps: int = 32,
+    device: str = "cpu",
+) -> None:
+    """Write a page: where each head looks before and after composition, credits, a breakdown, sizes, and diversity.
+
+    It needs no network and no other file. The maps of one layer at a time are in memory; in the page each takes two
+    bytes for each pair of tokens and head.
+
+    Args:
+        checkpoint: A model, as `evaluate` takes it; of a plain one what makes sense is shown.
+        image: An image file, which is prepared as the model was made for.
+        target: Name or number of the class that is credited to parts of the model; the likeliest one if left out.
+        out: The page.
+        steps: Points of the integral of the credits.
+        device: Where to run, such as cuda.
+
+    Raises:
+        UserError: If something cannot be read or written, there is no such class, the model has too many tokens for a
+            page, or its layers attend within windows.
+    """
+    check_at_least_one(steps=steps)
+    network, pixels = load_with_image(checkpoint, image, device)
+    model, (name,) = network.model, name_models([checkpoint])
+    view = View(read_image(image, pixels.shape[-1]), patch_grid(model, pixels.shape[-1]), _prefix(model), None)
+    with told_as(checkpoint, ValueError):
+        heads = sum(layer.num_heads for layer in attention_layers(model).values())
+    check_size(heads, view.prefix + view.grid[0] * view.grid[1])
+    with torch.no_grad():
+        number = find_class(network, target, model(pixels)[0])
+    maps = _maps(model, pixels, view)
+    found = [*_of_image(network, pixels, number, steps), explain_diversity([(name, model)])]
+    shown = Shown(token_names(view), view.grid, view.prefix, view.pixels)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    composed = "" if _composing(model) else " Plain attention: there is no composition to break down."
+    facts = f"{checkpoint}, {parameters:,} parameters; credits are of {class_name(network, number)}.{composed}"
+    path = Path(out)
+    make_folder(str(path.parent))
+    write_page(path, f"{name}: {Path(image).name}", facts, shown, maps, found)
+    print(out)
+
+
+def _prefix(model: nn.Module) -> int:
+    return getattr(model, "num_prefix_tokens", 0)
+
+
+def _composing(model: nn.Module) -> list[ComposedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, ComposedLayer) and layer.options.is_composed]
+
+
+@torch.inference_mode()
+def _maps(model: nn.Module, pixels: Tensor, view: View) -> dict[str, Maps]:
+    """Record all layers that can be; none of them is in a model of timm's own attention.
+
+    Raises:
+        UserError: If one attends within windows.
+    """
+    if not any(isinstance(layer, ComposedLayer) for layer in model.modules()):
+        return {}
+
+    def keep(one) -> Maps:
+        view.check({"a layer": one})
+        return small_maps(one)
+
+    with record_attention(model, keep=keep) as maps:
+        model(pixels)
+    return maps
+
+
+def _of_image(network: Network, pixels: Tensor, number: int, steps: int) -> list[Explanation]:
+    """Explain what the model does with an image; of plain attention, without what is of compositions."""
+    composing = _composing(network.model)
+    if not composing:
+        return [attribution_of(network, pixels, number, [kind for kind in KINDS if kind != "branches"], steps)]
+    with torch.inference_mode(), measure_mixing(network.model) as meters:
+        network.model(pixels)
+    composition = "post" if composing[0].options.post_compose else "pre"
+    return [
+        attribution_of(network, pixels, number, KINDS, steps),
+        breakdown_of(network, pixels, composition=composition),
+        explain_mixing(meters, "compositions over the image's patches"),
+    ]

@@ -1,0 +1,108 @@
+"""`dclm explain report`: one page that needs nothing else, in a browser and on a phone."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from dclm.load import load_model
+from dcmha import record_attention
+from tests.dctrain.explain.browser import PHONE, needs_browser, opened, title
+from tests.faults.drill import mistake
+
+from ..commands import run
+from ..evaluation.models import small_folder
+
+PROMPT = "def isabstract(self):\n    return </script>"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    small_folder(folder / "model")
+    run(
+        "explain", "report", f"--checkpoint={folder}/model", f"--prompt={PROMPT}", "--steps=2", f"--out={folder}/r.html"
+    )
+    return folder / "r.html"
+
+
+@pytest.fixture(scope="module")
+def recorded(page):
+    model = load_model(page.parent / "model")
+    ids = torch.from_numpy(model.tokenizer.encode([PROMPT])[0].astype("int64"))[None]
+    with torch.no_grad(), record_attention(model.decoder) as recorded:
+        model.decoder(ids)
+    return recorded
+
+
+def test_the_page_holds_all_that_it_shows(page, recorded):
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text) and "http" not in text
+    assert text.count('src="data:image/png;base64,') == 4 and text.count("<table>") == 4
+    data = json.loads(re.search(r'id="attention-data">(.*?)</script>', text, re.DOTALL)[1])
+    assert "".join(data["words"]) == PROMPT
+    for layer in data["layers"]:
+        maps = recorded[layer["name"]]
+        for stage, expected in (("before", maps.uncomposed_weights[0]), ("after", maps.maps.composed_weights[0])):
+            levels = np.frombuffer(base64.b64decode(layer[stage]), np.int8).reshape(expected.shape)
+            values = torch.from_numpy(levels / 127) * torch.tensor(layer[f"{stage}_scale"])[:, None, None]
+            torch.testing.assert_close(values.float(), expected, rtol=0, atol=float(expected.abs().max()) / 250)
+
+
+@needs_browser
+def test_a_head_shows_where_it_looks(page, recorded):
+    """As the address says, and when the pointer comes over it."""
+    maps = recorded["blocks.1.attn"].maps.composed_weights[0]
+    for script, head in (
+        ("", 2),
+        ('document.querySelectorAll("#heads button")[3].dispatchEvent(new Event("pointerenter"))', 3),
+    ):
+        document = opened(page, "layer=1&head=2&query=4", script)
+        after = re.search(r'id="after">(.*?)</div>', document, re.DOTALL)[1]
+        shown = [float(value) for value in re.findall(r'title="(-?[\d.]+)"', after)]
+        expected = maps[head, 4]
+        assert shown == pytest.approx(expected.tolist(), abs=float(maps[head].abs().max()) / 250)
+        assert f"blocks.1.attn, head {head}: where" in document
+        assert re.findall(r'<span[^>]*class="asks"', after)
+
+
+@needs_browser
+def test_tables_sort(page):
+    script = """
+    const isOfCredits = (one) => one.querySelectorAll("th")[3]?.textContent === "value";
+    const table = [...document.querySelectorAll("table")].find(isOfCredits);
+    const values = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[3].textContent));
+    const found = [];
+    for (const turn of [0, 1]) { table.querySelectorAll("th")[3].click(); found.push(values()); }
+    document.title = JSON.stringify(found);
+    """
+    down, up = json.loads(title(opened(page, script=script)))
+    assert down == sorted(down, reverse=True) and up == down[::-1] and len(set(down)) > 10
+
+
+@needs_browser
+def test_it_fits_a_phone(page):
+    script = "document.title = `${document.documentElement.scrollWidth} ${window.innerWidth}`"
+    wide, screen = map(int, title(opened(page, script=script, size=PHONE)).split())
+    assert wide <= screen
+
+
+def test_plain_models_have_a_page(tmp_path):
+    small_folder(tmp_path / "plain", name="transformer_pp_debug")
+    out = tmp_path / "r.html"
+    run("explain", "report", f"--checkpoint={tmp_path}/plain", f"--prompt={PROMPT}", "--steps=2", f"--out={out}")
+    text = out.read_text(encoding="utf-8")
+    assert "Plain attention: there is no composition to break down." in text
+    assert text.count('src="data:image/png;base64,') == 2 and '"name": "blocks.1.attn"' in text
+
+
+def test_mistakes(page, capsys):
+    model = f"--checkpoint={page.parent}/model"
+    asked = ("explain", "report", model)
+    assert "target='qqq' is" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--target=qqq")
+    assert "steps=0 must be at least 1" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--steps=0")
+    taken = mistake(capsys, run, *asked, f"--prompt={PROMPT}", f"--out={page.parent}", "--steps=2")
+    assert "cannot be written" in taken
