@@ -11,17 +11,10 @@ import dclm
 from tests.faults.drill import mistake
 
 from ..commands import run
-from ..evaluation.models import SOURCES, numbers, small_folder
+from ..evaluation.models import SOURCES, numbers
 
 TEXT = str(SOURCES[1])
 NAME = SOURCES[1].name
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_folder(tmp_path / "model")
-    return tmp_path
 
 
 def rows(path) -> dict[tuple[str, str], dict]:
@@ -91,7 +84,6 @@ def test_what_is_measured_is_kept(here, capsys):
 
 
 def test_plain_models_have_heads(here, capsys):
-    small_folder(here / "plain", name="transformer_pp_debug")
     asked = ("explain", "ablate", "--checkpoint=plain", f"--texts={TEXT}")
     assert "off=branches: Decoder composes no heads" in mistake(capsys, run, *asked)
     run(*asked, "--off=heads")

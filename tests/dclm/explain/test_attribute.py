@@ -10,16 +10,8 @@ from dclm.load import load_model
 from tests.faults.drill import mistake
 
 from ..commands import run
-from ..evaluation.models import small_folder
 
 PROMPT = "def isabstract(self):\n    return"
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_folder(tmp_path / "model")
-    return tmp_path
 
 
 def credits(path) -> dict[str, list[tuple[str, float]]]:
@@ -83,7 +75,6 @@ def test_mistakes(here, capsys, arguments, message):
 
 
 def test_a_plain_model_has_no_branches(here, capsys):
-    small_folder(here / "plain", name="transformer_pp_debug")
     asked = ("explain", "attribute", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
     assert "over=branches: Decoder composes no heads" in mistake(capsys, run, *asked)
     run(*asked, "--over", "heads", "tokens")

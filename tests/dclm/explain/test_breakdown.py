@@ -10,16 +10,8 @@ from dcmha import record_attention
 from tests.faults.drill import mistake
 
 from ..commands import run
-from ..evaluation.models import small_folder
 
 PROMPT = "def isabstract(self): return"
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_folder(tmp_path / "model")
-    return tmp_path
 
 
 @pytest.fixture
@@ -78,7 +70,6 @@ def test_what_changes_most_is_found(here, recorded, capsys):
     ],
 )
 def test_mistakes(here, capsys, arguments, message):
-    small_folder(here / "plain", name="transformer_pp_debug")
     given = {"--checkpoint": "model", "--prompt": PROMPT} | dict(a.split("=") for a in arguments)
     assert message in mistake(
         capsys, run, "explain", "breakdown", *(f"{name}={value}" for name, value in given.items())

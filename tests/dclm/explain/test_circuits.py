@@ -14,12 +14,6 @@ from ..commands import run
 from ..evaluation.models import small_folder
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def read(path) -> list[dict]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -44,10 +38,10 @@ def planted(folder) -> None:
 
 
 def test_planted_circuits_are_found(here, capsys):
-    planted(here / "model")
+    planted(here / "planted")
     (here / "next.tsv").write_text("a\tb\nx\ty\n")
     asked = ["--words", "a", "--relations", "next.tsv", "--tokenizer=bytes", "--top=3", "--out=out"]
-    run("explain", "circuits", "--checkpoint=model", *asked)
+    run("explain", "circuits", "--checkpoint=planted", *asked)
     found = {(row["layer"], int(row["head"]), row["relation"]): row for row in read("out/heads.csv")}
     assert len(found) == 2 * 2 * 2
     copies, follows = found["blocks.0.attn", 1, "copy"], found["blocks.1.attn", 0, "next"]
@@ -61,9 +55,9 @@ def test_planted_circuits_are_found(here, capsys):
 
 
 def test_logits_are_those_of_the_equation(here):
-    small_folder(here / "model", name="dcpythia_debug")
-    run("explain", "circuits", "--checkpoint=model", "--words= the", "--top=400", "--out=out")
-    decoder, tokenizer = load_model("model")
+    small_folder(here / "pythia", name="dcpythia_debug")
+    run("explain", "circuits", "--checkpoint=pythia", "--words= the", "--top=400", "--out=out")
+    decoder, tokenizer = load_model("pythia")
     block = decoder.blocks[1]
     with torch.no_grad():
         x = decoder.embed(torch.tensor([int(tokenizer.encode([" the"])[0][0])]))
@@ -87,7 +81,6 @@ def test_logits_are_those_of_the_equation(here):
     ],
 )
 def test_mistakes(here, capsys, words, pairs, message):
-    small_folder(here / "model")
     relations = [] if pairs is None else ["--relations=pairs.tsv"]
     (here / "pairs.tsv").write_text(pairs or "")
     assert message in mistake(capsys, run, "explain", "circuits", "--checkpoint=model", f"--words={words}", *relations)

@@ -25,7 +25,10 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param([], id="eager"), pytest.param(["--model.compile=true"], marks=pytest.mark.long, id="compiled")],
+    [
+        pytest.param([], marks=pytest.mark.slow, id="eager"),
+        pytest.param(["--model.compile=true"], marks=pytest.mark.long, id="compiled"),
+    ],
 )
 def test_curves_of_every_layer(corpus, tmp_path, more):
     asked = ["--trainer.max_epochs=2", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", *more]

@@ -8,18 +8,14 @@ import dclm
 from dcmha.analysis import model_diversity
 
 from ..commands import run
-from ..evaluation.models import small_folder
 
 
-def test_models_side_by_side(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    small_folder(tmp_path / "composed")
-    small_folder(tmp_path / "plain", 1, name="transformer_pp_debug")
-    run("explain", "diversity", "--checkpoint", "composed", "plain", "--out=out")
+def test_models_side_by_side(here, capsys):
+    run("explain", "diversity", "--checkpoint", "model", "plain", "--out=out")
     with open("out/diversity.csv") as file:
         rows = {(row["model"], row["layer"], row["kind"]): row for row in csv.DictReader(file)}
     assert len(rows) == 2 * 2 * 2
-    for model in ("composed", "plain"):
+    for model in ("model", "plain"):
         for layer, found in model_diversity(dclm.load_pretrained(model)).items():
             for kind, curve in (("QK", found.qk), ("OV", found.ov)):
                 row = rows[model, layer, kind]

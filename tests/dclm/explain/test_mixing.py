@@ -10,14 +10,7 @@ from dcmha.analysis import MixingMeter
 from tests.faults.drill import mistake
 
 from ..commands import run
-from ..evaluation.models import SOURCES, small_folder
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_folder(tmp_path / "model")
-    return tmp_path
+from ..evaluation.models import SOURCES
 
 
 def test_numbers_are_those_of_the_tokens(here, capsys):
@@ -57,6 +50,5 @@ def test_numbers_are_those_of_the_tokens(here, capsys):
     ],
 )
 def test_mistakes(here, capsys, arguments, message):
-    small_folder(here / "plain", name="transformer_pp_debug")
     given = {"--checkpoint": "model", "--texts": str(SOURCES[0])} | dict(a.split("=") for a in arguments)
     assert message in mistake(capsys, run, "explain", "mixing", *(f"{name}={value}" for name, value in given.items()))

@@ -30,8 +30,8 @@ def page(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recorded(page):
-    model = load_model(page.parent / "model")
+def recorded(models):
+    model = load_model(models / "model")
     ids = torch.from_numpy(model.tokenizer.encode([PROMPT])[0].astype("int64"))[None]
     with torch.no_grad(), record_attention(model.decoder) as recorded:
         model.decoder(ids)
@@ -90,19 +90,16 @@ def test_it_fits_a_phone(page):
     assert wide <= screen
 
 
-def test_plain_models_have_a_page(tmp_path):
-    small_folder(tmp_path / "plain", name="transformer_pp_debug")
-    out = tmp_path / "r.html"
-    run("explain", "report", f"--checkpoint={tmp_path}/plain", f"--prompt={PROMPT}", "--steps=2", f"--out={out}")
-    text = out.read_text(encoding="utf-8")
+def test_plain_models_have_a_page(here):
+    run("explain", "report", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
+    text = (here / "report.html").read_text(encoding="utf-8")
     assert "Plain attention: there is no composition to break down." in text
     assert text.count('src="data:image/png;base64,') == 2 and '"name": "blocks.1.attn"' in text
 
 
-def test_mistakes(page, capsys):
-    model = f"--checkpoint={page.parent}/model"
-    asked = ("explain", "report", model)
+def test_mistakes(here, capsys):
+    asked = ("explain", "report", "--checkpoint=model")
     assert "target='qqq' is" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--target=qqq")
     assert "steps=0 must be at least 1" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--steps=0")
-    taken = mistake(capsys, run, *asked, f"--prompt={PROMPT}", f"--out={page.parent}", "--steps=2")
+    taken = mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--out=plain", "--steps=2")
     assert "cannot be written" in taken

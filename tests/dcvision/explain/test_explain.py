@@ -46,6 +46,7 @@ def losses(path) -> dict[str, float]:
         return {row["without"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "loss"}
 
 
+@pytest.mark.slow
 def test_without_a_part_is_with_weights_of_zero(here):
     model = made(here / "model", depth=2)
     asked = ["--images=digits", "--limit=64"]
@@ -76,6 +77,7 @@ def test_diversity_of_any_vision_transformer(here, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_class_is_credited_to_patches(here, capsys):
     model = made(here / "model", scale=1.0, depth=2)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -157,6 +159,7 @@ def test_a_head_that_writes_the_class_is_found(here, capsys):
     assert "blocks.1.attn head 1, best by the image's own class" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_page_of_an_image(here):
     made(here / "model", scale=1.0, depth=2), made(here / "plain", "test_vit", scale=1.0)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -170,6 +173,7 @@ def test_a_page_of_an_image(here):
     assert "no attention layers that can be recorded" in text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_patches_are_coloured(here):
     model = made(here / "model", scale=1.0, depth=2)
