@@ -14,7 +14,7 @@ from ..evaluation.results import Measure
 from ..evaluation.run import Measurable
 
 KINDS = ("branches", "layers", "heads")
-WITHOUT = "without"  # the setting that tells what was switched off
+WITHOUT, KIND = "without", "kind"  # settings that tell what was switched off
 
 
 class Part(NamedTuple):
@@ -66,16 +66,21 @@ class Ablated(NamedTuple):
     @property
     def title(self) -> str:
         """Name it, uniquely."""
-        return f"{self.measure.title}, without {self.part.name}"
+        return f"{self.measure.title}{without_title(self.part.name)}"
 
     def settings(self, subject: Ablatable) -> dict:
         """Tell what the numbers depend on beside the model."""
-        return self.measure.settings(subject) | {WITHOUT: self.part.name, "kind": self.part.kind}
+        return self.measure.settings(subject) | {WITHOUT: self.part.name, KIND: self.part.kind}
 
     def run(self, subject: Ablatable) -> tuple[list[Measure], str | None]:
         """Measure it; what there is to say of the measurement has been said of the whole model."""
         with self.part.switched_off(subject.module):
             return self.measure.run(subject.under(self.part.name))[0], None
+
+
+def without_title(part: str) -> str:
+    """Write what is added to the title of a measurement."""
+    return f", without {part}"
 
 
 def check_kinds(kinds: Sequence[str]) -> None:

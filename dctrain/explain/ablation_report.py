@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ..evaluation.results import Measure, Results
 from ..markdown import markdown_table
-from .ablation import KINDS, WITHOUT
+from .ablation import KIND, KINDS, WITHOUT, without_title
 from .explanation import Explanation, write_explanation
 from .maps import by_layer, draw_map
 
@@ -59,19 +59,27 @@ def explain_ablation(models: Sequence[Results]) -> Explanation:
 
 
 def _rows(results: Results) -> list[Row]:
-    entries = results.content["results"].values()
-    whole: dict[tuple[str, str], float] = {}
+    """Compare each ablation with the whole model, measured alike; of other settings, such as an earlier limit, none."""
+    entries = results.content["results"]
     rows = []
-    for entry in entries:
-        measures = [Measure(**measure) for measure in entry["measures"]]
-        part = entry["settings"].get("kind", ""), entry["settings"].get(WITHOUT, "")
-        for measure in (measure for measure in measures if measure.metric not in SPEEDS):
+    for title, entry in entries.items():
+        kind, without = (entry["settings"].get(name, "") for name in (KIND, WITHOUT))
+        whole = entries[title.removesuffix(without_title(without)) if without else title]
+        if _apart_from_part(entry) != _apart_from_part(whole):
+            continue
+        values = {(m["name"], m["metric"]): _number(Measure(**m))[1] for m in whole["measures"]}
+        measures = [Measure(**measure) for measure in entry["measures"] if measure["metric"] not in SPEEDS]
+        for measure in measures:
             metric, value = _number(measure)
-            worse = value - whole.setdefault((measure.name, metric), value)  # the whole model is measured first
+            worse = value - values[measure.name, measure.metric]
             worse_by = (-worse if measure.higher_is_better else worse) + 0.0  # no negative zero
             is_main = measure.name == measures[0].name
-            rows.append(Row(results.model, measure.name, metric, *part, value, worse_by, is_main))
+            rows.append(Row(results.model, measure.name, metric, kind, without, value, worse_by, is_main))
     return rows
+
+
+def _apart_from_part(entry: dict) -> dict:
+    return {name: value for name, value in entry["settings"].items() if name not in (KIND, WITHOUT)}
 
 
 def _number(measure: Measure) -> tuple[str, float]:

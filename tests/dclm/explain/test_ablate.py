@@ -11,7 +11,7 @@ import dclm
 from tests.faults.drill import mistake
 
 from ..commands import run
-from ..evaluation.models import SOURCES, numbers
+from ..evaluation.models import SOURCES, numbers, write_records
 
 TEXT = str(SOURCES[1])
 NAME = SOURCES[1].name
@@ -81,6 +81,18 @@ def test_what_is_measured_is_kept(here, capsys):
     assert capsys.readouterr().out.count(" measured") == 8
     both = json.loads((here / "out/model.json").read_text())["results"]
     assert both.items() >= first.items() and len(both) == 11
+
+
+def test_what_was_measured_otherwise_is_left_out(here):
+    """Heads of an earlier run with fewer documents are not compared with the whole model of a later one."""
+    asked = ("explain", "ablate", "--checkpoint=model", "--texts=texts.jsonl", "--out=out")
+    write_records(here / "texts.jsonl", [{"text": source.read_text()[:400]} for source in SOURCES])
+    run(*asked, "--off=heads", "--limit=1")
+    run(*asked, "--off=layers", "--limit=2")
+    found = rows(here / "out/ablation.csv")
+    assert {name for name, _ in found} == {"", "composition of blocks.0.attn", "composition of blocks.1.attn"}
+    run(*asked, "--off=heads", "--limit=2")
+    assert len(rows(here / "out/ablation.csv")) == 2 * (1 + 2 + 8)
 
 
 def test_plain_models_have_heads(here, capsys):
