@@ -12,7 +12,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.attribution import Attribution, Objective, attribute_branches, attribute_heads, integrate
 from dctrain.explain.attribution_report import explain_attribution
-from dctrain.explain.explanation import Explanation, write_explanation
+from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
@@ -57,7 +57,7 @@ def attribute(
     check_at_least_one(steps=steps)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     found = attribution_of(model, ask(model, prompt, target), over, steps)
-    write_explanation(found, make_folder(out))
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)])
 
 
 def attribution_of(model: LoadedModel, question: Question, over: Sequence[str], steps: int) -> Explanation:

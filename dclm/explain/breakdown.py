@@ -11,7 +11,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import find_dtype
 from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
-from dctrain.explain.explanation import Explanation, write_explanation
+from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import find_layer, find_position
 
 from ..load import LoadedModel, load_model
@@ -54,7 +54,7 @@ def breakdown(
     ids, words = encode(model, prompt)
     with told_as(checkpoint, ValueError):
         found = breakdown_of(model, ids, words, layer, composition, query, key)
-    write_explanation(found, make_folder(out))
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)])
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.circuits_report import explain_circuits, list_written, score_head
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import origin_of, write_explanation
 
 from ..data.tokenizers import Tokenizer
 from ..decoder import Decoder
@@ -76,7 +76,7 @@ def circuits(
         if words:
             written += list_written(*place, words, circuit(asked), lambda token: vocabulary.decode([token]), top)
         scores += [score_head(*place, one.name, circuit(one.sources), one.targets, top) for one in pairs]
-    write_explanation(explain_circuits(scores, written, top), make_folder(out))
+    write_explanation(explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, decoder)])
 
 
 def _circuits(decoder: Decoder) -> Iterator[tuple[str, int, "Circuit"]]:

@@ -13,7 +13,7 @@ from dcmha.analysis import measure_mixing
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import origin_of, write_explanation
 from dctrain.explain.mixing_report import explain_mixing
 
 from ..data.texts import find_inputs, read_documents
@@ -61,7 +61,9 @@ def mixing(
         for start in tqdm(range(0, len(rows), batch_size), "rows", unit="batch", leave=False):
             model.decoder.hidden_states(rows[start : start + batch_size].to(model.decoder.device))
     write_explanation(
-        explain_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}"), make_folder(out)
+        explain_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}"),
+        make_folder(out),
+        [origin_of(checkpoint, model.decoder)],
     )
 
 

@@ -8,9 +8,9 @@ from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.evaluation.run import check_at_least_one, find_dtype, name_models
 from dctrain.explain.diversity import explain_diversity
-from dctrain.explain.explanation import Explanation
+from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
-from dctrain.explain.page import Shown, check_size, small_maps, write_page
+from dctrain.explain.page import Shown, check_size, facts_of, small_maps, write_page
 
 from ..load import LoadedModel, load_model
 from .attribute import KINDS, attribution_of
@@ -54,9 +54,8 @@ def report(
     with torch.inference_mode(), record_attention(decoder, keep=small_maps) as maps:
         decoder.hidden_states(question.input_ids)
     found = [*_of_prompt(model, question, steps), explain_diversity([(name, decoder)])]
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
     composed = "" if _is_composed(model) else " Plain attention: there is no composition to break down."
-    facts = f"{checkpoint}, {parameters:,} parameters, {decoder.config.num_layers} layers.{composed}"
+    facts = f"{facts_of(origin_of(checkpoint, decoder), decoder)}{composed}"
     path = Path(out)
     make_folder(str(path.parent))
     write_page(path, f"{name}: {prompt[-80:]!r}", facts, Shown(question.words[:-1]), maps, found)

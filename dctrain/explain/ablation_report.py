@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def report_ablation(models: Sequence[Results], folder: Path) -> None:
     """Print tables of models that were measured; write ablation.csv, and a picture of each model."""
-    write_explanation(explain_ablation(models), folder)
+    write_explanation(explain_ablation(models), folder, ())  # each model's results say where they come from
 
 
 def explain_ablation(models: Sequence[Results]) -> Explanation:

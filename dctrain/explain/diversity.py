@@ -2,7 +2,7 @@
 
 # K principal components
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..checkpoint import make_folder
 from ..errors import told_as
 from ..evaluation.run import name_models
 from ..markdown import markdown_table
-from .explanation import Explanation, write_explanation
+from .explanation import Explanation, Origin, origin_of, write_explanation
 
 KINDS = {"qk": "QK", "ov": "OV"}
 MOST = 0.9  # of the variance, whose components are counted
@@ -65,9 +65,15 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
         Raises:
             UserError: If a model cannot be read or has no attention layers, or a file cannot be written.
         """
-        named = zip(name_models(checkpoint), checkpoint, strict=True)
-        found = explain_diversity((name, load(path)) for name, path in named)
-        write_explanation(found, make_folder(out))
+        origins: list[Origin] = []
+
+        def loaded() -> Iterator[tuple[str, nn.Module]]:
+            for name, path in zip(name_models(checkpoint), checkpoint, strict=True):
+                model = load(path)
+                origins.append(origin_of(path, model))
+                yield name, model
+
+        write_explanation(explain_diversity(loaded()), make_folder(out), origins)
 
     return diversity
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from torch import nn
 
 from ..cli import relative
+from ..environment import environment
 from ..errors import told_as
-from ..files import written_whole
+from ..evaluation.results import checksum
+from ..files import write_json, written_whole
 
 DPI = 120
 
@@ -31,8 +34,32 @@ class Explanation(NamedTuple):
     tables: Mapping[str, Sequence[NamedTuple]]
 
 
-def write_explanation(found: Explanation, folder: Path) -> None:
-    """Write tables (.csv) and pictures (.png) into a folder; print the text and where they are.
+class Origin(NamedTuple):
+    """Where numbers come from.
+
+    Attributes:
+        checkpoint: As it was named.
+        weights_crc32: Checksum of its weights.
+        dtype: Of the weights.
+        environment: Device, versions and commit.
+    """
+
+    checkpoint: str
+    weights_crc32: int
+    dtype: str
+    environment: dict
+
+
+def origin_of(checkpoint: str, model: nn.Module) -> Origin:
+    """Tell of a model that has been loaded."""
+    weight = next(model.parameters())
+    return Origin(checkpoint, checksum(model), str(weight.dtype).removeprefix("torch."), environment(weight.device))
+
+
+def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin]) -> None:
+    """Write tables (.csv), pictures (.png) and where they come from (.json, called like the first table) into a folder.
+
+    The text is printed, and where the files are.
 
     Raises:
         UserError: If a file cannot be written.
@@ -47,6 +74,9 @@ def write_explanation(found: Explanation, folder: Path) -> None:
         _write(folder / f"{name}.png", as_png(figure))
     print(f"{found.title}\n\n{found.text}\n")
     files = [f"{name}.csv" for name in found.tables] + [f"{name}.png" for name in found.pictures]
+    if origins:
+        files.append(f"{next(iter(found.tables))}.json")
+        write_json(folder / files[-1], {"title": found.title, "models": [origin._asdict() for origin in origins]})
     print(*(relative(folder / name) for name in files), sep="\n")
 
 

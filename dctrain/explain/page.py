@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcmha.analysis import Recorded
 
 from ..errors import UserError, told_as
 from ..files import written_whole
-from .explanation import Explanation, as_png
+from .explanation import Explanation, Origin, as_png
 
 ROWS = 1000  # of a table; more are left out, and that is said
 LEVELS = 127
@@ -53,6 +53,13 @@ class Maps(NamedTuple):
     before_scale: Tensor
     after: Tensor
     after_scale: Tensor
+
+
+def facts_of(origin: Origin, model: nn.Module) -> str:
+    """Say in a line what a model is, and where it was looked at."""
+    parameters, where = sum(parameter.numel() for parameter in model.parameters()), origin.environment
+    what = f"{origin.checkpoint}, {parameters:,} parameters, {origin.dtype}, weights {origin.weights_crc32:08x}"
+    return f"{what}; commit {where['commit']}, torch {where['torch']}, {where['device']}."
 
 
 def small_maps(recorded: Recorded) -> Maps:

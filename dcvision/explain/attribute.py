@@ -12,7 +12,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.attribution import Attribution, attribute_branches, attribute_heads, integrate
 from dctrain.explain.attribution_report import explain_attribution
-from dctrain.explain.explanation import Explanation, write_explanation
+from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 
 from ..evaluation.networks import Network
 from ..pictures import patch_grid
@@ -54,7 +54,11 @@ def attribute(
     with torch.no_grad():
         number = find_class(network, target, network.model(pixels)[0])
     found = attribution_of(network, pixels, number, over, steps)
-    write_explanation(found._replace(title=f"{found.title} for {Path(image).name}"), make_folder(out))
+    write_explanation(
+        found._replace(title=f"{found.title} for {Path(image).name}"),
+        make_folder(out),
+        [origin_of(checkpoint, network.model)],
+    )
 
 
 def attribution_of(network: Network, pixels: Tensor, number: int, over: Sequence[str], steps: int) -> Explanation:

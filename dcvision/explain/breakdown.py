@@ -9,7 +9,7 @@ from dcmha.analysis import Recorded, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
-from dctrain.explain.explanation import Explanation, write_explanation
+from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import find_layer, find_position
 
 from ..evaluation.networks import Network
@@ -49,7 +49,7 @@ def breakdown(
     network, pixels = load_with_image(checkpoint, image, device)
     with told_as(checkpoint, ValueError):
         found = breakdown_of(network, pixels, layer, composition, query, key)
-    write_explanation(found, make_folder(out))
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, network.model)])
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.circuits_report import Score, Written, explain_circuits, list_written, score_head
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import origin_of, write_explanation
 
 from ..evaluation.images import readable_images
 from ..evaluation.networks import load_classifier
@@ -70,7 +70,7 @@ def circuits(
         of_layer = _judge(name, layers[name], torch.cat(tokens), model.get_classifier(), labels, names, top)
         scores += of_layer[0]
         written += of_layer[1]
-    write_explanation(explain_circuits(scores, written, top), make_folder(out))
+    write_explanation(explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, network.model)])
 
 
 def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:

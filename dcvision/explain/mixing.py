@@ -9,7 +9,7 @@ from dcmha.analysis import measure_mixing
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.explain.explanation import write_explanation
+from dctrain.explain.explanation import origin_of, write_explanation
 from dctrain.explain.mixing_report import explain_mixing
 
 from ..evaluation.images import readable_images
@@ -44,4 +44,8 @@ def mixing(
         while batch := list(islice(shown, batch_size)):
             model(torch.stack([image for _, image in batch]).to(device))
             count += len(batch)
-    write_explanation(explain_mixing(meters, f"compositions over {count} images of {images}"), make_folder(out))
+    write_explanation(
+        explain_mixing(meters, f"compositions over {count} images of {images}"),
+        make_folder(out),
+        [origin_of(checkpoint, network.model)],
+    )

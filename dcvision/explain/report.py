@@ -11,13 +11,13 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import check_at_least_one, name_models
 from dctrain.explain.diversity import explain_diversity
-from dctrain.explain.explanation import Explanation
+from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
-from dctrain.explain.page import Maps, Shown, check_size, small_maps, write_page
+from dctrain.explain.page import Maps, Shown, check_size, facts_of, small_maps, write_page
 
 from ..evaluation.networks import Network
 from ..pictures import View, patch_grid, read_image
-from .attribute import KINDS, attribution_of, class_name, find_class
+from .attribute import KINDS, attribution_of, find_class
 from .breakdown import breakdown_of, token_names
 from .images import load_with_image
 
@@ -59,9 +59,8 @@ def report(
     maps = _maps(model, pixels, view)
     found = [*_of_image(network, pixels, number, steps), explain_diversity([(name, model)])]
     shown = Shown(token_names(view), view.grid, view.prefix, view.pixels)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     composed = "" if _composing(model) else " Plain attention: there is no composition to break down."
-    facts = f"{checkpoint}, {parameters:,} parameters; credits are of {class_name(network, number)}.{composed}"
+    facts = f"{facts_of(origin_of(checkpoint, model), model)}{composed}"
     path = Path(out)
     make_folder(str(path.parent))
     write_page(path, f"{name}: {Path(image).name}", facts, shown, maps, found)

@@ -1,11 +1,14 @@
 """`dclm explain diversity`: figure 5 of any models."""
 
 import csv
+import json
+from pathlib import Path
 
 from torchvision.io import decode_image
 
 import dclm
 from dcmha.analysis import model_diversity
+from dctrain.evaluation.results import checksum
 
 from ..commands import run
 
@@ -22,6 +25,9 @@ def test_models_side_by_side(here, capsys):
                 assert float(row["mean_captured"]) == float(curve.mean()) and int(row["components"]) == len(curve) == 32
                 count = round(32 * float(row["components_for_90"]))
                 assert curve[count - 1] >= 0.9 > curve[count - 2]
+    origins = json.loads(Path("out/diversity.json").read_text())["models"]
+    assert [origin["checkpoint"] for origin in origins] == ["model", "plain"]
+    assert origins[0]["weights_crc32"] == checksum(dclm.load_pretrained("model")) != origins[1]["weights_crc32"]
     picture = decode_image("out/diversity.png")[:3].float()
     assert min(picture.shape[1:]) > 300 and (picture.flatten(1).std(1) > 5).all()
     printed = capsys.readouterr().out
