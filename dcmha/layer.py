@@ -136,6 +136,19 @@ class ComposedLayer(nn.Module):
         _log_choice(self.impl, choice)
 
 
+def composed_layers(model: nn.Module) -> dict[str, ComposedLayer]:
+    """Find the layers of a model that compose heads, by name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
+    layers = {name: layer for name, layer in layers.items() if layer.options.is_composed}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} composes no heads.")
+    return layers
+
+
 @cache
 def _log_choice(impl: Impl, choice: Choice) -> None:
     because = "" if choice.reason is None else f": {choice.reason}"

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from dctrain.evaluation.run import check_asked, check_at_least_one, find_dtype, measure_models
-from dctrain.explain.ablation import ablations, check_kinds
+from dctrain.explain.ablation import KINDS, ablations
 from dctrain.explain.ablation_report import report_ablation
+from dctrain.explain.places import check_kinds
 
 from ..evaluation.command import measure_model, named
 from ..evaluation.masked import MaskedTexts
@@ -54,7 +55,7 @@ def ablate(
     """
     check_asked(checkpoint, [*texts, *suites, *masked], (), "texts, suites or masked")
     check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length)
-    check_kinds(off)
+    check_kinds("off", off, KINDS)
     measures = [
         *(TextSet(name, path, text_key, PILE_KEY, None, limit) for name, path in named(texts)),
         *(SuiteFile(name, path, limit) for name, path in named(suites)),

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dctrain.checkpoint import make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.attribution import Attribution, Objective, attribute_branches, attribute_heads, integrate
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
+from dctrain.explain.places import check_kinds
 
 from ..decoder import Decoder
 from ..load import LoadedModel, load_model
@@ -52,12 +53,12 @@ def attribute(
     Raises:
         UserError: If the model cannot be read or has no such parts, or the target is not one token.
     """
-    if not over or set(over) - set(KINDS) or len(set(over)) < len(over):
-        raise UserError(f"over={list(over)}; accepted: one or more of {', '.join(KINDS)}.")
+    asked = locals().copy()
+    check_kinds("over", over, KINDS)
     check_at_least_one(steps=steps)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     found = attribution_of(model, ask(model, prompt, target), over, steps)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)])
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)], asked)
 
 
 def attribution_of(model: LoadedModel, question: Question, over: Sequence[str], steps: int) -> Explanation:

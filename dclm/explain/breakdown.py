@@ -38,7 +38,8 @@ def breakdown(
     Args:
         checkpoint: A model, as `generate` takes it.
         prompt: The text.
-        layer: Name or number of the layer; that which changes the query's attention most if left out.
+        layer: Name of the layer, or its number among all attention layers; the one that changes the query's attention
+            most if left out.
         composition: "pre" breaks scores, "post" weights.
         query: Position of the token that looks, -1 the last.
         key: Position of the token that it looks at; that whose attention changes most if left out.
@@ -50,11 +51,12 @@ def breakdown(
     Raises:
         UserError: If something cannot be read, there is no such layer or token, or the model composes nothing there.
     """
+    asked = locals().copy()
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     ids, words = encode(model, prompt)
     with told_as(checkpoint, ValueError):
         found = breakdown_of(model, ids, words, layer, composition, query, key)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)])
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)], asked)
 
 
 @torch.inference_mode()

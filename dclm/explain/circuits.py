@@ -65,18 +65,19 @@ def circuits(
     Raises:
         UserError: If something cannot be read, a word is not one token, or a file holds no pairs.
     """
+    asked = locals().copy()
     check_at_least_one(top=top, sample=sample)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     decoder, vocabulary = model
-    asked = torch.tensor([one_token(vocabulary, word) for word in words], dtype=torch.long)
+    sources = torch.tensor([one_token(vocabulary, word) for word in words], dtype=torch.long)
     pairs = [_copies(vocabulary, sample), *(_read_pairs(vocabulary, Path(path)) for path in relations)]
     written, scores = [], []
     for layer, head, circuit in _circuits(decoder):
         place = (layer, head)
         if words:
-            written += list_written(*place, words, circuit(asked), lambda token: vocabulary.decode([token]), top)
+            written += list_written(*place, words, circuit(sources), lambda token: vocabulary.decode([token]), top)
         scores += [score_head(*place, one.name, circuit(one.sources), one.targets, top) for one in pairs]
-    write_explanation(explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, decoder)])
+    write_explanation(explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, decoder)], asked)
 
 
 def _circuits(decoder: Decoder) -> Iterator[tuple[str, int, "Circuit"]]:
@@ -116,10 +117,11 @@ def _read_pairs(tokenizer: Tokenizer, path: Path) -> Pairs:
         UserError: If the file cannot be read or has no pairs, or something in it is not one token.
     """
     with told_as(f"{path} cannot be read"), open(path, newline="", encoding="utf-8") as file:
-        lines = [line for line in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if line]
-    wrong = next((number for number, line in enumerate(lines, 1) if len(line) != 2), None)
+        numbered = enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1)
+        lines = {number: line for number, line in numbered if line}
+    wrong = next((number for number, line in lines.items() if len(line) != 2), None)
     if wrong is not None or not lines:
         got = f"{path} holds nothing" if not lines else f"{path}: line {wrong} is no pair"
         raise UserError(f"{got}; accepted: lines of a token, a tabulator and its partner.")
-    sources, targets = ([one_token(tokenizer, word) for word in column] for column in zip(*lines, strict=True))
+    sources, targets = ([one_token(tokenizer, word) for word in column] for column in zip(*lines.values(), strict=True))
     return Pairs(path.stem, torch.tensor(sources), torch.tensor(targets))

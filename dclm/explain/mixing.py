@@ -35,8 +35,8 @@ def mixing(
 ) -> None:
     """Tell how large the branches of each composition are, of what rank it is, and how much it depends on tokens.
 
-    Texts are read one after the other, in rows of the context's length. Beside the model a layer holds four matrices of
-    H x H for each token of a batch: 34 MB for 32 heads and 2048 tokens, of one layer at a time.
+    Texts are read one after the other, in rows of the context's length. Beside the model a layer holds nine matrices of
+    H x H for each token of a batch: 75 MB for 32 heads and 2048 tokens, of one layer at a time.
 
     Args:
         checkpoint: A model, as `evaluate` takes it, but of this project's.
@@ -53,6 +53,7 @@ def mixing(
     Raises:
         UserError: If something cannot be read, or the model composes nothing.
     """
+    asked = locals().copy()
     check_at_least_one(tokens=tokens, context_length=context_length, batch_size=batch_size)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     length = min(context_length or model.decoder.config.context_length, tokens)
@@ -64,6 +65,7 @@ def mixing(
         explain_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}"),
         make_folder(out),
         [origin_of(checkpoint, model.decoder)],
+        asked,
     )
 
 

@@ -1,6 +1,7 @@
 """What heads and their composition do in a trained model. Needs torch alone; the trainers draw and command."""
 
 from ..impl.reference import BRANCHES
+from ..layer import composed_layers
 from .breakdown import Breakdown
 from .circuits import HeadWeights, attention_layers, head_outputs, head_weights
 from .diversity import Diversity, head_diversity, model_diversity
@@ -19,6 +20,7 @@ __all__ = [
     "Recorded",
     "Spread",
     "attention_layers",
+    "composed_layers",
     "composition_branches",
     "head_diversity",
     "head_outputs",

@@ -6,6 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ..layer import ComposedLayer
+
+TIMM = {  # its attention whose weights lie head after head, queries, keys and values apart
+    *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope"),
+    *("timm.layers.attention_pool.AttentionPoolLatent", "timm.models.beit.Attention"),
+    *("timm.models.eva.EvaAttention", "timm.models.swin_transformer.WindowAttention"),
+}
+
 
 class HeadWeights(NamedTuple):
     """The four matrices of each head of a layer, biases and norms left out.
@@ -24,19 +32,19 @@ class HeadWeights(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the attention layers of a model, composed or plain, by name: those of this package and of timm.
+    """Find the attention layers of a model, composed or plain, by name: those of this package, and of timm in `TIMM`.
 
     Raises:
         ValueError: If there is none.
     """
     layers = {name: module for name, module in model.named_modules() if _has_heads(module)}
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention layers (with num_heads, proj, and qkv or q and kv).")
+        raise ValueError(f"{type(model).__name__} has no attention layers whose heads are known.")
     return layers
 
 
 def head_weights(layer: nn.Module) -> HeadWeights:
-    """Take the weights of a layer apart by heads; keys and values that heads share are repeated, not copied."""
+    """Take the weights of a layer apart by heads; keys and values that heads share are repeated."""
     heads = layer.num_heads
     query, key, value = (_by_heads(part, heads, layer.proj.in_features // heads) for part in _projections(layer))
     return HeadWeights(query, key, value, layer.proj.weight.unflatten(1, (heads, -1)).transpose(0, 1))
@@ -58,8 +66,11 @@ def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
 
 
 def _has_heads(module: nn.Module) -> bool:
-    projects = any(getattr(module, name, None) is not None for name in ("qkv", "q_proj", "kv"))
-    return projects and isinstance(getattr(module, "proj", None), nn.Linear) and hasattr(module, "num_heads")
+    """Tell whether the rows of a layer's projections lie as `_projections` reads them."""
+    if isinstance(module, ComposedLayer):
+        return True
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
+    return bool(names & TIMM) and (hasattr(module, "qkv") or isinstance(getattr(module, "q", None), nn.Linear))
 
 
 def _projections(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:

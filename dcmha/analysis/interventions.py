@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..impl.reference import BRANCHES
-from ..layer import ComposedLayer
+from ..layer import composed_layers
 from ..weights import ComposeWeights, SideWeights
 from .circuits import attention_layers
 
@@ -36,15 +36,12 @@ def composition_branches(model: nn.Module) -> list[Branch]:
         ValueError: If it composes nothing.
     """
     found = []
-    for name, module in model.named_modules():
-        if isinstance(module, ComposedLayer) and module.options.is_composed:
-            options = module.options
-            sides = [(side, part) for side in options.sides for part in ("projection", "gate")]
-            has = {"projection": options.rank > 0, "gate": options.dynamic_gate}
-            names = ["base"] * options.static_base + [f"{side} {part}" for side, part in sides if has[part]]
-            found += [Branch(name, composition, branch) for composition in options.compositions for branch in names]
-    if not found:
-        raise ValueError(f"{type(model).__name__} composes no heads.")
+    for name, layer in composed_layers(model).items():
+        options = layer.options
+        sides = [(side, part) for side in options.sides for part in ("projection", "gate")]
+        has = {"projection": options.rank > 0, "gate": options.dynamic_gate}
+        names = ["base"] * options.static_base + [f"{side} {part}" for side, part in sides if has[part]]
+        found += [Branch(name, composition, branch) for composition in options.compositions for branch in names]
     return found
 
 
@@ -52,7 +49,8 @@ def composition_branches(model: nn.Module) -> list[Branch]:
 def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -> Iterator[None]:
     """Multiply what branches add to scores or weights, in every call while the context is open; 0 switches them off.
 
-    Gradients reach factors that are tensors. Compiled models run eagerly.
+    Gradients reach factors that are tensors; the backward pass of layers that recompute must be in the context too.
+    Compiled models run eagerly.
 
     Args:
         model: What is called while the context is open.

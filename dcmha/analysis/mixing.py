@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layer import ComposedLayer
+from ..layer import ComposedLayer, composed_layers
 from ..weights import ComposeWeights
 
 PAIRS = 64  # of a sequence, whose effective rank is computed
@@ -104,7 +104,7 @@ class Sums:
 
 
 class MixingMeter:
-    """Takes in the weights of one composition, batch by batch; holds 4 B T H^2 floats while it does.
+    """Takes in the weights of one composition, batch by batch; holds some 9 B T H^2 floats while it does.
 
     Args:
         num_heads: Heads H.
@@ -176,10 +176,7 @@ def measure_mixing(model: nn.Module) -> Iterator[dict[str, dict[str, MixingMeter
     Raises:
         ValueError: If the model composes nothing.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
-    layers = {name: layer for name, layer in layers.items() if layer.compose is not None}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} composes no heads.")
+    layers = composed_layers(model)
     meters: dict[str, dict[str, MixingMeter]] = {name: {} for name in layers}
 
     def see(name: str, layer: ComposedLayer, _module, _args, made) -> None:

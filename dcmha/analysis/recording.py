@@ -99,7 +99,7 @@ def record_attention(
     found = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no DCAttention or DCCrossAttention to record.")
-    chosen = list(found) if layers is None else list(layers)
+    chosen = list(found) if layers is None else list(dict.fromkeys(layers))
     unknown = [name for name in chosen if name not in found]
     if unknown:
         raise ValueError(f"layers={unknown} are not in the model; accepted: {', '.join(found)}.")

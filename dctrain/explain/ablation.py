@@ -9,7 +9,7 @@ from torch import nn
 
 from dcmha.analysis import Branch, attention_layers, composition_branches, scale_branches, scale_heads
 
-from ..errors import UserError, told_as
+from ..errors import told_as
 from ..evaluation.results import Measure
 from ..evaluation.run import Measurable
 
@@ -81,16 +81,6 @@ class Ablated(NamedTuple):
 def without_title(part: str) -> str:
     """Write what is added to the title of a measurement."""
     return f", without {part}"
-
-
-def check_kinds(kinds: Sequence[str]) -> None:
-    """Check what is to be switched off.
-
-    Raises:
-        UserError: If nothing is named, something unknown, or something twice.
-    """
-    if not kinds or set(kinds) - set(KINDS) or len(set(kinds)) < len(kinds):
-        raise UserError(f"off={list(kinds)}; accepted: one or more of {', '.join(KINDS)}.")
 
 
 def ablations(model: nn.Module, measures: Sequence[Measurable], kinds: Sequence[str]) -> list[Measurable]:

@@ -26,7 +26,8 @@ class Row(NamedTuple):
 
     Attributes:
         model: Name of the model.
-        measured: Of what.
+        title: Of the measurement.
+        measured: Of what, such as a part of a data set.
         metric: Which; perplexities are told as "loss", in nats per token.
         kind: What kind of part is missing; "" for the whole model.
         without: The part; "" for none.
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     """
 
     model: str
+    title: str
     measured: str
     metric: str
     kind: str
@@ -47,7 +49,7 @@ class Row(NamedTuple):
 
 def report_ablation(models: Sequence[Results], folder: Path) -> None:
     """Print tables of models that were measured; write ablation.csv, and a picture of each model."""
-    write_explanation(explain_ablation(models), folder, ())  # each model's results say where they come from
+    write_explanation(explain_ablation(models), folder, (), {})  # each model's results say where they come from
 
 
 def explain_ablation(models: Sequence[Results]) -> Explanation:
@@ -64,7 +66,8 @@ def _rows(results: Results) -> list[Row]:
     rows = []
     for title, entry in entries.items():
         kind, without = (entry["settings"].get(name, "") for name in (KIND, WITHOUT))
-        whole = entries[title.removesuffix(without_title(without)) if without else title]
+        of = title.removesuffix(without_title(without)) if without else title
+        whole = entries[of]
         if _apart_from_part(entry) != _apart_from_part(whole):
             continue
         values = {(m["name"], m["metric"]): _number(Measure(**m))[1] for m in whole["measures"]}
@@ -74,7 +77,7 @@ def _rows(results: Results) -> list[Row]:
             worse = value - values[measure.name, measure.metric]
             worse_by = (-worse if measure.higher_is_better else worse) + 0.0  # no negative zero
             is_main = measure.name == measures[0].name
-            rows.append(Row(results.model, measure.name, metric, kind, without, value, worse_by, is_main))
+            rows.append(Row(results.model, of, measure.name, metric, kind, without, value, worse_by, is_main))
     return rows
 
 
@@ -91,8 +94,8 @@ def _number(measure: Measure) -> tuple[str, float]:
 
 def _tables(rows: Sequence[Row]) -> Iterable[str]:
     """Write a table for each model and thing measured: a line for each part, of heads those that matter most."""
-    for model, measured in dict.fromkeys((row.model, row.measured) for row in rows if row.is_main):
-        of_table = [row for row in rows if (row.model, row.measured) == (model, measured)]
+    for model, title in dict.fromkeys((row.model, row.title) for row in rows):
+        of_table = [row for row in rows if (row.model, row.title) == (model, title) and row.is_main]
         metrics = list(dict.fromkeys(row.metric for row in of_table))
         cells = {(row.without, row.metric): f"{row.value:.4f}" for row in of_table if not row.without}
         cells |= {
@@ -106,16 +109,16 @@ def _tables(rows: Sequence[Row]) -> Iterable[str]:
             f" Of {len(heads)} heads the {SHOWN} that matter most; ablation.csv has all." if len(heads) > SHOWN else ""
         )
         said = f"In brackets: by how much it is worse than the whole model.{rest}"
-        yield f"{model}, {measured}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
+        yield f"{model}, {title}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
 
 
 def _draw(model: str, rows: Sequence[Row]) -> Figure:
     """Draw how much worse the first metric gets: bars for branches and layers, a map of the heads."""
-    measured, metric = rows[0].measured, rows[0].metric
-    rows = [row for row in rows if (row.measured, row.metric) == (measured, metric) and row.kind]
+    title, metric = rows[0].title, rows[0].metric
+    rows = [row for row in rows if (row.title, row.metric) == (title, metric) and row.is_main and row.kind]
     kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
     figure = Figure(figsize=(6 * len(kinds), 4.5), layout="constrained")
-    figure.suptitle(f"{model}, {measured}: {metric}, worse by", fontsize=10)
+    figure.suptitle(f"{model}, {title}: {metric}, worse by", fontsize=10, parse_math=False)
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         of_kind = [row for row in rows if row.kind == kind]
         title = f"without {TITLES[kind]}"

@@ -15,12 +15,22 @@ SHOWN = 8  # of the parts of a kind, in the printed table
 
 
 class Row(NamedTuple):
-    """What a part is credited with; see `Attribution`."""
+    """What a part, the `number`th of its kind, is credited with; see `Attribution`."""
 
     kind: str
+    number: int
     layer: str
     name: str
     value: float
+
+
+class Sums(NamedTuple):
+    """What the credits of a kind should sum up to, whole - without, and by how much they miss it."""
+
+    kind: str
+    whole: float
+    without: float
+    gap: float
 
 
 def explain_attribution(found: Sequence[Attribution], what: str) -> Explanation:
@@ -30,8 +40,13 @@ def explain_attribution(found: Sequence[Attribution], what: str) -> Explanation:
         found: Attributions of one number.
         what: The number, in words.
     """
-    rows = [Row(a.kind, *part) for a in found for part in zip(a.layers, a.names, a.values.tolist(), strict=True)]
-    pictures, tables = {"attribution": _draw(found, what)}, {"attribution": rows}
+    rows = [
+        Row(a.kind, number, *part)
+        for a in found
+        for number, part in enumerate(zip(a.layers, a.names, a.values.tolist(), strict=True))
+    ]
+    sums = [Sums(a.kind, a.whole, a.without, a.gap) for a in found]
+    pictures, tables = {"attribution": _draw(found, what)}, {"attribution": rows, "attribution-sums": sums}
     return Explanation(what, "\n\n".join(map(_table, found)), pictures, tables)
 
 
@@ -48,7 +63,7 @@ def _draw(found: Sequence[Attribution], what: str) -> Figure:
     maps = [_map(a) for a in found]
     heights = [max(1.2, 0.32 * len(layers)) for layers, *_ in maps]
     figure = Figure(figsize=(9, sum(heights) + 1.4 * len(maps) + 0.4), layout="constrained")
-    figure.suptitle(what, fontsize=10)
+    figure.suptitle(what, fontsize=10, parse_math=False)
     cells = figure.subplots(len(maps), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, a, (layers, names, values) in zip(cells, found, maps, strict=True):
         draw_map(axes, values, f"{a.kind}: credit", rows=layers, columns=names)

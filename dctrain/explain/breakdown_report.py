@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dcmha.analysis import Breakdown, Recorded
 from dcmha.analysis.breakdown import ITSELF
+from dcmha.impl.reference import compose
 
 from ..markdown import markdown_table
 from .explanation import Explanation
@@ -37,6 +38,7 @@ class Pair(NamedTuple):
         query: Position of the token that looks.
         key: Position of the token that it looks at.
         words: What the tokens are called [S].
+        prefix: Tokens before those that are counted.
     """
 
     layer: str
@@ -44,11 +46,12 @@ class Pair(NamedTuple):
     query: int
     key: int
     words: Sequence[str]
+    prefix: int = 0
 
     @property
     def title(self) -> str:
         """Say it in words."""
-        query, key = (f"{self.words[at]!r} ({at})" for at in (self.query, self.key))
+        query, key = (f"{self.words[at]!r} ({at - self.prefix})" for at in (self.query, self.key))
         return f"{self.layer}, {self.composition}-composition, from {query} to {key}"
 
 
@@ -60,8 +63,10 @@ def explain_breakdown(recorded: Recorded, pair: Pair) -> Explanation:
         pair: Which pair.
 
     Raises:
-        ValueError: If the layer has no such composition, or there is no such pair.
+        ValueError: If the layer has no such composition, there is no such pair, or the query does not see the key.
     """
+    if not _seen(recorded, pair.query)[pair.key]:
+        raise ValueError(f"key={pair.key} is hidden from query={pair.query} by a mask.")
     found = recorded.breakdown(pair.composition, pair.query, pair.key)
     columns = _columns(found)
     rows = [Row(name, head, value) for name, values in columns.items() for head, value in enumerate(values.tolist())]
@@ -89,13 +94,18 @@ def most_changed(recorded: Recorded, composition: str, query: int) -> tuple[int,
 
     Keys that the query does not see do not count.
     """
-    maps = recorded.maps
-    before, after = {
-        "pre": (maps.scores, maps.composed_scores),
-        "post": (maps.weights, maps.composed_weights),
+    before, weights = {
+        "pre": (recorded.maps.scores, recorded.pre),
+        "post": (recorded.maps.weights, recorded.post),
     }[composition]
-    change = (after - before)[0, :, query].abs().amax(0) * (maps.weights[0, :, query] > 0).any(0)
+    added = compose(before, weights, recorded.num_groups) - before  # without a floating mask
+    change = added[0, :, query].abs().amax(0) * _seen(recorded, query)
     return int(change.argmax()), float(change.max())
+
+
+def _seen(recorded: Recorded, query: int) -> Tensor:
+    """Tell which keys a query sees [S]."""
+    return (recorded.maps.weights[0, :, query] > 0).any(0)
 
 
 def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
@@ -109,13 +119,14 @@ def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
     parts = figure.subfigures(
         3 if brought is None else 4, 1, height_ratios=[1.2, 1, 1, 1.4][: 3 if brought is None else 4]
     )
-    terms, weights = parts[0].subplots(1, 2, width_ratios=(1.4, 1))
+    brings, rows = _matrices(found)
+    cells = parts[0].subplots(1, 2, width_ratios=(1.4, 1)) if brings else [parts[0].subplots()]
     columns = _columns(found)
     values = np.stack([column.numpy(force=True) for column in columns.values()], 1)
     names = [PAPER.get(name, name) for name in columns]
-    draw_map(terms, values, "terms (heads by rows)", columns=names, has_numbers=heads <= 16)
-    names, rows = _matrices(found)
-    draw_map(weights, rows.T, "what the two tokens bring", columns=names)
+    draw_map(cells[0], values, "terms (heads by rows)", columns=names, has_numbers=heads <= 16)
+    if len(cells) > 1:
+        draw_map(cells[1], np.stack(rows, 1), "what the two tokens bring", columns=brings)
     for part, (title, drawn) in zip(parts[1:], _looks(recorded, pair).items(), strict=False):
         looks = drawn[0, :, pair.query, shown].numpy(force=True)
         draw_map(part.subplots(), looks, f"{title}: heads by tokens", columns=labels)
@@ -147,8 +158,8 @@ def _shown(recorded: Recorded, pair: Pair) -> list[int]:
     return sorted({*most, pair.key})
 
 
-def _matrices(found: Breakdown) -> tuple[list[str], np.ndarray]:
-    """Name and stack what the tokens of a pair bring, each row [H]."""
+def _matrices(found: Breakdown) -> tuple[list[str], list[np.ndarray]]:
+    """Name and list what the tokens of a pair bring, each row [H]; nothing if the composition is static."""
     rows = {}
     for name, side in (("q", found.weights.query), ("k", found.weights.key)):
         if side.down is not None:
@@ -156,6 +167,4 @@ def _matrices(found: Breakdown) -> tuple[list[str], np.ndarray]:
             rows |= {f"w_{name}2[{r}]": side.up[0, 0, r] for r in range(side.up.shape[2])}
         if side.gate is not None:
             rows[f"w_{name}g"] = side.gate[0, 0]
-    if not rows:
-        return ["base"], np.zeros((1, len(found.before)))
-    return list(rows), np.stack([row.numpy(force=True) for row in rows.values()])
+    return list(rows), [row.numpy(force=True) for row in rows.values()]

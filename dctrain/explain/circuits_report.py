@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..errors import UserError
 from ..markdown import markdown_table
 from .explanation import Explanation
 from .maps import draw_heads
@@ -58,7 +59,13 @@ def list_written(
 
 
 def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: Tensor, top: int) -> Score:
-    """Score a head by the logits [N, V] that it writes for sources and the partners [N] that it should write."""
+    """Score a head by the logits [N, V] that it writes for sources and the partners [N] that it should write.
+
+    Raises:
+        UserError: If logits are NaN.
+    """
+    if logits.isnan().any():
+        raise UserError("what a head writes is NaN: the weights are damaged, or too large for their dtype.")
     own = logits.gather(1, partners.to(logits.device)[:, None])
     ranks = (logits >= own).sum(1).double()  # of equals the last: a head that writes nothing has no best
     return Score(layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks))

@@ -18,8 +18,9 @@ class CompositionScalars(Callback):
 
     The curves are `composition/LAYER/COMPOSITION WHAT`, and what they are, `dcmha.analysis.Mixing` says: sizes are over
     that of the identity, means over tokens. Steps of training are as without it. For the first batches of a validation
-    a layer holds four matrices of H x H for each token, one layer at a time, and of each sequence and composition takes
-    the singular values of 64; a compiled model runs eagerly for them. Several ranks are averaged.
+    a layer holds nine matrices of H x H for each token, one layer at a time, and of each sequence and composition takes
+    the singular values of 64; a compiled model runs eagerly for them. Several ranks are averaged, of
+    which each measures its own heads where heads are split.
 
     Args:
         batches: Of a validation, how many are looked at.

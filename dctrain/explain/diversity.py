@@ -51,15 +51,15 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
         load: Loads the model of a checkpoint.
     """
 
-    def diversity(checkpoint: Sequence[str], out: str = "explained") -> None:
+    def diversity(checkpoint: Sequence[str], out: str = "diversity") -> None:
         """Compare how different the heads of models are: the variance that components of their weights capture.
 
         Of each layer the matrices W_Q W_K^T, and W_O W_V, of all heads are put side by side; few principal components
-        capture much of heads that are alike (paper, section 4.3 and figure 5). Biases and norms are left out. A model
-        is in memory at a time, and of a layer its weights in float64.
+        capture much of heads that are alike (paper, section 4.3 and figure 5). Biases and norms are left out. Two
+        models are in memory at a time, and of a layer its weights in float64.
 
         Args:
-            checkpoint: Models, composed or plain, as `evaluate` takes them.
+            checkpoint: Models, composed or plain: runs, checkpoints, and folders of the formats that are read here.
             out: Folder for diversity.png, and diversity.csv with every layer.
 
         Raises:
@@ -73,7 +73,7 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
                 origins.append(origin_of(path, model))
                 yield name, model
 
-        write_explanation(explain_diversity(loaded()), make_folder(out), origins)
+        write_explanation(explain_diversity(loaded()), make_folder(out), origins, {"checkpoint": checkpoint})
 
     return diversity
 

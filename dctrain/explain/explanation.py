@@ -56,10 +56,16 @@ def origin_of(checkpoint: str, model: nn.Module) -> Origin:
     return Origin(checkpoint, checksum(model), str(weight.dtype).removeprefix("torch."), environment(weight.device))
 
 
-def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin]) -> None:
+def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin], asked: Mapping[str, object]) -> None:
     """Write tables (.csv), pictures (.png) and where they come from (.json, called like the first table) into a folder.
 
     The text is printed, and where the files are.
+
+    Args:
+        found: What has been found.
+        folder: Where to write.
+        origins: Of the models; none if the numbers say themselves where they come from.
+        asked: Arguments of the command.
 
     Raises:
         UserError: If a file cannot be written.
@@ -76,7 +82,8 @@ def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin
     files = [f"{name}.csv" for name in found.tables] + [f"{name}.png" for name in found.pictures]
     if origins:
         files.append(f"{next(iter(found.tables))}.json")
-        write_json(folder / files[-1], {"title": found.title, "models": [origin._asdict() for origin in origins]})
+        models = [origin._asdict() for origin in origins]
+        write_json(folder / files[-1], {"title": found.title, "asked": dict(asked), "models": models})
     print(*(relative(folder / name) for name in files), sep="\n")
 
 

@@ -66,7 +66,7 @@ def draw_heads(maps: dict[str, list[tuple[str, int, float]]], title: str) -> Fig
     """
     count = max(len(by_layer(heads)[0]) for heads in maps.values())
     figure = Figure(figsize=(1 + 4.5 * len(maps), 2 + 0.25 * count), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     for axes, (name, heads) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps.items(), strict=True):
         layers, values = by_layer(heads)
         draw_map(axes, values, name, rows=layers)

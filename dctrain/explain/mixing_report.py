@@ -76,7 +76,7 @@ def _draw(found: Mapping[tuple[str, str], Mixing], what: str) -> Figure:
     """Draw for each composition the sizes of branches by layer, and the shares."""
     layers = list(dict.fromkeys(layer for layer, _ in found))
     figure = Figure(figsize=(11, 1.8 + 0.55 * len(layers)), layout="constrained")
-    figure.suptitle(what, fontsize=10)
+    figure.suptitle(what, fontsize=10, parse_math=False)
     cells = figure.subplots(1, 4, sharey=True, width_ratios=(1.3, 1, 1.3, 1))
     limit = max(size.mean for mixing in found.values() for size in mixing.sizes.values()) or 1.0
     for composition, sizes, shares in zip(COMPOSITIONS, cells[::2], cells[1::2], strict=True):

@@ -44,7 +44,7 @@ class Maps(NamedTuple):
 
     Attributes:
         before: What it would be without any composition, int8 [H, T, T], over 127 in units of `before_scale`.
-        before_scale: The largest value of each head [H].
+        before_scale: The largest value of each query [H, T].
         after: What it is, int8.
         after_scale: As `before_scale`.
     """
@@ -63,7 +63,13 @@ def facts_of(origin: Origin, model: nn.Module) -> str:
 
 
 def small_maps(recorded: Recorded) -> Maps:
-    """Keep of a recorded call what a page shows of its first sequence."""
+    """Keep of a recorded call what a page shows of its first sequence.
+
+    Raises:
+        UserError: If it is not finite.
+    """
+    if not recorded.maps.composed_weights.isfinite().all():
+        raise UserError("attention is not finite: the weights are damaged, or too large for their dtype.")
     return Maps(*_quantised(recorded.uncomposed_weights[0]), *_quantised(recorded.maps.composed_weights[0]))
 
 
@@ -120,9 +126,9 @@ def _resource(name: str) -> str:
 
 
 def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Round maps [H, T, T] to int8, each head by its largest value."""
-    scale = values.abs().amax((1, 2))
-    rounded = values / scale.clamp(min=torch.finfo(values.dtype).tiny)[:, None, None] * LEVELS
+    """Round maps [H, T, T] to int8, each query of each head by its largest value."""
+    scale = values.abs().amax(2)
+    rounded = values / scale.clamp(min=torch.finfo(values.dtype).tiny)[..., None] * LEVELS
     return rounded.round().to(torch.int8).cpu(), scale.cpu()
 
 

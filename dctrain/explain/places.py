@@ -1,32 +1,38 @@
-"""Finding layers and positions that a user names."""
+"""Finding what a user names: layers, positions, kinds of parts."""
+
+from collections.abc import Sequence
 
 from torch import nn
 
-from dcmha import ComposedLayer
+from dcmha import DCAttention
+from dcmha.analysis import attention_layers, composed_layers
 
 from ..errors import UserError
 
 
 def find_layer(model: nn.Module, layer: str | None, composition: str) -> list[str]:
-    """Find the layers that compose, or the one of a name or a number.
+    """Find the self-attention layers that compose, or the one of a name or a number.
 
     Args:
         model: Where they are.
-        layer: Name, or number among all layers that compose; None for all.
+        layer: Name, or number among all attention layers; None for all that compose.
         composition: "pre" or "post", which they must have.
 
     Raises:
         ValueError: If there is none.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
-    found = [name for name, module in layers.items() if composition in module.options.compositions]
+    composed = {name: one for name, one in composed_layers(model).items() if isinstance(one, DCAttention)}
+    found = [name for name, one in composed.items() if composition in one.options.compositions]
     if not found:
         raise ValueError(f"{type(model).__name__} has no {composition}-composition.")
     if layer is None:
         return found
-    name = found[int(layer)] if layer.isdigit() and int(layer) < len(found) else layer
+    names = list(attention_layers(model))
+    name = names[int(layer)] if layer.isdecimal() and int(layer) < len(names) else layer
+    if name not in names:
+        raise ValueError(f"layer={layer}; accepted: 0 to {len(names) - 1}, or one of {', '.join(names)}.")
     if name not in found:
-        raise ValueError(f"layer={layer}; accepted: 0 to {len(found) - 1}, or one of {', '.join(found)}.")
+        raise ValueError(f"layer={layer} has no {composition}-composition; accepted: {', '.join(found)}.")
     return [name]
 
 
@@ -39,3 +45,13 @@ def find_position(name: str, position: int, count: int) -> int:
     if not -count <= position < count:
         raise UserError(f"{name}={position}; accepted: {-count} to {count - 1}, the tokens.")
     return position % count
+
+
+def check_kinds(name: str, given: Sequence[str], accepted: Sequence[str]) -> None:
+    """Check that at least one of some words is given, none of them twice.
+
+    Raises:
+        UserError: If not.
+    """
+    if not given or set(given) - set(accepted) or len(set(given)) < len(given):
+        raise UserError(f"{name}={list(given)}; accepted: one or more of {', '.join(accepted)}.")

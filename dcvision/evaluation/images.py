@@ -187,21 +187,26 @@ class ImageSet(NamedTuple):
 
 
 def readable_images(network: Network, spec: str, limit: int | None) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the images of a set as a network takes them [3, size, size], each with its label; those that cannot be read
-    are left out.
+    """Yield images of a set as a network takes them [3, size, size], each with its label.
+
+    They are drawn from all of the set, whatever its order, always the same; those that cannot be read are left out.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there is none, or the set has other classes than the network.
     """
     source = ImageSet("", spec, None, limit).open()
-    labels = _labels(source)[:limit]
-    images = _Images(source, network, list(range(len(labels))))
+    labels, num_classes = _labels(source), network.model.num_classes
+    _check_classes(spec, source, network.classes)
+    if max(labels) >= num_classes:
+        raise UserError(f"{spec} has a class {max(labels)}; the model has {num_classes}.")
+    drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:limit].tolist()
+    images = _Images(source, network, drawn)
     is_any = False
     for place in range(len(images)):
-        _, image = images[place]
+        index, image = images[place]
         if image is not None:
             is_any = True
-            yield labels[place], image
+            yield labels[index], image
     if not is_any:
         raise UserError(f"{spec}: no image can be read.")
 

@@ -13,6 +13,7 @@ from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.attribution import Attribution, attribute_branches, attribute_heads, integrate
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
+from dctrain.explain.places import check_kinds
 
 from ..evaluation.networks import Network
 from ..pictures import patch_grid
@@ -33,7 +34,8 @@ def attribute(
     """Credit the log-probability of a class to branches of the compositions, to heads, and to patches of the image.
 
     Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): parts are faded in together, from none to all;
-    patches from the mean colour. Each kind takes two forward passes and `steps` forward and backward ones.
+    patches from the colour that is 0 once normalised. Each kind takes two forward passes and `steps` forward and
+    backward ones.
 
     Args:
         checkpoint: A model, as `evaluate` takes it.
@@ -47,8 +49,8 @@ def attribute(
     Raises:
         UserError: If something cannot be read, the model has no such parts, or there is no such class.
     """
-    if not over or set(over) - set(KINDS) or len(set(over)) < len(over):
-        raise UserError(f"over={list(over)}; accepted: one or more of {', '.join(KINDS)}.")
+    asked = locals().copy()
+    check_kinds("over", over, KINDS)
     check_at_least_one(steps=steps)
     network, pixels = load_with_image(checkpoint, image, device)
     with torch.no_grad():
@@ -58,6 +60,7 @@ def attribute(
         found._replace(title=f"{found.title} for {Path(image).name}"),
         make_folder(out),
         [origin_of(checkpoint, network.model)],
+        asked,
     )
 
 
@@ -90,7 +93,7 @@ def find_class(network: Network, target: str | None, logits: Tensor) -> int:
         return int(logits.argmax())
     if network.classes and target in network.classes:
         return network.classes.index(target)
-    if target.isdigit() and int(target) < len(logits):
+    if target.isdecimal() and int(target) < len(logits):
         return int(target)
     names = f", or a name such as {network.classes[0]!r}" if network.classes else ""
     raise UserError(f"target={target!r}; accepted: a class from 0 to {len(logits) - 1}{names}.")
@@ -104,7 +107,7 @@ def class_name(network: Network, number: int) -> str:
 def _attribute_patches(
     grid: tuple[int, int], pixels: Tensor, compute: Callable[[Tensor], Tensor], steps: int
 ) -> Attribution:
-    """Credit the patches of an image [1, 3, size, size], against the mean colour, which is 0 once normalised."""
+    """Credit the patches of an image [1, 3, size, size], against the colour that is 0 once normalised."""
     rows, columns = grid
 
     def faded(factors: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def breakdown(
     Args:
         checkpoint: A model, as `evaluate` takes it.
         image: An image file, which is prepared as the model was made for.
-        layer: Name or number of the layer; that which changes the query's attention most if left out.
+        layer: Name of the layer, or its number among all attention layers; the one that changes the query's attention
+            most if left out.
         composition: "pre" breaks scores, "post" weights.
         query: Which patch looks, counted row by row; the middle one if left out.
         key: Which patch it looks at; the token whose attention changes most if left out.
@@ -46,10 +47,11 @@ def breakdown(
         UserError: If something cannot be read, there is no such layer or patch, the model composes nothing there, or
             its layers attend within windows.
     """
+    asked = locals().copy()
     network, pixels = load_with_image(checkpoint, image, device)
     with told_as(checkpoint, ValueError):
         found = breakdown_of(network, pixels, layer, composition, query, key)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, network.model)])
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, network.model)], asked)
 
 
 @torch.inference_mode()
@@ -83,7 +85,7 @@ def breakdown_of(
     with record_attention(model, [chosen]) as recorded:
         model(pixels)
     at = changes[chosen][0] if key is None else view.prefix + find_position("key", key, rows * columns)
-    return explain_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, token_names(view)))
+    return explain_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, token_names(view), view.prefix))
 
 
 def token_names(view: View) -> list[str]:

@@ -36,8 +36,9 @@ def circuits(
     """List the classes that each head's OV circuit writes for images, and the heads that write the image's own class.
 
     A head is given the mean of the tokens that its layer attends to, prefix tokens left out, as if it looked at all
-    alike; what it writes is multiplied by the classifier (equation 12; no final norm). Layers of another width than the
-    classifier's are left out.
+    alike; what it writes is multiplied by the block's layer scale, if it has one, and by the classifier (equation 12;
+    no norm behind the heads, output gate or final norm). Layers of another width than the classifier's are left out.
+    Images are drawn from all of the set.
 
     Args:
         checkpoint: A model, as `evaluate` takes it.
@@ -52,6 +53,7 @@ def circuits(
         UserError: If something cannot be read, or the model has no linear classifier or no attention layers of its
             width.
     """
+    asked = locals().copy()
     check_at_least_one(limit=limit, top=top, batch_size=batch_size)
     network = load_classifier(checkpoint)
     with told_as(f"device={device!r} cannot be used"):
@@ -64,13 +66,18 @@ def circuits(
         while batch := list(islice(shown, batch_size)):
             labels += [label for label, _ in batch]
             model(torch.stack([image for _, image in batch]).to(device))
+            for name, tokens in seen.items():  # of windows, the mean of an image's
+                seen[name][-1] = tokens[-1].unflatten(0, (len(batch), -1)).mean(1)
     names = network.classes or [f"class {number}" for number in range(model.get_classifier().out_features)]
     scores, written = [], []
     for name, tokens in seen.items():
-        of_layer = _judge(name, layers[name], torch.cat(tokens), model.get_classifier(), labels, names, top)
+        reads = model.get_classifier().weight * _layer_scale(model, name)
+        of_layer = _judge(name, layers[name], torch.cat(tokens), reads, labels, names, top)
         scores += of_layer[0]
         written += of_layer[1]
-    write_explanation(explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, network.model)])
+    write_explanation(
+        explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, network.model)], asked
+    )
 
 
 def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:
@@ -99,15 +106,25 @@ def _watching(layers: dict[str, nn.Module], prefix: int, seen: dict[str, list[Te
         yield
 
 
+def _layer_scale(model: nn.Module, name: str) -> Tensor | float:
+    """Find what a block multiplies with what its attention writes, channel by channel [C]; 1 if nothing."""
+    block = model.get_submodule(name.rpartition(".")[0])
+    scale = getattr(getattr(block, "ls1", None), "gamma", None)
+    scale = getattr(block, "gamma_1", None) if scale is None else scale
+    return 1.0 if scale is None else scale.detach()
+
+
 @torch.inference_mode()
 def _judge(
-    name: str, layer: nn.Module, tokens: Tensor, classifier: nn.Linear, labels: list[int], names: list[str], top: int
+    name: str, layer: nn.Module, tokens: Tensor, reads: Tensor, labels: list[int], names: list[str], top: int
 ) -> tuple[list[Score], list[Written]]:
-    """Score the heads of a layer, and list the classes that they write for the images of each class."""
+    """Score the heads of a layer by what `reads` [K, C] makes of what they write, and list the classes that they write
+    for the images of each class.
+    """
     scores, written, of = [], [], torch.tensor(labels)
     present = sorted(set(labels))
     for head in range(layer.num_heads):
-        logits = (head_outputs(layer, tokens, head) @ classifier.weight.mT).float().cpu()
+        logits = (head_outputs(layer, tokens, head) @ reads.mT).float().cpu()
         scores.append(score_head(name, head, RELATION, logits, of, top))
         means = torch.stack([logits[of == label].mean(0) for label in present])
         written += list_written(name, head, [names[label] for label in present], means, names.__getitem__, top)

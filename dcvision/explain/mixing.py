@@ -21,7 +21,8 @@ def mixing(
 ) -> None:
     """Tell how large the branches of each composition are, of what rank it is, and how much it depends on patches.
 
-    Beside the model a layer holds four matrices of H x H for each token of a batch, of one layer at a time.
+    Beside the model a layer holds nine matrices of H x H for each token of a batch, of one layer at a time. Images are
+    drawn from all of the set.
 
     Args:
         checkpoint: A model, as `evaluate` takes it.
@@ -34,6 +35,7 @@ def mixing(
     Raises:
         UserError: If something cannot be read, or the model composes nothing.
     """
+    asked = locals().copy()
     check_at_least_one(limit=limit, batch_size=batch_size)
     network = load_classifier(checkpoint)
     with told_as(f"device={device!r} cannot be used"):
@@ -48,4 +50,5 @@ def mixing(
         explain_mixing(meters, f"compositions over {count} images of {images}"),
         make_folder(out),
         [origin_of(checkpoint, network.model)],
+        asked,
     )

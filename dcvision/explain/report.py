@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dcmha import ComposedLayer
+from dcmha import DCAttention
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
@@ -60,6 +60,8 @@ def report(
     found = [*_of_image(network, pixels, number, steps), explain_diversity([(name, model)])]
     shown = Shown(token_names(view), view.grid, view.prefix, view.pixels)
     composed = "" if _composing(model) else " Plain attention: there is no composition to break down."
+    missing = [name for name in attention_layers(model) if name not in maps]
+    composed += f" Not recorded: {', '.join(missing)}." if missing else ""
     facts = f"{facts_of(origin_of(checkpoint, model), model)}{composed}"
     path = Path(out)
     make_folder(str(path.parent))
@@ -71,25 +73,26 @@ def _prefix(model: nn.Module) -> int:
     return getattr(model, "num_prefix_tokens", 0)
 
 
-def _composing(model: nn.Module) -> list[ComposedLayer]:
-    return [layer for layer in model.modules() if isinstance(layer, ComposedLayer) and layer.options.is_composed]
+def _composing(model: nn.Module) -> list[DCAttention]:
+    return [layer for layer in model.modules() if isinstance(layer, DCAttention) and layer.options.is_composed]
 
 
 @torch.inference_mode()
 def _maps(model: nn.Module, pixels: Tensor, view: View) -> dict[str, Maps]:
-    """Record all layers that can be; none of them is in a model of timm's own attention.
+    """Record all layers that can be: self-attention of this project's.
 
     Raises:
         UserError: If one attends within windows.
     """
-    if not any(isinstance(layer, ComposedLayer) for layer in model.modules()):
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, DCAttention)]
+    if not layers:
         return {}
 
     def keep(one) -> Maps:
         view.check({"a layer": one})
         return small_maps(one)
 
-    with record_attention(model, keep=keep) as maps:
+    with record_attention(model, layers, keep) as maps:
         model(pixels)
     return maps
 

@@ -83,21 +83,21 @@ function showAttention({ words, layers, grid, prefix, picture }) {
   function line(layer, stage) {
     const count = words.length;
     const start = (state.head * count + state.query) * count;
-    const unit = layer[`${stage}_scale`][state.head] / 127;
+    const unit = layer[`${stage}_scale`][state.head][state.query] / 127;
     return Array.from(layer.maps[stage].subarray(start, start + count), (value) => value * unit);
   }
 
-  function text(place, stage) {
-    place.append(Object.assign(document.createElement("div"), { className: "note", textContent: `${stage} composition` }));
-    const made = place.appendChild(Object.assign(document.createElement("div"), { className: "words", id: stage }));
-    const spans = words.map((word, at) => {
+  function text(place, stage, those = words) {
+    if (those === words) place.append(Object.assign(document.createElement("div"), { className: "note", textContent: `${stage} composition` }));
+    const made = place.appendChild(Object.assign(document.createElement("div"), { className: "words", id: those === words ? stage : `${stage}-prefix` }));
+    const spans = those.map((word, at) => {
       const span = made.appendChild(Object.assign(document.createElement("span"), { textContent: shown(word) }));
       span.addEventListener("click", () => choose({ query: at }));
       return span;
     });
     return (values, most) => spans.forEach((span, at) => {
       span.style.background = color(values[at] / most);
-      span.title = values[at].toFixed(4);
+      span.title = values[at].toFixed(3);
       span.classList.toggle("asks", at === state.query);
     });
   }
@@ -113,6 +113,8 @@ function showAttention({ words, layers, grid, prefix, picture }) {
     figure.appendChild(Object.assign(document.createElement("figcaption"), { textContent: `${stage} composition` }));
     const context = canvas.getContext("2d");
     const [high, wide] = [canvas.height / grid[0], canvas.width / grid[1]];
+    const paint = text(figure, stage, words.slice(0, prefix));
+    const paintPrefix = (values, most) => paint(values.slice(0, prefix), most);
     const image = Object.assign(new Image(), { src: picture, onload: () => draw() });
     canvas.addEventListener("click", ({ offsetX, offsetY }) => {
       const at = (offset, size, count) => Math.min(count - 1, Math.max(0, Math.floor(offset / size * count)));
@@ -128,7 +130,8 @@ function showAttention({ words, layers, grid, prefix, picture }) {
         context.fillRect(column * wide, row * high, wide, high);
         if (at + prefix === state.query) context.strokeRect(column * wide + 1, row * high + 1, wide - 2, high - 2);
       });
-      canvas.dataset.values = values.map((value) => value.toFixed(4)).join(" ");
+      canvas.dataset.values = values.map((value) => value.toFixed(3)).join(" ");
+      paintPrefix(values, most);
     };
   }
 

@@ -95,6 +95,17 @@ def test_what_was_measured_otherwise_is_left_out(here):
     assert len(rows(here / "out/ablation.csv")) == 2 * (1 + 2 + 8)
 
 
+def test_files_of_one_name_stay_apart(here, capsys):
+    for folder, source in zip("ab", SOURCES, strict=False):
+        (here / folder).mkdir()
+        (here / folder / "val.txt").write_text(source.read_text())
+        run("explain", "ablate", "--checkpoint=model", f"--texts={folder}/val.txt", "--off=layers", "--out=out")
+    with open("out/ablation.csv") as file:
+        values = {row["title"]: row["value"] for row in csv.DictReader(file) if row["metric"] == "loss"}
+    printed = capsys.readouterr().out.rpartition("Without parts of the model")[2]
+    assert len(set(values.values())) == 2 and all(printed.count(f"model, {title}") == 1 for title in values)
+
+
 def test_plain_models_have_heads(here, capsys):
     asked = ("explain", "ablate", "--checkpoint=plain", f"--texts={TEXT}")
     assert "off=branches: Decoder composes no heads" in mistake(capsys, run, *asked)

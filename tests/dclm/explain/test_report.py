@@ -16,7 +16,7 @@ from tests.faults.drill import mistake
 from ..commands import run
 from ..evaluation.models import small_folder
 
-PROMPT = "def isabstract(self):\n    return </script>"
+PROMPT = "def isabstract(self):\n    $\\frac$ </script>"
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def recorded(models):
 def test_the_page_holds_all_that_it_shows(page, recorded):
     text = page.read_text(encoding="utf-8")
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text) and "http" not in text
-    assert text.count('src="data:image/png;base64,') == 4 and text.count("<table>") == 4
+    assert text.count('src="data:image/png;base64,') == 4 and text.count("<table>") == 5
     data = json.loads(re.search(r'id="attention-data">(.*?)</script>', text, re.DOTALL)[1])
     assert "".join(data["words"]) == PROMPT
     for layer in data["layers"]:
         maps = recorded[layer["name"]]
         for stage, expected in (("before", maps.uncomposed_weights[0]), ("after", maps.maps.composed_weights[0])):
             levels = np.frombuffer(base64.b64decode(layer[stage]), np.int8).reshape(expected.shape)
-            values = torch.from_numpy(levels / 127) * torch.tensor(layer[f"{stage}_scale"])[:, None, None]
-            torch.testing.assert_close(values.float(), expected, rtol=0, atol=float(expected.abs().max()) / 250)
+            values = torch.from_numpy(levels / 127) * torch.tensor(layer[f"{stage}_scale"])[..., None]
+            assert ((values - expected).abs() <= expected.abs().amax(2, keepdim=True) / 250).all()
 
 
 @needs_browser
@@ -64,7 +64,7 @@ def test_a_head_shows_where_it_looks(page, recorded):
         after = re.search(r'id="after">(.*?)</div>', document, re.DOTALL)[1]
         shown = [float(value) for value in re.findall(r'title="(-?[\d.]+)"', after)]
         expected = maps[head, 4]
-        assert shown == pytest.approx(expected.tolist(), abs=float(maps[head].abs().max()) / 250)
+        assert shown == pytest.approx(expected.tolist(), abs=float(expected.abs().max()) / 250 + 5e-4)
         assert f"blocks.1.attn, head {head}: where" in document
         assert re.findall(r'<span[^>]*class="asks"', after)
 
@@ -72,11 +72,11 @@ def test_a_head_shows_where_it_looks(page, recorded):
 @needs_browser
 def test_tables_sort(page):
     script = """
-    const isOfCredits = (one) => one.querySelectorAll("th")[3]?.textContent === "value";
+    const isOfCredits = (one) => one.querySelectorAll("th")[4]?.textContent === "value";
     const table = [...document.querySelectorAll("table")].find(isOfCredits);
-    const values = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[3].textContent));
+    const values = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[4].textContent));
     const found = [];
-    for (const turn of [0, 1]) { table.querySelectorAll("th")[3].click(); found.push(values()); }
+    for (const turn of [0, 1]) { table.querySelectorAll("th")[4].click(); found.push(values()); }
     document.title = JSON.stringify(found);
     """
     down, up = json.loads(title(opened(page, script=script)))

@@ -188,3 +188,44 @@ def test_patches_are_coloured(here):
     assert [float(value) for value in shown] == pytest.approx(
         expected[5].tolist(), abs=float(expected.abs().max()) / 250
     )
+
+
+def test_layer_scale_and_windows_are_taken_into_account(here):
+    """A block's scale of 0 in all channels but one leaves what the classifier reads there."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=10, init_values=1.0)
+    torch.nn.init.normal_(model.head.weight)
+    with torch.no_grad():
+        model.blocks[0].ls1.gamma.zero_()[5] = 1.0
+    save_for_hf(model, "scaled", model_config={"input_size": [3, 160, 160]}, safe_serialization=True)
+    swin = {"img_size": 32, "window_size": 2, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 2), "patch_size": 2}
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=10, **swin)
+    save_for_hf(model, "windows", model_args=swin, safe_serialization=True)
+    for name, heads in (("scaled", 4), ("windows", 2)):
+        asked = ["--images=digits", "--limit=6", "--batch_size=4", "--top=10"]
+        run("explain", "circuits", f"--checkpoint={name}", *asked, f"--out={name}-out")
+        with open(f"{name}-out/heads.csv") as file:
+            assert len(list(csv.DictReader(file))) >= heads
+    with open("scaled-out/circuits.csv") as file:
+        rows = [row for row in csv.DictReader(file) if (row["layer"], row["head"]) == ("blocks.0.attn", "0")]
+    (source, *_) = [row["source"] for row in rows]
+    order = [int(row["writes"].split()[-1]) for row in rows if row["source"] == source]
+    reads = timm.create_model("local-dir:scaled", pretrained=True).head.weight[:, 5]
+    assert order in (reads.argsort().tolist(), reads.argsort(descending=True).tolist())
+
+
+def test_images_of_other_classes_are_refused(here, capsys):
+    made(here / "model", depth=1)
+    for number in range(11):
+        (here / f"images/c{number:02}").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(here / f"images/c{number:02}/a.png")
+    asked = ("explain", "circuits", "--checkpoint=model", "--images=folder:images")
+    assert "folder:images has a class 10; the model has 10" in mistake(capsys, run, *asked)
+
+
+def test_a_static_composition_is_broken_down(here):
+    made(here / "model", depth=1, rank=0, dynamic_gate=False, static_base=True)
+    Image.new("RGB", (8, 8)).save("image.png")
+    run("explain", "breakdown", "--checkpoint=model", "--image=image.png")
+    with open("breakdown/breakdown.csv") as file:
+        assert [row["term"] for row in csv.DictReader(file)][::4] == ["before", "base", "after"]
