@@ -122,7 +122,7 @@ def write_page(
 
 
 def _resource(name: str) -> str:
-    return (files(__package__) / "page" / name).read_text(encoding="utf-8")
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
