@@ -15,7 +15,7 @@ from dctrain.errors import UserError
 
 from .classifier import ImageClassifier
 from .export import load_network
-from .pictures import View, draw_attention, log_pictures, patch_grid, read_image
+from .pictures import View, draw_attention, log_pictures, patch_grid, prefix_tokens, read_image
 
 
 class AttentionImages(Callback):
@@ -108,4 +108,4 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def _view(model: nn.Module, pixels: Tensor, query: int | None) -> View:
-    return View(pixels, patch_grid(model, pixels.shape[-1]), getattr(model, "num_prefix_tokens", 0), query)
+    return View(pixels, patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)

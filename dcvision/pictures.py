@@ -95,6 +95,11 @@ def patch_grid(model: nn.Module, size: int) -> tuple[int, int]:
     raise UserError(f"{type(model).__name__} cuts no patches that can be drawn.")
 
 
+def prefix_tokens(model: nn.Module) -> int:
+    """Tell how many tokens (class token, registers) a model of timm puts before the patches."""
+    return getattr(model, "num_prefix_tokens", 0)
+
+
 def log_pictures(writer: SummaryWriter, figures: dict[str, Figure], step: int) -> None:
     """Write pictures to TensorBoard, as `attention/NAME`."""
     for name, figure in figures.items():

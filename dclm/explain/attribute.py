@@ -45,7 +45,7 @@ def attribute(
         target: The token; the likeliest one if left out.
         over: What is credited, each by itself: "branches", "heads", "tokens".
         steps: Points of the integral; the table tells by how much the credits miss their sum.
-        out: Folder for attribution.csv and attribution.png.
+        out: Folder for attribution.csv, attribution-sums.csv, attribution.json and attribution.png.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         device: Where to run, such as cuda.
         dtype: "float32", "bfloat16" or "float16"; by default that of the weights.

@@ -43,7 +43,7 @@ def attribute(
         target: Name or number of the class; the likeliest one if left out.
         over: What is credited, each by itself: "branches", "heads", "patches".
         steps: Points of the integral; the table tells by how much the credits miss their sum.
-        out: Folder for attribution.csv and attribution.png.
+        out: Folder for attribution.csv, attribution-sums.csv, attribution.json and attribution.png.
         device: Where to run, such as cuda.
 
     Raises:

@@ -13,7 +13,7 @@ from dctrain.explain.explanation import Explanation, origin_of, write_explanatio
 from dctrain.explain.places import find_layer, find_position
 
 from ..evaluation.networks import Network
-from ..pictures import View, patch_grid
+from ..pictures import View, patch_grid, prefix_tokens
 from .images import load_with_image
 
 
@@ -70,7 +70,7 @@ def breakdown_of(
         UserError: If there is no such patch, or layers attend within windows.
     """
     model = network.model
-    view = View(pixels[0], patch_grid(model, pixels.shape[-1]), getattr(model, "num_prefix_tokens", 0), query)
+    view = View(pixels[0], patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)
     rows, columns = view.grid
     looks = view.prefix + view.query
     layers = find_layer(model, layer, composition)

@@ -20,6 +20,7 @@ from dctrain.explain.explanation import origin_of, write_explanation
 
 from ..evaluation.images import readable_images
 from ..evaluation.networks import load_classifier
+from ..pictures import prefix_tokens
 
 RELATION = "the image's own class"
 
@@ -62,7 +63,7 @@ def circuits(
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}
     labels: list[int] = []
     shown = iter(tqdm(readable_images(network, images, limit), "images", total=limit, leave=False))
-    with torch.inference_mode(), _watching(layers, getattr(model, "num_prefix_tokens", 0), seen):
+    with torch.inference_mode(), _watching(layers, prefix_tokens(model), seen):
         while batch := list(islice(shown, batch_size)):
             labels += [label for label, _ in batch]
             model(torch.stack([image for _, image in batch]).to(device))

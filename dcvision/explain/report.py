@@ -16,7 +16,7 @@ from dctrain.explain.mixing_report import explain_mixing
 from dctrain.explain.page import Maps, Shown, check_size, facts_of, small_maps, write_page
 
 from ..evaluation.networks import Network
-from ..pictures import View, patch_grid, read_image
+from ..pictures import View, patch_grid, prefix_tokens, read_image
 from .attribute import KINDS, attribution_of, find_class
 from .breakdown import breakdown_of, token_names
 from .images import load_with_image
@@ -50,7 +50,7 @@ def report(
     check_at_least_one(steps=steps)
     network, pixels = load_with_image(checkpoint, image, device)
     model, (name,) = network.model, name_models([checkpoint])
-    view = View(read_image(image, pixels.shape[-1]), patch_grid(model, pixels.shape[-1]), _prefix(model), None)
+    view = View(read_image(image, pixels.shape[-1]), patch_grid(model, pixels.shape[-1]), prefix_tokens(model), None)
     with told_as(checkpoint, ValueError):
         heads = sum(layer.num_heads for layer in attention_layers(model).values())
     check_size(heads, view.prefix + view.grid[0] * view.grid[1])
@@ -67,10 +67,6 @@ def report(
     make_folder(str(path.parent))
     write_page(path, f"{name}: {Path(image).name}", facts, shown, maps, found)
     print(out)
-
-
-def _prefix(model: nn.Module) -> int:
-    return getattr(model, "num_prefix_tokens", 0)
 
 
 def _composing(model: nn.Module) -> list[DCAttention]:
