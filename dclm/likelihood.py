@@ -112,16 +112,28 @@ def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: 
 
 def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likelihood]]:
     """Read one batch; yield the likelihood of each pair with its number."""
+    ids, places, targets = arrange(decoder, texts)
+    scores, is_greedy = decoder.likelihood(ids, places, targets)
+    pairs = [pair for text in texts for pair in text.pairs]
+    lengths = [len(continuation) for *_, continuation in pairs]
+    parts = zip(scores.cpu().split(lengths), is_greedy.cpu().split(lengths), strict=True)
+    for (number, _, _), part in zip(pairs, parts, strict=True):
+        yield number, Likelihood(*part)
+
+
+def arrange(decoder: Decoder, texts: Sequence[Text]) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Put a batch together, on the model's device.
+
+    Returns:
+        Token ids [B, T], padded on the right; rows and columns of the batch where continuations are predicted [M] each,
+        text by text and pair by pair; the tokens that they predict [M].
+    """
     longest = max(len(text.tokens) for text in texts)
     ids = torch.stack([F.pad(torch.tensor(text.tokens), (0, longest - len(text.tokens))) for text in texts])
-    asked = [(row, *pair) for row, text in enumerate(texts) for pair in text.pairs]
-    places = [(row, start + i, target) for row, _, start, targets in asked for i, target in enumerate(targets)]
+    asked = [(row, start, continuation) for row, text in enumerate(texts) for _, start, continuation in text.pairs]
+    places = [(row, start + i, target) for row, start, targets in asked for i, target in enumerate(targets)]
     rows, columns, targets = torch.tensor(places, device=decoder.device).unbind(1)
-    scores, is_greedy = decoder.likelihood(ids.to(decoder.device), (rows, columns), targets)
-    lengths = [len(targets) for *_, targets in asked]
-    parts = zip(scores.cpu().split(lengths), is_greedy.cpu().split(lengths), strict=True)
-    for (_, number, _, _), part in zip(asked, parts, strict=True):
-        yield number, Likelihood(*part)
+    return ids.to(decoder.device), (rows, columns), targets
 
 
 @torch.no_grad()

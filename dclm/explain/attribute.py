@@ -1,22 +1,30 @@
-"""`dclm explain attribute`: which branches, heads and tokens a prediction is owed to, by integrated gradients."""
+"""`dclm explain attribute`: which branches, heads and tokens predictions are owed to, by integrated gradients."""
 
-# T tokens
-
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from random import Random
 
 import torch
 from torch import Tensor
 
 from dctrain.checkpoint import make_folder
-from dctrain.errors import told_as
+from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
-from dctrain.explain.attribution import Attribution, Objective, attribute_branches, attribute_heads, integrate
+from dctrain.explain.attribution import Credits, Parts
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import check_kinds
 
+from ..data.texts import find_inputs, read_documents
 from ..decoder import Decoder
+from ..evaluation.measures import PILE_KEY, windows
+from ..likelihood import Pair, Text, arrange, batches, cut_left, encode_pairs
 from ..load import LoadedModel, load_model
+from ..loss import token_loss
+from ..suite import read_texts
 from .prompts import Question, ask
 
 KINDS = ("branches", "heads", "tokens")
@@ -24,45 +32,67 @@ KINDS = ("branches", "heads", "tokens")
 
 def attribute(
     checkpoint: str,
-    prompt: str,
+    prompt: str | None = None,
     target: str | None = None,
-    over: Sequence[str] = KINDS,
+    texts: str | None = None,
+    suite: str | None = None,
+    over: Sequence[str] = (),
+    alone: bool = False,
     steps: int = 64,
+    limit: int | None = None,
     out: str = "attribution",
+    text_key: str = "text",
     tokenizer: str | None = None,
+    batch_size: int = 8,
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Credit the log-probability of the next token to branches of the compositions, to heads, and to tokens.
+    """Credit the log-probability of tokens to branches of the compositions, to heads, and to the tokens before.
 
     Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): parts are faded in together, from none to all;
-    tokens from the embedding of the token that ends a text to their own. Each kind takes two forward passes and
-    `steps` forward and backward ones over the prompt.
+    tokens from the embedding of the token that ends a text to their own. What is credited is the log-probability of the
+    token after a prompt, or the mean of all tokens of texts, or of the answers of synthetic tasks. Each kind takes two
+    forward passes and `steps` forward and backward ones.
 
     Args:
         checkpoint: A model, as `generate` takes it.
-        prompt: The text before the token.
-        target: The token; the likeliest one if left out.
-        over: What is credited, each by itself: "branches", "heads", "tokens".
+        prompt: The text before a token.
+        target: The token after the prompt; the likeliest one if left out.
+        texts: A file or folder of texts, in place of a prompt.
+        suite: A file (JSONL) of synthetic tasks, which `dclm suite` writes, in place of a prompt.
+        over: What is credited, each by itself: "branches", "heads", and of a prompt "tokens". By default all of them.
+        alone: Also switch off each part by itself, a forward pass for each, and tell how well both orders agree.
         steps: Points of the integral; the table tells by how much the credits miss their sum.
+        limit: Only this many documents of the texts, the first, or texts of the suite, drawn from all of it.
         out: Folder for attribution.csv, attribution-sums.csv, attribution.json and attribution.png.
+        text_key: Key of the text in records.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
+        batch_size: Texts read at a time.
         device: Where to run, such as cuda.
         dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
 
     Raises:
-        UserError: If the model cannot be read or has no such parts, or the target is not one token.
+        UserError: If the model cannot be read or has no such parts, the target is not one token, or not one thing is
+            asked.
     """
     asked = locals().copy()
-    check_kinds("over", over, KINDS)
-    check_at_least_one(steps=steps)
+    _check_asked(prompt, texts, suite, target)
+    kinds = KINDS if prompt is not None else KINDS[:2]
+    over = over or kinds
+    check_kinds("over", over, kinds)
+    check_at_least_one(steps=steps, limit=limit, batch_size=batch_size)
+    credits = Credits(over, steps, alone)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
-    found = attribution_of(model, ask(model, prompt, target), over, steps)
+    if prompt is not None:
+        found = attribution_of(model, ask(model, prompt, target), credits)
+    else:
+        pairs = _answers(model, suite, limit) if suite is not None else _windows(model, texts, text_key, limit)
+        found = _mean_attribution(model, pairs, Path(suite or texts).name, credits, batch_size)
     write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)], asked)
 
 
-def attribution_of(model: LoadedModel, question: Question, over: Sequence[str], steps: int) -> Explanation:
-    """Credit the log-probability of a token; arguments as of `attribute`.
+def attribution_of(model: LoadedModel, question: Question, credits: Credits) -> Explanation:
+    """Credit the log-probability of a token.
 
     Raises:
         UserError: If the model has no such parts.
@@ -72,33 +102,81 @@ def attribution_of(model: LoadedModel, question: Question, over: Sequence[str], 
     def objective() -> Tensor:
         return decoder(question.input_ids)[0, -1].float().log_softmax(-1)[question.target]
 
-    measures: dict[str, Callable[[], Attribution]] = {
-        "branches": lambda: attribute_branches(decoder, objective, steps),
-        "heads": lambda: attribute_heads(decoder, objective, steps),
-        "tokens": lambda: _attribute_tokens(model, question, objective, steps),
-    }
-    found = []
-    for kind in over:
-        with told_as(f"over={kind}", ValueError):
-            found.append(measures[kind]())
     what = f"log-probability of {question.words[-1]!r} after {question.prompt[-60:]!r}"
-    return explain_attribution(found, what)
+    makers = {"tokens": lambda: _token_parts(model, question)}
+    return explain_attribution(credits.attribute(decoder, [objective], makers), what)
 
 
-def _attribute_tokens(model: LoadedModel, question: Question, objective: Objective, steps: int) -> Attribution:
-    """Credit the tokens of the prompt, against the embedding of the token that ends a text."""
-    decoder: Decoder = model.decoder
+def _check_asked(prompt: str | None, texts: str | None, suite: str | None, target: str | None) -> None:
+    given = {"prompt": prompt, "texts": texts, "suite": suite}
+    if sum(value is not None for value in given.values()) != 1:
+        names = [name for name, value in given.items() if value is not None]
+        raise UserError(f"{' and '.join(names) or 'nothing'} asked; accepted: one of {', '.join(given)}.")
+    if target is not None and prompt is None:
+        raise UserError(f"target={target!r} comes after a prompt; accepted: prompt and target.")
+
+
+def _answers(model: LoadedModel, suite: str, limit: int | None) -> list[Pair]:
+    """Encode the answers of some texts of a suite with what stands before them."""
+    found = read_texts(Path(suite))
+    chosen = found if limit is None or limit >= len(found) else Random(0).sample(found, limit)
+    asked = [(before, answer) for text in chosen for before, answer, _ in text.answers()]
+    pairs = encode_pairs(model.tokenizer, asked)
+    with told_as(suite, ValueError):
+        return [cut_left(pair, model.decoder.config.context_length) for pair in pairs]
+
+
+def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) -> list[Pair]:
+    """Cut texts into windows of the context.
+
+    Raises:
+        UserError: If there is none.
+    """
+    tokenizer, length = model.tokenizer, model.decoder.config.context_length
+    documents = (one for file in find_inputs([Path(path)]) for one in read_documents(file, text_key, PILE_KEY))
+    rows = tokenizer.encode([one.text for one in islice((one for one in documents if one.text), limit)])
+    begin = tokenizer.begin_ids or [tokenizer.eos_id]
+    pairs = [pair for row in rows for pair in windows(row.tolist(), begin, length, length)]
+    if not pairs:
+        raise UserError(f"texts={path} holds no text.")
+    return pairs
+
+
+def _mean_attribution(
+    model: LoadedModel, pairs: list[Pair], name: str, credits: Credits, batch_size: int
+) -> Explanation:
+    """Credit the mean log-probability of continuations, per token."""
+    decoder = model.decoder.requires_grad_(False)
+    with told_as(name, ValueError):
+        texts = batches(decoder, pairs, batch_size)
+    count = sum(len(continuation) for _, continuation in pairs)
+    objectives = [partial(_share_of_mean, decoder, batch, count) for batch in texts]
+    found = credits.attribute(decoder, objectives, {})
+    return explain_attribution(found, f"mean log-probability of {count} tokens of {name}")
+
+
+def _share_of_mean(decoder: Decoder, batch: list[Text], count: int) -> Tensor:
+    """Add up the log-probabilities of a batch's continuations, over `count`, the tokens of all batches."""
+    ids, places, targets = arrange(decoder, batch)
+    hidden = decoder.hidden_states(ids)[places]
+    return -token_loss(hidden[None], decoder.output.weight, targets[None]) * (len(targets) / count)
+
+
+def _token_parts(model: LoadedModel, question: Question) -> Parts:
+    """List the tokens of a prompt, which fade in from the embedding of the token that ends a text."""
+    decoder = model.decoder
     baseline = decoder.embed.weight[model.tokenizer.eos_id]
 
-    def compute(factors: Tensor) -> Tensor:
+    @contextmanager
+    def scaled(factors: Tensor) -> Iterator[None]:
         def fade(_module, _args, embedded: Tensor) -> Tensor:
             return torch.lerp(baseline.expand_as(embedded), embedded, factors[:, None].to(embedded.dtype))
 
         hook = decoder.embed.register_forward_hook(fade)
         try:
-            return objective()
+            yield
         finally:
             hook.remove()
 
     names = tuple(question.words[:-1])
-    return integrate("tokens", ("",) * len(names), names, compute, decoder.device, steps)
+    return Parts("tokens", ("",) * len(names), names, scaled)

@@ -2,6 +2,7 @@
 
 # T tokens
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,9 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
         ids, words = encode(model, prompt)
         answer = int(decoder(ids)[0, -1].argmax())
     else:
-        ((context, continuation),) = encode_pairs(tokenizer, [(prompt, target)])
+        (context, continuation), (_, spaced) = encode_pairs(tokenizer, [(prompt, target), (prompt, f" {target}")])
         if len(continuation) != 1:
-            pieces = [tokenizer.decode([token]) for token in continuation]
-            raise UserError(f"target={target!r} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one.")
+            raise UserError(_not_one(tokenizer, f"target={target!r}", continuation, target, spaced))
         ids, words = _as_input(model, prompt, context)
         (answer,) = continuation
     return Question(ids, answer, (*words, tokenizer.decode([answer])), prompt)
@@ -72,9 +72,14 @@ def one_token(tokenizer: Tokenizer, word: str) -> int:
     ids, spaced = (row.tolist() for row in tokenizer.encode([word, f" {word}"]))
     if len(ids) == 1:
         return ids[0]
+    raise UserError(_not_one(tokenizer, repr(word), ids, word, spaced))
+
+
+def _not_one(tokenizer: Tokenizer, named: str, ids: Sequence[int], word: str, spaced: Sequence[int]) -> str:
+    """Say into which tokens a word falls, and whether with a space before it it is one."""
     pieces = [tokenizer.decode([token]) for token in ids]
     hint = f"; {' ' + word!r} is one" if len(spaced) == 1 else ""
-    raise UserError(f"{word!r} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one{hint}.")
+    return f"{named} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one{hint}."
 
 
 def _as_input(model: LoadedModel, prompt: str, ids: list[int]) -> tuple[Tensor, tuple[str, ...]]:

@@ -7,6 +7,7 @@ import torch
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.evaluation.run import check_at_least_one, find_dtype, name_models
+from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
@@ -69,12 +70,12 @@ def _is_composed(model: LoadedModel) -> bool:
 def _of_prompt(model: LoadedModel, question: Question, steps: int) -> list[Explanation]:
     """Explain what the model does with a prompt; of plain attention, without what is of compositions."""
     if not _is_composed(model):
-        return [attribution_of(model, question, [kind for kind in KINDS if kind != "branches"], steps)]
+        return [attribution_of(model, question, Credits([kind for kind in KINDS if kind != "branches"], steps))]
     with torch.inference_mode(), measure_mixing(model.decoder) as meters:
         model.decoder.hidden_states(question.input_ids)
     composition = "post" if model.decoder.blocks[0].attn.options.post_compose else "pre"
     return [
-        attribution_of(model, question, KINDS, steps),
+        attribution_of(model, question, Credits(KINDS, steps)),
         breakdown_of(model, question.input_ids, question.words[:-1], composition=composition),
         explain_mixing(meters, f"compositions over the prompt's {question.input_ids.shape[1]} tokens"),
     ]

@@ -113,7 +113,7 @@ def _train_all(
         try:
             if stop.is_set():
                 raise Stopped
-            print(f"{run.key} ... (says more: {log_of(config.parent, experiment, run)})", flush=True)
+            _say(f"{run.key} ... (says more: {log_of(config.parent, experiment, run)})")
             start = time.monotonic()
             try:
                 result = train(program, experiment, run, config, environment, stop)
@@ -142,7 +142,12 @@ def _keep(experiment: Experiment, run: Run, task: Future, results: Results) -> N
     result = task.result()
     results.add(run, result)
     said = result.get("error") or f"{_score(experiment, result)} ({result['wall_seconds']:.0f} s)"
-    print(f"{run.key}: {said}", flush=True)
+    _say(f"{run.key}: {said}")
+
+
+def _say(line: str) -> None:
+    """Print a line whole, whichever thread prints at the same time."""
+    print(f"{line}\n", end="", flush=True)
 
 
 def _score(experiment: Experiment, result: dict) -> str:

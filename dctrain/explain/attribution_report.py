@@ -15,22 +15,26 @@ SHOWN = 8  # of the parts of a kind, in the printed table
 
 
 class Row(NamedTuple):
-    """What a part, the `number`th of its kind, is credited with; see `Attribution`."""
+    """What a part, the `number`th of its kind, is credited with, and what is lost without it alone, where asked."""
 
     kind: str
     number: int
     layer: str
     name: str
     value: float
+    alone: float | None
 
 
 class Sums(NamedTuple):
-    """What the credits of a kind should sum up to, whole - without, and by how much they miss it."""
+    """What the credits of a kind should sum up to, whole - without, by how much they miss it, and how well their order
+    is that of what is lost without each part alone (Spearman's rank correlation; None if not asked).
+    """
 
     kind: str
     whole: float
     without: float
     gap: float
+    rank_correlation: float | None
 
 
 def explain_attribution(found: Sequence[Attribution], what: str) -> Explanation:
@@ -40,22 +44,39 @@ def explain_attribution(found: Sequence[Attribution], what: str) -> Explanation:
         found: Attributions of one number.
         what: The number, in words.
     """
-    rows = [
-        Row(a.kind, number, *part)
-        for a in found
-        for number, part in enumerate(zip(a.layers, a.names, a.values.tolist(), strict=True))
-    ]
-    sums = [Sums(a.kind, a.whole, a.without, a.gap) for a in found]
+    rows = [row for a in found for row in _rows(a)]
+    sums = [Sums(a.parts.kind, a.whole, a.without, a.gap, a.rank_correlation) for a in found]
     pictures, tables = {"attribution": _draw(found, what)}, {"attribution": rows, "attribution-sums": sums}
-    return Explanation(what, "\n\n".join(map(_table, found)), pictures, tables)
+    return Explanation(what, "\n\n".join(map(_tell, found)), pictures, tables)
 
 
-def _table(a: Attribution) -> str:
-    order = a.values.abs().argsort(descending=True)[:SHOWN].tolist()
-    lines = [[" ".join(filter(None, (a.layers[i], a.names[i]))), f"{float(a.values[i]):+.4f}"] for i in order]
-    table = markdown_table([f"{a.kind}, the most", "credit"], lines)
-    sums = f"{a.whole:.4f}; without all {a.kind} {a.without:.4f}; the credits miss the difference by {a.gap:+.1e}"
-    return f"{table}\n\nWith everything {sums}."
+def _rows(a: Attribution) -> list[Row]:
+    alone = [None] * len(a.values) if a.alone is None else a.alone.tolist()
+    parts = zip(a.parts.layers, a.parts.names, a.values.tolist(), alone, strict=True)
+    return [Row(a.parts.kind, number, *part) for number, part in enumerate(parts)]
+
+
+def _tell(a: Attribution) -> str:
+    """Write a table of the parts that matter most, what layers get, and how far to trust it."""
+    kind, rows = a.parts.kind, sorted(_rows(a), key=lambda row: -abs(row.value))[:SHOWN]
+    heads = [f"{kind}, the most", "credit", *(["lost without it alone"] if a.alone is not None else [])]
+    lines = [[f"{row.layer} {row.name}".strip(), *(f"{x:+.4f}" for x in row[4:] if x is not None)] for row in rows]
+    said = [markdown_table(heads, lines)]
+    if kind == "branches":
+        said.append(f"Credits by layer: {', '.join(f'{name} {x:+.4f}' for name, x in _by_layer(a).items())}.")
+    sums = f"{a.whole:.4f}; without all {kind} {a.without:.4f}; the credits miss the difference by {a.gap:+.1e}"
+    said.append(f"With everything {sums}.")
+    if a.rank_correlation is not None:
+        said.append(f"Rank correlation of credits and of what is lost without each alone: {a.rank_correlation:+.2f}.")
+    return "\n\n".join(said)
+
+
+def _by_layer(a: Attribution) -> dict[str, float]:
+    """Sum up credits."""
+    found = dict.fromkeys(a.parts.layers, 0.0)
+    for layer, value in zip(a.parts.layers, a.values.tolist(), strict=True):
+        found[layer] += value
+    return found
 
 
 def _draw(found: Sequence[Attribution], what: str) -> Figure:
@@ -66,17 +87,17 @@ def _draw(found: Sequence[Attribution], what: str) -> Figure:
     figure.suptitle(what, fontsize=10, parse_math=False)
     cells = figure.subplots(len(maps), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, a, (layers, names, values) in zip(cells, found, maps, strict=True):
-        draw_map(axes, values, f"{a.kind}: credit", rows=layers, columns=names)
+        draw_map(axes, values, f"{a.parts.kind}: credit", rows=layers, columns=names)
     return figure
 
 
 def _map(a: Attribution) -> tuple[list[str], list[str], np.ndarray]:
     """Arrange parts by layers and names; tokens, of which two may be alike, in one row."""
-    layers = list(dict.fromkeys(a.layers))
+    layers = list(dict.fromkeys(a.parts.layers))
     if len(layers) == 1:
-        return layers, list(a.names), a.values.numpy()[None]
-    names = list(dict.fromkeys(a.names))
+        return layers, list(a.parts.names), a.values.numpy()[None]
+    names = list(dict.fromkeys(a.parts.names))
     values = np.full((len(layers), len(names)), np.nan)
-    for layer, name, value in zip(a.layers, a.names, a.values.tolist(), strict=True):
-        values[layers.index(layer), names.index(name)] = value
+    for row in _rows(a):
+        values[layers.index(row.layer), names.index(row.name)] = row.value
     return layers, names, values

@@ -1,89 +1,101 @@
 """`dcvision explain attribute`: which branches, heads and patches a class is owed to, by integrated gradients."""
 
-from collections.abc import Callable, Sequence
+# B batch
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dctrain.checkpoint import make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.explain.attribution import Attribution, attribute_branches, attribute_heads, integrate
+from dctrain.explain.attribution import Credits, Parts
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import check_kinds
 
+from ..evaluation.images import readable_images
 from ..evaluation.networks import Network
 from ..pictures import patch_grid
-from .images import load_with_image
+from .images import load_on, load_with_image
 
 KINDS = ("branches", "heads", "patches")
 
 
 def attribute(
     checkpoint: str,
-    image: str,
+    image: str | None = None,
     target: str | None = None,
-    over: Sequence[str] = KINDS,
+    images: str | None = None,
+    over: Sequence[str] = (),
+    alone: bool = False,
     steps: int = 64,
+    limit: int = 256,
     out: str = "attribution",
+    batch_size: int = 32,
     device: str = "cpu",
 ) -> None:
     """Credit the log-probability of a class to branches of the compositions, to heads, and to patches of the image.
 
     Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): parts are faded in together, from none to all;
-    patches from the colour that is 0 once normalised. Each kind takes two forward passes and `steps` forward and
-    backward ones.
+    patches from the colour that is 0 once normalised. What is credited is the log-probability of a class for an image,
+    or the mean of the right classes of many. Each kind takes two forward passes and `steps` forward and backward ones.
 
     Args:
         checkpoint: A model, as `evaluate` takes it.
         image: An image file, which is prepared as the model was made for.
-        target: Name or number of the class; the likeliest one if left out.
-        over: What is credited, each by itself: "branches", "heads", "patches".
+        target: Name or number of the image's class; the likeliest one if left out.
+        images: A set of images, as `evaluate` takes it, in place of one image.
+        over: What is credited, each by itself: "branches", "heads", and of one image "patches". By default all of them.
+        alone: Also switch off each part by itself, a forward pass for each, and tell how well both orders agree.
         steps: Points of the integral; the table tells by how much the credits miss their sum.
+        limit: At most this many images of a set, drawn from all of it.
         out: Folder for attribution.csv, attribution-sums.csv, attribution.json and attribution.png.
+        batch_size: Images of a set that are looked at together.
         device: Where to run, such as cuda.
 
     Raises:
-        UserError: If something cannot be read, the model has no such parts, or there is no such class.
+        UserError: If something cannot be read, the model has no such parts, there is no such class, or not one thing is
+            asked.
     """
     asked = locals().copy()
-    check_kinds("over", over, KINDS)
-    check_at_least_one(steps=steps)
-    network, pixels = load_with_image(checkpoint, image, device)
-    with torch.no_grad():
-        number = find_class(network, target, network.model(pixels)[0])
-    found = attribution_of(network, pixels, number, over, steps)
-    write_explanation(
-        found._replace(title=f"{found.title} for {Path(image).name}"),
-        make_folder(out),
-        [origin_of(checkpoint, network.model)],
-        asked,
-    )
+    if (image is None) == (images is None):
+        raise UserError(f"{'nothing is' if image is None else 'image and images are'} asked; accepted: one of them.")
+    if images is not None and target is not None:
+        raise UserError(f"target={target!r} is of one image; the right classes of a set are credited.")
+    kinds = KINDS if images is None else KINDS[:2]
+    over = over or kinds
+    check_kinds("over", over, kinds)
+    check_at_least_one(steps=steps, limit=limit, batch_size=batch_size)
+    credits = Credits(over, steps, alone)
+    if image is not None:
+        network, pixels = load_with_image(checkpoint, image, device)
+        with torch.no_grad():
+            number = find_class(network, target, network.model(pixels)[0])
+        found = attribution_of(network, pixels, number, credits)
+        found = found._replace(title=f"{found.title} for {Path(image).name}")
+    else:
+        network = load_on(checkpoint, device)
+        found = _mean_attribution(network, images, credits, limit, batch_size)
+    write_explanation(found, make_folder(out), [origin_of(checkpoint, network.model)], asked)
 
 
-def attribution_of(network: Network, pixels: Tensor, number: int, over: Sequence[str], steps: int) -> Explanation:
-    """Credit the log-probability of a class for an image [1, 3, size, size]; other arguments as of `attribute`.
+def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credits) -> Explanation:
+    """Credit the log-probability of a class, given by its number, for an image [1, 3, size, size].
 
     Raises:
         UserError: If the model has no such parts.
     """
-    model = network.model.requires_grad_(False)
-
-    def log_probability(shown: Tensor) -> Tensor:
-        return model(shown)[0].log_softmax(-1)[number]
-
-    measures: dict[str, Callable[[], Attribution]] = {
-        "branches": lambda: attribute_branches(model, lambda: log_probability(pixels), steps),
-        "heads": lambda: attribute_heads(model, lambda: log_probability(pixels), steps),
-        "patches": lambda: _attribute_patches(patch_grid(model, pixels.shape[-1]), pixels, log_probability, steps),
-    }
-    found = []
-    for kind in over:
-        with told_as(f"over={kind}", ValueError):
-            found.append(measures[kind]())
+    model, label = network.model.requires_grad_(False), torch.tensor([number], device=pixels.device)
+    objective = partial(_mean_log_probability, model, pixels, label)
+    makers = {"patches": partial(_patch_parts, model, pixels.shape[-1])}
+    found = credits.attribute(model, [objective], makers)
     return explain_attribution(found, f"log-probability of {class_name(network, number)}")
 
 
@@ -104,15 +116,44 @@ def class_name(network: Network, number: int) -> str:
     return network.classes[number] if network.classes else f"class {number}"
 
 
-def _attribute_patches(
-    grid: tuple[int, int], pixels: Tensor, compute: Callable[[Tensor], Tensor], steps: int
-) -> Attribution:
-    """Credit the patches of an image [1, 3, size, size], against the colour that is 0 once normalised."""
-    rows, columns = grid
+def _mean_attribution(network: Network, images: str, credits: Credits, limit: int, batch_size: int) -> Explanation:
+    """Credit the mean log-probability of the right classes; one batch at a time is on the device."""
+    model = network.model.requires_grad_(False)
+    device = next(model.parameters()).device
+    found = list(readable_images(network, images, limit))
 
-    def faded(factors: Tensor) -> Tensor:
-        return compute(pixels * F.interpolate(factors.view(1, 1, rows, columns), pixels.shape[2:]))
+    def objective(batch: list[tuple[int, Tensor]]) -> Tensor:
+        labels, pixels = zip(*batch, strict=True)
+        mean = _mean_log_probability(model, torch.stack(pixels).to(device), torch.tensor(labels, device=device))
+        return mean * (len(batch) / len(found))
+
+    rest = iter(found)
+    objectives = [partial(objective, batch) for batch in iter(lambda: list(islice(rest, batch_size)), [])]
+    what = f"mean log-probability of the right classes of {len(found)} images of {images}"
+    return explain_attribution(credits.attribute(model, objectives, {}), what)
+
+
+def _mean_log_probability(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    """Average over images [B, 3, size, size] the log-probability of a class each [B]."""
+    return -F.cross_entropy(model(pixels).float(), labels)
+
+
+def _patch_parts(model: nn.Module, size: int) -> Parts:
+    """List the patches of an image, which fade in from the colour that is 0 once normalised."""
+    rows, columns = patch_grid(model, size)
+
+    @contextmanager
+    def scaled(factors: Tensor) -> Iterator[None]:
+        def fade(_module, args):
+            (pixels,) = args
+            return (pixels * F.interpolate(factors.view(1, 1, rows, columns), pixels.shape[2:]),)
+
+        hook = model.register_forward_pre_hook(fade)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     places = [(f"row {row}", f"column {column}") for row in range(rows) for column in range(columns)]
     layers, names = zip(*places, strict=True)
-    return integrate("patches", layers, names, faded, pixels.device, steps)
+    return Parts("patches", layers, names, scaled)

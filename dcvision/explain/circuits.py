@@ -19,8 +19,8 @@ from dctrain.explain.circuits_report import Score, Written, explain_circuits, li
 from dctrain.explain.explanation import origin_of, write_explanation
 
 from ..evaluation.images import readable_images
-from ..evaluation.networks import load_classifier
 from ..pictures import prefix_tokens
+from .images import load_on
 
 RELATION = "the image's own class"
 
@@ -56,9 +56,8 @@ def circuits(
     """
     asked = locals().copy()
     check_at_least_one(limit=limit, top=top, batch_size=batch_size)
-    network = load_classifier(checkpoint)
-    with told_as(f"device={device!r} cannot be used"):
-        model = network.model.to(device)
+    network = load_on(checkpoint, device)
+    model = network.model
     layers = _layers(checkpoint, model)
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}
     labels: list[int] = []

@@ -15,8 +15,18 @@ def load_with_image(checkpoint: str, image: str, device: str) -> tuple[Network, 
     Raises:
         UserError: If one cannot be read, or the device cannot be used.
     """
+    network = load_on(checkpoint, device)
+    with told_as(f"the image {image} cannot be read"):
+        return network, network.prepare(Path(image).read_bytes())[None].to(device)
+
+
+def load_on(checkpoint: str, device: str) -> Network:
+    """Load a classifier onto a device.
+
+    Raises:
+        UserError: If it cannot be read, or the device cannot be used.
+    """
     network = load_classifier(checkpoint)
     with told_as(f"device={device!r} cannot be used"):
         network.model.to(device)
-    with told_as(f"the image {image} cannot be read"):
-        return network, network.prepare(Path(image).read_bytes())[None].to(device)
+    return network

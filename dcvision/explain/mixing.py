@@ -13,7 +13,7 @@ from dctrain.explain.explanation import origin_of, write_explanation
 from dctrain.explain.mixing_report import explain_mixing
 
 from ..evaluation.images import readable_images
-from ..evaluation.networks import load_classifier
+from .images import load_on
 
 
 def mixing(
@@ -37,9 +37,8 @@ def mixing(
     """
     asked = locals().copy()
     check_at_least_one(limit=limit, batch_size=batch_size)
-    network = load_classifier(checkpoint)
-    with told_as(f"device={device!r} cannot be used"):
-        model = network.model.to(device)
+    network = load_on(checkpoint, device)
+    model = network.model
     shown = iter(tqdm(readable_images(network, images, limit), "images", total=limit, leave=False))
     count = 0
     with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model) as meters:
@@ -49,6 +48,6 @@ def mixing(
     write_explanation(
         explain_mixing(meters, f"compositions over {count} images of {images}"),
         make_folder(out),
-        [origin_of(checkpoint, network.model)],
+        [origin_of(checkpoint, model)],
         asked,
     )

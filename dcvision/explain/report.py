@@ -10,6 +10,7 @@ from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import check_at_least_one, name_models
+from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
@@ -97,12 +98,12 @@ def _of_image(network: Network, pixels: Tensor, number: int, steps: int) -> list
     """Explain what the model does with an image; of plain attention, without what is of compositions."""
     composing = _composing(network.model)
     if not composing:
-        return [attribution_of(network, pixels, number, [kind for kind in KINDS if kind != "branches"], steps)]
+        return [attribution_of(network, pixels, number, Credits([kind for kind in KINDS if kind != "branches"], steps))]
     with torch.inference_mode(), measure_mixing(network.model) as meters:
         network.model(pixels)
     composition = "post" if composing[0].options.post_compose else "pre"
     return [
-        attribution_of(network, pixels, number, KINDS, steps),
+        attribution_of(network, pixels, number, Credits(KINDS, steps)),
         breakdown_of(network, pixels, composition=composition),
         explain_mixing(meters, "compositions over the image's patches"),
     ]

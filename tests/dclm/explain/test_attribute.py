@@ -10,6 +10,7 @@ from dclm.load import load_model
 from tests.faults.drill import mistake
 
 from ..commands import run
+from ..evaluation.models import SOURCES, write_records
 
 PROMPT = "def isabstract(self):\n    return"
 
@@ -63,6 +64,7 @@ def test_a_target_of_ones_own(here, capsys):
     ("arguments", "message"),
     [
         (["--target= selfish"], "target=' selfish' is "),
+        (["--target=the"], "accepted: one; ' the' is one"),
         (["--over=layers"], "over=['layers']; accepted: one or more of branches, heads, tokens"),
         (["--steps=0"], "steps=0 must be at least 1"),
         (["--prompt="], "prompt='' holds no token"),
@@ -72,6 +74,67 @@ def test_a_target_of_ones_own(here, capsys):
 def test_mistakes(here, capsys, arguments, message):
     prompt = [] if "prompt" in arguments[0] else [f"--prompt={PROMPT}"]
     assert message in mistake(capsys, run, "explain", "attribute", "--checkpoint=model", *prompt, *arguments)
+
+
+@pytest.mark.parametrize("kind", ["texts", "suite"])
+def test_many_predictions(here, capsys, kind):
+    """What is lost without a head alone is what `ablate` says; credits sum up to what all heads change together."""
+    if kind == "suite":
+        texts = [{"task_id": "one", "texts": f"a cat is a cat\n{name} is a [ {name} ]\n"} for name in ("dog", "horse")]
+        data = str(write_records(here / "data.jsonl", texts))
+    else:
+        data = str(SOURCES[1])
+    run("explain", "attribute", "--checkpoint=model", f"--{kind}={data}", "--alone=true", "--steps=32", "--out=out")
+    printed = capsys.readouterr().out
+    run("explain", "ablate", "--checkpoint=model", f"--{'suites' if kind == 'suite' else kind}={data}", "--off=heads")
+    with open("ablation/ablation.csv") as file:
+        lost = {row["without"]: float(row["worse_by"]) for row in csv.DictReader(file) if row["metric"] == "loss"}
+    with open("out/attribution.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "heads"]
+    with open("out/attribution-sums.csv") as file:
+        branches, heads = csv.DictReader(file)
+    assert len(rows) == 8
+    for row in rows:
+        assert float(row["alone"]) == pytest.approx(lost[f"{row['name']} of {row['layer']}"], abs=1e-6)
+    change = float(heads["whole"]) - float(heads["without"])
+    assert sum(float(row["value"]) for row in rows) == pytest.approx(change, abs=1e-3)
+    assert -1 <= float(heads["rank_correlation"]) <= 1
+    assert float(branches["whole"]) == pytest.approx(float(heads["whole"]))
+    assert "mean log-probability of " in printed and "Credits by layer: blocks.0.attn " in printed
+    assert printed.count("Rank correlation of credits") == 2
+
+
+def test_batches_do_not_matter(here):
+    credited = []
+    for size in (1, 3):
+        asked = ("--checkpoint=model", f"--texts={SOURCES[1]}", "--over=heads", "--steps=2", f"--batch_size={size}")
+        run("explain", "attribute", *asked)
+        credited.append([value for _, value in credits("attribution/attribution.csv")["heads"]])
+    assert credited[0] == pytest.approx(credited[1], abs=1e-6)
+
+
+def test_a_suite_is_drawn_from(here, capsys):
+    write_records(here / "data.jsonl", [{"task_id": str(i), "texts": f"a is [ b ]\n{i} is [ c ]\n"} for i in range(9)])
+    run("explain", "attribute", "--checkpoint=model", "--suite=data.jsonl", "--limit=2", "--over=heads", "--steps=1")
+    assert f"mean log-probability of {2 * 2} tokens of data.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing asked; accepted: one of prompt, texts, suite"),
+        (["--prompt=a", "--texts=b"], "prompt and texts asked; accepted: one of prompt, texts, suite"),
+        (["--texts=b", "--target=c"], "target='c' comes after a prompt"),
+        (["--texts=b", "--over=tokens"], "over=['tokens']; accepted: one or more of branches, heads"),
+        (["--texts=empty.txt"], "texts=empty.txt holds no text"),
+        (["--texts=none"], "none"),
+        (["--suite=none"], "none cannot be read"),
+        (["--suite=none", "--limit=0"], "limit=0 must be at least 1"),
+    ],
+)
+def test_mistakes_with_many(here, capsys, arguments, message):
+    (here / "empty.txt").write_text("")
+    assert message in mistake(capsys, run, "explain", "attribute", "--checkpoint=model", *arguments)
 
 
 def test_a_plain_model_has_no_branches(here, capsys):

@@ -102,6 +102,30 @@ def test_a_class_is_credited_to_patches(here, capsys):
         assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
 
 
+def test_credits_of_many_images(here, capsys):
+    """What is lost without a layer's head alone is what `ablate` says of the loss."""
+    made(here / "model", scale=1.0, depth=2)
+    asked = ("explain", "attribute", "--checkpoint=model", "--images=digits", "--batch_size=3", "--alone=true")
+    run(*asked, "--steps=24", "--limit=600")
+    printed = capsys.readouterr().out
+    assert "mean log-probability of the right classes of 360 images of digits" in printed
+    assert printed.count("Rank correlation of credits") == 2 and "Credits by layer: blocks.0.attn " in printed
+    run("explain", "ablate", "--checkpoint=model", "--images=digits", "--off=heads")
+    with open("ablation/ablation.csv") as file:
+        lost = {row["without"]: float(row["worse_by"]) for row in csv.DictReader(file) if row["metric"] == "loss"}
+    with open("attribution/attribution.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "heads"]
+    for row in rows:
+        assert float(row["alone"]) == pytest.approx(lost[f"{row['name']} of {row['layer']}"], abs=1e-6)
+    for arguments, message in (
+        ([], "nothing is asked; accepted: one of them"),
+        (["--image=a.png", "--images=digits"], "image and images are asked"),
+        (["--images=digits", "--target=3"], "target='3' is of one image"),
+        (["--images=digits", "--over=patches"], "over=['patches']; accepted: one or more of branches, heads"),
+    ):
+        assert message in mistake(capsys, run, *asked[:3], *arguments)
+
+
 def test_compositions_over_images(here, capsys):
     model = made(here / "model", depth=2)
     run("explain", "mixing", "--checkpoint=model", "--images=digits", "--limit=5", "--batch_size=2", "--out=out")
