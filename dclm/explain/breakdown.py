@@ -6,11 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dcmha.analysis import record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import find_dtype
-from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
+from dctrain.explain.breakdown_report import Pair, explain_breakdown, record_pair
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import find_layer, find_position
 
@@ -77,11 +76,7 @@ def breakdown_of(
     """
     query = find_position("query", query, len(words))
     layers = find_layer(model.decoder, layer, composition)
-    keep = partial(most_changed, composition=composition, query=query)
-    with record_attention(model.decoder, layers, keep) as changes:
-        model.decoder.hidden_states(ids)
-    chosen = max(changes, key=lambda name: changes[name][1])
-    with record_attention(model.decoder, [chosen]) as recorded:
-        model.decoder.hidden_states(ids)
-    key = changes[chosen][0] if key is None else find_position("key", key, len(words))
-    return explain_breakdown(recorded[chosen], Pair(chosen, composition, query, key, words))
+    call = partial(model.decoder.hidden_states, ids)
+    chosen, recorded, most = record_pair(model.decoder, call, layers, composition, query)
+    at = most if key is None else find_position("key", key, len(words))
+    return explain_breakdown(recorded, Pair(chosen, composition, query, at, words))

@@ -2,14 +2,14 @@
 
 # S key tokens, H heads, R compose rank, G head groups
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
-from dcmha.analysis import Breakdown, Recorded
+from dcmha.analysis import Breakdown, Recorded, record_attention
 from dcmha.analysis.breakdown import ITSELF
 from dcmha.impl.reference import compose
 
@@ -53,6 +53,40 @@ class Pair(NamedTuple):
         """Say it in words."""
         query, key = (f"{self.words[at]!r} ({at - self.prefix})" for at in (self.query, self.key))
         return f"{self.layer}, {self.composition}-composition, from {query} to {key}"
+
+
+def record_pair(
+    model: nn.Module,
+    call: Callable[[], object],
+    layers: Sequence[str],
+    composition: str,
+    query: int,
+    check: Callable[[Recorded], None] = lambda recorded: None,
+) -> tuple[str, Recorded, int]:
+    """Record the layer, of some, that changes what a query looks at most.
+
+    Args:
+        model: The model.
+        call: Calls it on one sequence; twice, so that the maps of one layer at a time are in memory.
+        layers: Names of the layers.
+        composition: "pre" or "post".
+        query: Position of the token that looks.
+        check: Looks at what is recorded of each layer.
+
+    Returns:
+        The layer's name, what was recorded of it, and the position of the key whose scores or weights change most.
+    """
+
+    def keep(one: Recorded) -> tuple[int, float]:
+        check(one)
+        return most_changed(one, composition, query)
+
+    with record_attention(model, layers, keep) as changes:
+        call()
+    chosen = max(changes, key=lambda name: changes[name][1])
+    with record_attention(model, [chosen]) as recorded:
+        call()
+    return chosen, recorded[chosen], changes[chosen][0]
 
 
 def explain_breakdown(recorded: Recorded, pair: Pair) -> Explanation:

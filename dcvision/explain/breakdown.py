@@ -1,14 +1,14 @@
 """`dcvision explain breakdown`: the composition of one pair of patches, term by term (figures 7 and 8)."""
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dcmha.analysis import Recorded, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import told_as
-from dctrain.explain.breakdown_report import Pair, explain_breakdown, most_changed
+from dctrain.explain.breakdown_report import Pair, explain_breakdown, record_pair
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import find_layer, find_position
 
@@ -74,18 +74,11 @@ def breakdown_of(
     rows, columns = view.grid
     looks = view.prefix + view.query
     layers = find_layer(model, layer, composition)
-
-    def keep(one: Recorded) -> tuple[int, float]:
-        view.check({"the layer": one})
-        return most_changed(one, composition, looks)
-
-    with record_attention(model, layers, keep) as changes:
-        model(pixels)
-    chosen = max(changes, key=lambda name: changes[name][1])
-    with record_attention(model, [chosen]) as recorded:
-        model(pixels)
-    at = changes[chosen][0] if key is None else view.prefix + find_position("key", key, rows * columns)
-    return explain_breakdown(recorded[chosen], Pair(chosen, composition, looks, at, token_names(view), view.prefix))
+    chosen, recorded, most = record_pair(
+        model, partial(model, pixels), layers, composition, looks, lambda one: view.check({"the layer": one})
+    )
+    at = most if key is None else view.prefix + find_position("key", key, rows * columns)
+    return explain_breakdown(recorded, Pair(chosen, composition, looks, at, token_names(view), view.prefix))
 
 
 def token_names(view: View) -> list[str]:
