@@ -3,6 +3,7 @@
 # B batch, T query tokens, S context tokens, H heads, D head dim, C width of queries
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,39 @@ from .layer import ComposedLayer
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names, compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
+Weights = tuple[ComposeWeights | None, ComposeWeights | None]  # of the pre- and the post-composition
+
+
+class SeenContext(NamedTuple):
+    """What a layer makes of a context, once for any number of calls.
+
+    Attributes:
+        k: Keys [B, H, S, D].
+        v: Values, likewise.
+        weights: The key side of both compositions, where there is one.
+        mask: Which tokens are real, boolean [B, 1, 1, S]; None if all are.
+    """
+
+    k: Tensor
+    v: Tensor
+    weights: Weights
+    mask: Tensor | None
+
+    def rows(self, rows: Tensor) -> "SeenContext":
+        """Take some sequences of the batch, any of them several times.
+
+        Args:
+            rows: Their numbers, int64.
+        """
+        k, v, mask = (x if x is None else x.index_select(0, rows) for x in (self.k, self.v, self.mask))
+        pre, post = (w if w is None else w.map(lambda x: x.index_select(0, rows)) for w in self.weights)
+        return SeenContext(k, v, (pre, post), mask)
+
 
 class DCCrossAttention(ComposedLayer):
     """Cross-attention with dynamically composed heads: queries make the query side, the context makes the key side.
+
+    With `pre_compose=False, post_compose=False` it is plain.
 
     Args:
         dim: Width C of the queries.
@@ -36,7 +67,7 @@ class DCCrossAttention(ComposedLayer):
 
     Raises:
         ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, an option is
-            unknown or out of range, or nothing is left to compose.
+            unknown or out of range, or a composition is on that has no branch.
     """
 
     def __init__(
@@ -78,7 +109,8 @@ class DCCrossAttention(ComposedLayer):
         self.kv = nn.Linear(context_dim, 2 * attn_dim, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        self.compose = SidedProjection(dim, context_dim, num_heads, **compose_options_of(self.options), **dd)
+        sided = {**compose_options_of(self.options), **dd}
+        self.compose = SidedProjection(dim, context_dim, num_heads, **sided) if self.options.is_composed else None
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(attn_dim, dim_out or dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -86,7 +118,7 @@ class DCCrossAttention(ComposedLayer):
     def forward(
         self,
         x: Tensor,
-        context: Tensor,
+        context: Tensor | SeenContext,
         context_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
@@ -94,37 +126,69 @@ class DCCrossAttention(ComposedLayer):
 
         Args:
             x: Tokens that ask [B, T, C].
-            context: Tokens that are asked [B, S, context_dim].
-            context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real.
+            context: Tokens that are asked [B, S, context_dim], or what `see` made of them.
+            context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real, or of what `see`
+                made.
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; combined by AND.
 
         Returns:
             [B, T, dim_out]; for a row whose context is all padding, what the projection makes of zeros.
 
         Raises:
-            ValueError: If a shape does not fit, or `context_mask` is not boolean.
+            ValueError: If a shape does not fit, or `context_mask` is not boolean, or given beside what `see` made.
         """
+        if isinstance(context, SeenContext):
+            if context_mask is not None:
+                raise ValueError("context_mask is given beside what `see` made, which has its own; accepted: None.")
+            self._check_tokens("x", x, self.dim, len(context.k))
+            return self._run(self._attend_to, x, context, attn_mask)
         self._check(x, context, context_mask)
-        return self._run(self._attend_to, x, context, context_mask, attn_mask)
+        return self._run(self._see_and_attend, x, context, context_mask, attn_mask)
 
-    def _attend_to(self, x: Tensor, context: Tensor, context_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor:
-        q = self.q_norm(self._heads(self.q(x)))
+    def see(self, context: Tensor, context_mask: Tensor | None = None) -> SeenContext:
+        """Make keys, values and the key side of the compose weights of a context, to attend to it several times.
+
+        Args:
+            context: Tokens [B, S, context_dim].
+            context_mask: As in `forward`.
+
+        Raises:
+            ValueError: As `forward`.
+        """
+        self._check(None, context, context_mask)
+        return self._see(context, context_mask)
+
+    def _see(self, context: Tensor, context_mask: Tensor | None) -> SeenContext:
         k, v = (self._heads(part) for part in self.kv(context).chunk(2, -1))
-        if context_mask is not None:
-            attn_mask = combine_masks(attn_mask, context_mask[:, None, None])
-        pre, post = self.compose(x, context)
-        out = self.attend(q, self.k_norm(k), v, pre, post, attn_mask, window=self.window)
+        weights = (None, None) if self.compose is None else self.compose.of_context(context)
+        return SeenContext(self.k_norm(k), v, weights, None if context_mask is None else context_mask[:, None, None])
+
+    def _see_and_attend(
+        self, x: Tensor, context: Tensor, context_mask: Tensor | None, attn_mask: Tensor | None
+    ) -> Tensor:
+        return self._attend_to(x, self._see(context, context_mask), attn_mask)
+
+    def _attend_to(self, x: Tensor, seen: SeenContext, attn_mask: Tensor | None) -> Tensor:
+        q = self.q_norm(self._heads(self.q(x)))
+        if seen.mask is not None:
+            attn_mask = combine_masks(attn_mask, seen.mask)
+        pre, post = (None, None) if self.compose is None else self.compose(x, seen.weights)
+        out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window=self.window)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H D] to [B, H, T, D]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _check(self, x: Tensor, context: Tensor, context_mask: Tensor | None) -> None:
-        for name, tokens, width in (("x", x, self.dim), ("context", context, self.context_dim)):
-            if tokens.dim() != 3 or tokens.shape[-1] != width or tokens.shape[0] != x.shape[0]:
-                accepted = f"[{x.shape[0] if x.dim() == 3 else 'B'}, tokens, {width}]"
-                raise ValueError(f"{name} has shape {list(tokens.shape)}; accepted: {accepted}.")
+    def _check_tokens(self, name: str, tokens: Tensor, width: int, rows: int | None) -> None:
+        if tokens.dim() != 3 or tokens.shape[-1] != width or rows not in (None, tokens.shape[0]):
+            accepted = f"[{'B' if rows is None else rows}, tokens, {width}]"
+            raise ValueError(f"{name} has shape {list(tokens.shape)}; accepted: {accepted}.")
+
+    def _check(self, x: Tensor | None, context: Tensor, context_mask: Tensor | None) -> None:
+        if x is not None:
+            self._check_tokens("x", x, self.dim, len(x) if x.dim() == 3 else None)
+        self._check_tokens("context", context, self.context_dim, None if x is None else len(x))
         if context_mask is None:
             return
         if context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]:
@@ -169,14 +233,21 @@ class SidedProjection(nn.Module):
         self.query = ComposeProjection(dim, num_heads, **only_query, **dd) if has_query else None
         self.key = ComposeProjection(context_dim, num_heads, **only_key, **dd) if has_key else None
 
-    def forward(self, x: Tensor, context: Tensor) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """Make the weights of both compositions from queries [B, T, C] and context [B, S, context_dim]."""
+    def forward(self, x: Tensor, context: Tensor | Weights) -> Weights:
+        """Make the weights of both compositions from queries [B, T, C] and what `of_context` made of the context, or
+        the context [B, S, context_dim] itself.
+        """
+        keys = self.of_context(context) if isinstance(context, Tensor) else context
         if self.key is None:
             return self.query(x)
         if self.query is None:
-            return self.key(context)
+            return keys
         pre, post = (
             query if query is None else query._replace(key=key.key)
-            for query, key in zip(self.query(x), self.key(context), strict=True)
+            for query, key in zip(self.query(x), keys, strict=True)
         )
         return pre, post
+
+    def of_context(self, context: Tensor) -> Weights:
+        """Make the key side of both compositions, where there is one, from the context [B, S, context_dim]."""
+        return (None, None) if self.key is None else self.key(context)

@@ -19,7 +19,7 @@ def draw_map(
     columns: Sequence[str] | None = None,
     has_numbers: bool = False,
 ) -> None:
-    """Draw a matrix, red where positive and blue where negative, with its colour bar.
+    """Draw a matrix, red where positive and blue where negative, with its colour bar; both or only red.
 
     Args:
         axes: Where.
@@ -30,7 +30,8 @@ def draw_map(
         has_numbers: Write the numbers into their cells.
     """
     limit = float(np.nanmax(np.abs(values))) or 1.0
-    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    colors = {"cmap": "RdBu_r", "vmin": -limit} if np.nanmin(values) < 0 else {"cmap": "Reds", "vmin": 0.0}
+    drawn = axes.imshow(values, **colors, vmax=limit, aspect="auto", interpolation="nearest")
     for (row, column), value in np.ndenumerate(values) if has_numbers else ():
         color = "white" if abs(value) > 0.6 * limit else "black"
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)

@@ -73,6 +73,33 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(layer(x, context, mask)[0], layer.proj.bias.expand(5, 32))
 
 
+def test_without_composition_it_is_plain():
+    layer, (x, context) = make(pre_compose=False, post_compose=False), sequences()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 3:] = False
+    q = layer.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+    k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in layer.kv(context).chunk(2, -1))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None])
+    torch.testing.assert_close(layer(x, context, mask), layer.proj(out.transpose(1, 2).flatten(2)))
+    assert not [name for name, _ in layer.named_parameters() if "compose" in name]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"key_wise": False}, {"query_wise": False}, {"pre_compose": False, "post_compose": False}]
+)
+def test_a_context_is_seen_once(options):
+    """Some tokens after others, and other rows of the batch, need no more of the context than `see` made of it."""
+    layer, (x, context) = make(**options), sequences()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 3:] = False
+    expected = layer(x, context, mask)
+    seen = layer.see(context, mask)
+    context.fill_(100.0)
+    torch.testing.assert_close(torch.cat([layer(part, seen) for part in x.split([1, 3, 1], 1)], 1), expected)
+    rows = torch.tensor([1, 1, 0])
+    torch.testing.assert_close(layer(x[rows], seen.rows(rows)), expected[rows])
+
+
 @pytest.mark.parametrize("branch", ["query", "key"])
 def test_each_side_comes_from_its_own_sequence(branch):
     """The compose weights of a side move with the tokens of its sequence alone."""
@@ -96,8 +123,12 @@ def test_bad_input():
         layer(x, context, torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="nothing is left to compose"):
         make(query_wise=False, key_wise=False)
-    with pytest.raises(ValueError, match="pre_compose=False, post_compose=False, query_wise=True, key_wise=True"):
-        make(pre_compose=False, post_compose=False)
+    with pytest.raises(ValueError, match=r"x has shape \[1, 5, 32\]; accepted: \[2, tokens, 32\]"):
+        layer(x[:1], layer.see(context))
+    with pytest.raises(ValueError, match="context_mask is given beside what `see` made"):
+        layer(x, layer.see(context), torch.ones(2, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; accepted: \[B, tokens, 24\]"):
+        layer.see(x)
     with pytest.raises(ValueError, match=r"unknown options \['window'\]; accepted: rank, "):
         make(window=3)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):
