@@ -33,6 +33,8 @@ class Row(NamedTuple):
         without: The part; "" for none.
         value: The number.
         worse_by: By how much it is worse than that of the whole model.
+        stderr: Standard error of that, as if both were asked different questions, which is too large; None if unknown,
+            and of the whole model.
         is_main: Whether it is of all that was measured, and not of a part of that.
     """
 
@@ -44,6 +46,7 @@ class Row(NamedTuple):
     without: str
     value: float
     worse_by: float
+    stderr: float | None
     is_main: bool
 
 
@@ -70,14 +73,17 @@ def _rows(results: Results) -> list[Row]:
         whole = entries[of]
         if _apart_from_part(entry) != _apart_from_part(whole):
             continue
-        values = {(m["name"], m["metric"]): _number(Measure(**m))[1] for m in whole["measures"]}
+        before = {(m["name"], m["metric"]): Measure(**m) for m in whole["measures"]}
         measures = [Measure(**measure) for measure in entry["measures"] if measure["metric"] not in SPEEDS]
         for measure in measures:
             metric, value = _number(measure)
-            worse = value - values[measure.name, measure.metric]
+            other = before[measure.name, measure.metric]
+            worse = value - _number(other)[1]
             worse_by = (-worse if measure.higher_is_better else worse) + 0.0  # no negative zero
+            errors = (measure.stderr, other.stderr)
+            error = math.hypot(*errors) if without and None not in errors else None
             is_main = measure.name == measures[0].name
-            rows.append(Row(results.model, of, measure.name, metric, kind, without, value, worse_by, is_main))
+            rows.append(Row(results.model, of, measure.name, metric, kind, without, value, worse_by, error, is_main))
     return rows
 
 
@@ -98,9 +104,7 @@ def _tables(rows: Sequence[Row]) -> Iterable[str]:
         of_table = [row for row in rows if (row.model, row.title) == (model, title) and row.is_main]
         metrics = list(dict.fromkeys(row.metric for row in of_table))
         cells = {(row.without, row.metric): f"{row.value:.4f}" for row in of_table if not row.without}
-        cells |= {
-            (row.without, row.metric): f"{row.value:.4f} ({row.worse_by:+.4f})" for row in of_table if row.without
-        }
+        cells |= {(row.without, row.metric): _cell(row) for row in of_table if row.without}
         first = [row for row in of_table if row.metric == metrics[0]]
         heads = sorted((row for row in first if row.kind == "heads"), key=lambda row: -row.worse_by)
         shown = [row.without for row in first if row.kind != "heads"] + [row.without for row in heads[:SHOWN]]
@@ -108,8 +112,19 @@ def _tables(rows: Sequence[Row]) -> Iterable[str]:
         rest = (
             f" Of {len(heads)} heads the {SHOWN} that matter most; ablation.csv has all." if len(heads) > SHOWN else ""
         )
-        said = f"In brackets: by how much it is worse than the whole model.{rest}"
+        said = f"In brackets: by how much it is worse than the whole model{_of_errors(of_table)}.{rest}"
         yield f"{model}, {title}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
+
+
+def _cell(row: Row) -> str:
+    error = "" if row.stderr is None else f" ± {row.stderr:.4f}"
+    return f"{row.value:.4f} ({row.worse_by:+.4f}{error})"
+
+
+def _of_errors(rows: Sequence[Row]) -> str:
+    """Say what the standard errors are, where there are some."""
+    known = any(row.stderr is not None for row in rows)
+    return ", with a standard error that is too large where answers go together" if known else ""
 
 
 def _draw(model: str, rows: Sequence[Row]) -> Figure:

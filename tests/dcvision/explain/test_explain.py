@@ -115,6 +115,13 @@ def test_credits_of_many_images(here, capsys):
         lost = {row["without"]: float(row["worse_by"]) for row in csv.DictReader(file) if row["metric"] == "loss"}
     with open("attribution/attribution.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["kind"] == "heads"]
+    with open("ablation/ablation.csv") as file:
+        top1 = [row for row in csv.DictReader(file) if row["metric"] == "top1"]
+    whole, *others = (float(row["value"]) for row in top1)
+    assert not top1[0]["stderr"] and len(others) == 8
+    for value, row in zip(others, top1[1:], strict=True):  # of 360 images each
+        expected = ((value * (1 - value) + whole * (1 - whole)) / 360) ** 0.5
+        assert float(row["stderr"]) == pytest.approx(expected)
     for row in rows:
         assert float(row["alone"]) == pytest.approx(lost[f"{row['name']} of {row['layer']}"], abs=1e-6)
     for arguments, message in (
