@@ -153,7 +153,8 @@ def _place(row: Row) -> tuple[str, int, float]:
 
 def _draw_bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
     names = [row.without.removeprefix("composition of ") for row in rows]
-    axes.barh(names, [row.worse_by for row in rows], color="C0")
+    errors = [row.stderr or 0.0 for row in rows]
+    axes.barh(names, [row.worse_by for row in rows], color="C0", xerr=errors if any(errors) else None)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.set_title(title, fontsize=9)
