@@ -3,12 +3,13 @@
 # B batch, T tokens, C model width, F hidden width of the MLP
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcmha import DCAttention, compose_options_of
+from dcmha import DCAttention, DCCrossAttention, SeenContext, compose_options_of
 from dcmha.attention import AttentionCache, Rope
 
 from .config import DecoderConfig
@@ -50,37 +51,62 @@ class MLP(nn.Module):
         return self.down(hidden)
 
 
+class Context(NamedTuple):
+    """Another sequence that is looked at.
+
+    Attributes:
+        tokens: [B, S, context_dim].
+        mask: Boolean [B, S], True = a real token; None if all are.
+    """
+
+    tokens: Tensor
+    mask: Tensor | None = None
+
+
 class Block(nn.Module):
     """One layer of a decoder.
 
     Args:
         config: Architecture of the decoder.
         window: Attention window of this layer, or None.
+        looks: Whether it looks at a context, after its self-attention.
         **dd: Device and dtype of the parameters.
     """
 
-    def __init__(self, config: DecoderConfig, window: int | None, **dd) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, looks: bool = False, **dd) -> None:
         super().__init__()
         self.parallel, self.is_causal = config.parallel_residual, config.is_causal
         self.attn_norm = make_norm(config, **dd)
+        shared = {"qkv_bias": config.bias, "proj_bias": config.bias, "qk_norm": config.qk_norm, "impl": config.impl}
+        shared |= {"norm_layer": partial(nn.RMSNorm, eps=QK_NORM_EPS), **dd}
         self.attn = DCAttention(
             config.dim,
             config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            qkv_bias=config.bias,
-            proj_bias=config.bias,
-            qk_norm=config.qk_norm,
-            norm_layer=partial(nn.RMSNorm, eps=QK_NORM_EPS),
             window=window,
-            impl=config.impl,
             **compose_options_of(config),
-            **dd,
+            **shared,
+        )
+        self.cross_norm = make_norm(config, **dd) if looks else None
+        options = compose_options_of(config.cross_options)
+        self.cross = (
+            DCCrossAttention(config.dim, config.num_heads, config.context_dim, **options, **shared) if looks else None
         )
         self.mlp_norm = make_norm(config, **dd)
         self.mlp = MLP(config, **dd)
 
-    def forward(self, x: Tensor, documents: Tensor | None, rope: Rope | None, cache: AttentionCache | None) -> Tensor:
-        """Map [B, T, C] to [B, T, C]; the other arguments are those of `DCAttention`."""
+    def forward(
+        self,
+        x: Tensor,
+        documents: Tensor | None,
+        rope: Rope | None,
+        cache: AttentionCache | None,
+        context: Context | SeenContext | None = None,
+    ) -> Tensor:
+        """Map [B, T, C] to [B, T, C]; `context` is for a layer that looks at one, the others are `DCAttention`'s."""
         attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "documents": documents}
         attended = x + self.attn(self.attn_norm(x), **attention)
+        if self.cross is not None:
+            given = context if isinstance(context, Context) else (context,)
+            attended = attended + self.cross(self.cross_norm(attended), *given)
         return attended + self.mlp(self.mlp_norm(x if self.parallel else attended))

@@ -74,16 +74,17 @@ def generate(
         print(f"{start}{text}\n{'-' * 20}")
 
 
-def export(checkpoint: str, out: str) -> None:
+def export(checkpoint: str, out: str, native: bool = False) -> None:
     """Write a trained model in the published hub format, with its tokenizer unless that is bytes.
 
     Args:
         checkpoint: A .ckpt file, or the folder of a run.
         out: Folder to write; must not hold a model already.
+        native: Write our own format, which expresses every model, and is read by this project alone.
     """
     decoder, tokenizer = load_model(checkpoint)
     with told_as():
-        save_pretrained(decoder, out)
+        save_pretrained(decoder, out, native=native)
     if tokenizer.spec == BYTES:
         print("tokens are bytes: generate from the folder with --tokenizer bytes")
     else:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from dcmha import ComposeOptions
 from dcmha.choice import check_impl
 from dcmha.layer import check_kv_heads
-from dcmha.options import COMPOSE_OPTIONS
+from dcmha.options import COMPOSE_OPTIONS, compose_options_of
 from dctrain.errors import UserError, told_as
 
 
@@ -39,6 +39,10 @@ class DecoderConfig(ComposeOptions):
         is_causal: Tokens see those before them alone; otherwise all, for masked language modelling.
         windows: Pattern of attention windows, repeated over the layers: [256, null] is local and global in turn. A
             window is the tokens seen before, the own included; without `is_causal` as many to each side.
+        context_dim: Width of another sequence that the last layers look at too, such as the patches of an image; null
+            for none.
+        cross_layers: How many of the last layers look at it, after their self-attention.
+        cross_compose: Compose the heads of that cross-attention, before and after its softmax, with the options above.
         init_std: Standard deviation of all weights; null initialises as GPT-NeoX does for Pythia.
         impl: Implementation of composed attention.
 
@@ -65,6 +69,9 @@ class DecoderConfig(ComposeOptions):
     qk_norm: bool = False
     is_causal: bool = True
     windows: tuple[int | None, ...] = (None,)
+    context_dim: int | None = None
+    cross_layers: int = 0
+    cross_compose: bool = False
     init_std: float | None = 0.006
     impl: str = "auto"
     pre_compose: bool = False
@@ -75,7 +82,7 @@ class DecoderConfig(ComposeOptions):
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in NUMBERS and type(value) not in NUMBERS[field.type]:
-                name = getattr(field.type, "__name__", None) or "float or None"
+                name = getattr(field.type, "__name__", None) or str(field.type).replace("|", "or")
                 raise ValueError(f"{field.name}={value!r} must be of type {name}.")
         if not isinstance(self.windows, list | tuple) or not all(type(w) in (int, type(None)) for w in self.windows):
             raise ValueError(f"windows={self.windows!r} must be a list of numbers and nulls.")
@@ -100,6 +107,7 @@ class DecoderConfig(ComposeOptions):
             raise ValueError(f"mlp_groups={self.mlp_groups} must be 0 or divide mlp_dim={self.mlp_dim}.")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"windows={list(self.windows)} must name at least one window of at least 1, or null.")
+        self._check_context()
         if self.position == "rotary" and not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"rotary_fraction={self.rotary_fraction} must be in (0, 1].")
         if self.position == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
@@ -107,6 +115,27 @@ class DecoderConfig(ComposeOptions):
                 f"rotary_fraction={self.rotary_fraction} of head dim {self.dim // self.num_heads} is "
                 f"{self.rotary_dim} channels; it must be a positive even number."
             )
+
+    def _check_context(self) -> None:
+        if (self.context_dim is None) != (self.cross_layers == 0):
+            raise ValueError(
+                f"context_dim={self.context_dim} with cross_layers={self.cross_layers}; accepted: both, or neither."
+            )
+        if self.context_dim is not None and self.context_dim < 1:
+            raise ValueError(f"context_dim={self.context_dim} must be at least 1, or null.")
+        if not 0 <= self.cross_layers <= self.num_layers:
+            raise ValueError(f"cross_layers={self.cross_layers} must be from 0 to num_layers={self.num_layers}.")
+        if self.cross_compose:
+            if not self.cross_layers:
+                raise ValueError("cross_compose=True without cross_layers: there is nothing to compose.")
+            self.cross_options.check_composes()
+            self.group_heads(self.num_heads)
+
+    @property
+    def cross_options(self) -> ComposeOptions:
+        """What is composed where layers look at a context."""
+        options = compose_options_of(self) | dict.fromkeys(("pre_compose", "post_compose"), self.cross_compose)
+        return ComposeOptions(**options)
 
     @property
     def rotary_dim(self) -> int:
@@ -119,7 +148,10 @@ class DecoderConfig(ComposeOptions):
         return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
 
 
-NUMBERS = {bool: (bool,), int: (int,), float: (float, int), float | None: (float, int, type(None))}
+NUMBERS = {
+    **{bool: (bool,), int: (int,), float: (float, int)},
+    **{int | None: (int, type(None)), float | None: (float, int, type(None))},
+}
 CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rotary")}
 TRANSFORMER = {"norm": "layer", "mlp": "gelu", "bias": True, "position": "learned"}
 TRANSFORMER_PP = {"norm": "rms", "mlp": "swiglu", "bias": False, "position": "rotary"}

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcmha import ComposeProjection, DecodingCache, rotary_embedding
+from dcmha import ComposeProjection, DecodingCache, SeenContext, rotary_embedding
+from dcmha.attention import Rope
 
-from .blocks import Block, make_norm
+from .blocks import Block, Context, make_norm
 from .config import DecoderConfig
 from .loss import IGNORED, Likelihood, score_targets, token_loss
 
@@ -37,7 +38,11 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
         learned = config.position == "learned"
         self.position_embed = nn.Embedding(config.context_length, config.dim, **dd) if learned else None
-        self.blocks = nn.ModuleList(Block(config, window, **dd) for window in config.layer_windows)
+        self.first_looking = config.num_layers - config.cross_layers  # the first block that looks at a context
+        self.blocks = nn.ModuleList(
+            Block(config, window, number >= self.first_looking, **dd)
+            for number, window in enumerate(config.layer_windows)
+        )
         self.norm = make_norm(config, **dd)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False, **dd)
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -63,7 +68,7 @@ class Decoder(nn.Module):
         config = self.config
         std = math.sqrt(0.4 / config.dim) if config.init_std is None else config.init_std
         if isinstance(module, nn.Linear):
-            if config.init_std is None and name.endswith((".attn.proj", ".mlp.down")):
+            if config.init_std is None and name.endswith((".attn.proj", ".cross.proj", ".mlp.down")):
                 std = 2 / (config.num_layers * math.sqrt(config.dim))
             nn.init.normal_(module.weight, std=std)
             if module.bias is not None:
@@ -79,6 +84,7 @@ class Decoder(nn.Module):
         *,
         targets: Tensor | None = None,
         documents: Tensor | None = None,
+        context: Context | None = None,
         per_token: bool = False,
     ) -> Tensor | Likelihood:
         """Predict a token at each position: the next one, or with `is_causal=False` what belongs there.
@@ -88,6 +94,7 @@ class Decoder(nn.Module):
             targets: Ids [B, T] that are to be predicted, int64; -100 does not count.
             documents: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
                 start again in each.
+            context: What the last layers look at too; for a model with `cross_layers` alone.
             per_token: Score the targets that count one by one, without a gradient.
 
         Returns:
@@ -96,34 +103,52 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
-                alone) a token is outside the vocabulary; if `per_token` is asked for without targets.
+                alone) a token is outside the vocabulary; if there is a context and no layer looks, or none and one
+                does; if `per_token` is asked for without targets.
         """
         if per_token:
-            return self._score(input_ids, targets, documents)
+            return self._score(input_ids, targets, documents, context)
         if targets is not None:
             _check_like("targets", targets, input_ids)
-        x = self.hidden_states(input_ids, documents=documents)
+        x = self.hidden_states(input_ids, documents=documents, context=context)
         if targets is None:
             return self.output(x)
         return token_loss(x, self.output.weight, targets)
 
     @torch.no_grad()
-    def _score(self, input_ids: Tensor, targets: Tensor | None, documents: Tensor | None) -> Likelihood:
+    def _score(
+        self, input_ids: Tensor, targets: Tensor | None, documents: Tensor | None, context: Context | None
+    ) -> Likelihood:
         if targets is None:
             raise ValueError("per_token=True without targets: there is nothing to score.")
         _check_like("targets", targets, input_ids)
-        x, counts = self.hidden_states(input_ids, documents=documents), targets != IGNORED
+        x, counts = self.hidden_states(input_ids, documents=documents, context=context), targets != IGNORED
         return score_targets(x[counts], self.output.weight, targets[counts])
 
-    def hidden_states(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, *, documents: Tensor | None = None, context: Context | None = None
+    ) -> Tensor:
         """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
+        return self.both_states(input_ids, documents=documents, context=context)[1]
+
+    def both_states(
+        self, input_ids: Tensor, *, documents: Tensor | None = None, context: Context | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the hidden states before the first layer that looks at a context, not normed, and the final ones.
+
+        Where no layer looks, the first are those before the final norm. Arguments as in `forward`; [B, T, C] each.
+        """
         self._check_ids(input_ids)
+        self._check_context(context, len(input_ids))
         self._check_length(input_ids.shape[1])
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if documents is not None:
             _check_like("documents", documents, input_ids)
             positions = _within_documents(documents, positions)
-        return self._hidden(input_ids, positions, documents)
+        x, rope = self._begin(input_ids, positions)
+        before = self._through(slice(0, self.first_looking), x, rope, documents)
+        after = self._through(slice(self.first_looking, None), before, rope, documents, context=context)
+        return before, self.norm(after)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +195,8 @@ class Decoder(nn.Module):
 
     def step(self, input_ids: Tensor, positions: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
         """Compute what `decode` returns, unchecked, at the positions that `cache.advance` gave: what to compile."""
-        x = self._hidden(input_ids, positions, cache=cache)
+        x, rope = self._begin(input_ids, positions)
+        x = self.norm(self._through(slice(None), x, rope, cache=cache))
         return self.output(x[:, -1:] if last_only else x)
 
     def check_causal(self) -> None:
@@ -202,37 +228,62 @@ class Decoder(nn.Module):
                 f"{num_tokens} tokens exceed the position table of {self.config.context_length} (context_length)."
             )
 
-    def _hidden(
+    def _check_context(self, context: Context | None, rows: int | None) -> None:
+        width = self.config.context_dim
+        if context is None and width is not None:
+            raise ValueError(f"context=None; the last {self.config.cross_layers} layers look at one of width {width}.")
+        if context is not None and width is None:
+            raise ValueError("context is given to a model that looks at none (cross_layers=0).")
+        if context is not None and rows not in (None, len(context.tokens)):
+            raise ValueError(f"context has {len(context.tokens)} rows; accepted: {rows}, those of the text.")
+
+    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
+        """Embed tokens [B, T, C], and make the rotation of rotary positions."""
+        x = self.embed(input_ids)
+        if self.position_embed is not None:
+            return x + self.position_embed(positions), None
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x, rotary_embedding(positions, self.config.rotary_dim, self.config.rotary_base, dtype)
+
+    def _through(
         self,
-        input_ids: Tensor,
-        positions: Tensor,
+        part: slice,
+        x: Tensor,
+        rope: Rope | None,
         documents: Tensor | None = None,
+        *,
+        context: Context | None = None,
         cache: DecodingCache | None = None,
     ) -> Tensor:
-        """Compute the final hidden states [B, T, C]."""
-        x = self.embed(input_ids)
-        rope = None
-        if self.position_embed is not None:
-            x = x + self.position_embed(positions)
-        else:
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            rope = rotary_embedding(positions, self.config.rotary_dim, self.config.rotary_base, dtype)
-        layers = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, layer_cache in zip(self.blocks, layers, strict=True):
+        """Send hidden states [B, T, C] through some of the blocks."""
+        blocks = self.blocks[part]
+        caches = [None] * len(blocks) if cache is None else cache.layers
+        contexts = [context] * len(blocks) if cache is None else cache.contexts
+        for block, layer_cache, seen in zip(blocks, caches, contexts, strict=True):
             if self.grad_checkpointing and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, documents, rope, None, use_reentrant=False)
+                x = checkpoint(block, x, documents, rope, None, seen, use_reentrant=False)
             else:
-                x = block(x, documents, rope, layer_cache)
-        return self.norm(x)
+                x = block(x, documents, rope, layer_cache, seen)
+        return x
 
-    def make_cache(self, capacity: int, padding: Tensor | None = None) -> DecodingCache:
-        """Make an empty cache for decoding up to `capacity` tokens a row; `padding` as in `DecodingCache`.
+    def make_cache(self, capacity: int, padding: Tensor | None = None, context: Context | None = None) -> DecodingCache:
+        """Make an empty cache for decoding up to `capacity` tokens a row, in which the context has been seen, once.
+
+        Args:
+            capacity: As in `DecodingCache`.
+            padding: As in `DecodingCache`.
+            context: As in `forward`.
 
         Raises:
-            ValueError: If the model sees both ways.
+            ValueError: If the model sees both ways, or the context does not fit.
         """
         self.check_causal()
-        return DecodingCache(self.config.layer_windows, capacity, padding)
+        self._check_context(context, None if padding is None else len(padding))
+        return DecodingCache(self.config.layer_windows, capacity, padding, self._see(context))
+
+    def _see(self, context: Context | None) -> list[SeenContext | None]:
+        """Let each layer that looks at a context make of it what it needs."""
+        return [None if block.cross is None else block.cross.see(*context) for block in self.blocks]
 
 
 def _check_like(name: str, given: Tensor, input_ids: Tensor) -> None:

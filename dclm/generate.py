@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import Context
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
 from .growing_text import GrowingText
@@ -29,6 +30,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
+    context: Context | None = None,
     seed: int | None = None,
     compile: bool = False,
 ) -> Tensor | list[Tensor]:
@@ -44,6 +46,7 @@ def generate(
         stop_tokens: A row ends with the first of these that it makes. None by default.
         stop_strings: A row ends with the token that completes one of these in its new text. None by default.
         tokenizer: That of the model; needed for `stop_strings`.
+        context: What the last layers look at too, a row for each prompt; for a model with `cross_layers` alone.
         seed: Seed of the samples; None draws from torch's global generator.
         compile: Compile the decode step: once, and again when prompts of other sizes or numbers come (its sizes are
             then dynamic).
@@ -54,7 +57,8 @@ def generate(
 
     Raises:
         ValueError: If the model sees both ways, a prompt is empty, a token outside the vocabulary, the position table
-            too short, an option out of range, or logits are NaN (on CUDA this is seen at the first token alone).
+            too short, the context does not fit, an option out of range, or logits are NaN (on CUDA this is seen at the
+            first token alone).
         MemoryError: If there is no room for the cache.
     """
     prompts = check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)
@@ -65,6 +69,7 @@ def generate(
         Sampling(temperature, top_k, top_p),
         stop_tokens=stop_tokens,
         watch=_watch(stop_strings, tokenizer, len(prompts)),
+        context=context,
         seed=seed,
         compile=compile,
     )
@@ -153,6 +158,7 @@ def stream(
     *,
     stop_tokens: Sequence[int] = (),
     watch: Watch | None = None,
+    context: Context | None = None,
     seed: int | None = None,
     compile: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,7 +169,7 @@ def stream(
     """
     device = decoder.device
     ids, padding = _pad_left(prompts, device)
-    cache = decoder.make_cache(ids.shape[1] + max_new_tokens, padding)
+    cache = decoder.make_cache(ids.shape[1] + max_new_tokens, padding, context)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)

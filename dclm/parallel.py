@@ -23,10 +23,13 @@ def split_decoder(decoder: Decoder, rank: int, ranks: int) -> Plan:
         How its parameters are split.
 
     Raises:
-        ValueError: If head groups, hidden channels, their groups or the vocabulary do not split.
+        ValueError: If head groups, hidden channels, their groups or the vocabulary do not split, or layers look at a
+            context.
     """
     vocab_size = decoder.config.vocab_size
     first, end = Share(ranks - 1, ranks).of(vocab_size)
+    if decoder.config.cross_layers:
+        raise ValueError("cross_layers cannot be split; accepted: a decoder that looks at no context.")
     if first == end:
         raise ValueError(f"vocab_size={vocab_size} leaves nothing to the last of {ranks} ranks.")
     splits = {"embed.weight": Split(0), "output.weight": Split(0)}

@@ -5,7 +5,7 @@ from .attention import DCAttention
 from .cache import DecodingCache
 from .choice import resolve_impl
 from .complexity import ComposeCost, approximate_overhead, attention_flops, compose_cost, visible_pairs
-from .cross import DCCrossAttention
+from .cross import DCCrossAttention, SeenContext
 from .functional import composed_attention
 from .layer import ComposedLayer
 from .options import COMPOSE_OPTIONS, ComposeOptions, compose_options_of
@@ -23,6 +23,7 @@ __all__ = [
     "DCAttention",
     "DCCrossAttention",
     "DecodingCache",
+    "SeenContext",
     "SideWeights",
     "Split",
     "approximate_overhead",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cross import SeenContext
 from .weights import ComposeWeights, SideWeights
 
 FEW_TOKENS = 8  # of a call, at most, that see the buffers as they lie; the fused kernels of few queries take as many
@@ -177,12 +178,19 @@ class DecodingCache:
         windows: Window of each layer, or None where it sees all.
         capacity: Most tokens of a row, padding included.
         padding: Padding tokens before each row's prompt [B], so that all prompts end together; None for none.
+        contexts: Of each layer, what it made of another sequence that it looks at, or None; None for none at all.
 
     Raises:
         ValueError: If `capacity` is less than 1.
     """
 
-    def __init__(self, windows: Sequence[int | None], capacity: int, padding: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        capacity: int,
+        padding: Tensor | None = None,
+        contexts: Sequence[SeenContext | None] | None = None,
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1.")
         self.windows, self.capacity = tuple(windows), capacity
@@ -191,6 +199,7 @@ class DecodingCache:
         self.is_broken = False
         self.clock = Clock(padding)
         self.layers = [LayerCache(capacity, window, self.clock) for window in windows]
+        self.contexts = [None] * len(self.windows) if contexts is None else list(contexts)
 
     def advance(self, num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
         """Make room for new tokens, before the layers see them; return their positions in the text.
@@ -209,7 +218,8 @@ class DecodingCache:
         """
         if self.is_broken:
             raise ValueError("a call that failed left the cache half written; make a new one.")
-        expected = self.num_rows if self.clock.padding is None else len(self.clock.padding)
+        known = [*([] if self.clock.padding is None else [self.clock.padding]), *(s.k for s in self.contexts if s)]
+        expected = len(known[0]) if known else self.num_rows
         if expected not in (None, num_rows):
             raise ValueError(f"the cache is of {expected} rows; got {num_rows}.")
         if self.num_tokens + num_tokens > self.capacity:
@@ -239,6 +249,7 @@ class DecodingCache:
         padding = [] if self.clock.padding is None else [self.clock.padding]
         for buffer in (*kept, *padding):
             buffer.copy_(buffer.index_select(0, rows.to(buffer.device)))
+        self.contexts = [seen if seen is None else seen.rows(rows.to(seen.k.device)) for seen in self.contexts]
 
 
 def _key_parts(weights: ComposeWeights | None) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Folders of checkpoints: DCFormer and DCPythia as published (read and written), GPT-NeoX and Llama (read).
+"""Folders of checkpoints: DCFormer and DCPythia as published and our own format (read and written), GPT-NeoX and Llama
+(read).
 
 A folder holds `config.json` and the weights as `model.safetensors` or `pytorch_model.bin`, whole or in shards with
 an index. `dclm/README.md` has the table of names.
@@ -21,6 +22,7 @@ from dctrain.files import filled_whole
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from . import baselines
+from .native import NATIVE_TYPE, config_from_native, config_to_native
 from .published_config import config_from_hub, config_to_hub
 from .published_weights import COMPOSE, DERIVED, compare_derived, join_qkv, weights_from_hub, weights_to_hub
 
@@ -66,7 +68,17 @@ NEOX = Format(
     baselines.weights_from_huggingface,
 )
 LLAMA = NEOX._replace(read_config=baselines.llama_config)
-FORMATS = {"dcformer": PUBLISHED, "dcpythia": PUBLISHED, "gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA}
+NATIVE = Format(
+    config_from_native,
+    lambda tensors, config, content: None,
+    lambda tensors, config: tensors,
+    lambda config: (),
+    lambda tensors, config: tensors,
+)
+FORMATS = {
+    **{NATIVE_TYPE: NATIVE, "dcformer": PUBLISHED, "dcpythia": PUBLISHED},
+    **{"gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA},
+}
 
 
 def is_known(folder: Path) -> bool:
@@ -79,7 +91,8 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
 
     Args:
         folder: With a `config.json` of the model type "dcformer" or "dcpythia" (as published, or written by
-            `save_pretrained`), "gpt_neox" (Pythia), "llama" or "mistral" (Hugging Face's), and its weights.
+            `save_pretrained`), "dclm" (written by it), "gpt_neox" (Pythia), "llama" or "mistral" (Hugging Face's), and
+            its weights.
         dtype: Dtype of the parameters; None keeps that of the files (the widest, if there are several).
 
     Returns:
@@ -103,19 +116,20 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
     return decoder.eval()
 
 
-def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
-    """Write a decoder in the official hub format, derived tensors included.
+def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = False) -> Path:
+    """Write a decoder in the official hub format, derived tensors included, or in our own.
 
     Args:
         decoder: A model that the format can express: composed by query and key (or query alone) with rank and groups
-            as published, all or every second layer windowed, and so on.
+            as published, all or every second layer windowed, and so on; our own expresses all.
         folder: Where to write; must not hold a model already.
+        native: Whether to write our own format: the fields of `DecoderConfig`, and the state dict.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: If the format cannot express the model; the message names the field.
+        ValueError: If the official format cannot express the model; the message names the field.
         FileExistsError: If there is a model in the folder.
     """
     folder = Path(folder)
@@ -124,8 +138,10 @@ def save_pretrained(decoder: Decoder, folder: str | Path) -> Path:
     if taken:
         raise FileExistsError(f"{folder} holds {taken[0]} already; nothing was overwritten.")
     dtype = str(decoder.output.weight.dtype).removeprefix("torch.")
-    content = config_to_hub(decoder.config) | {"torch_dtype": dtype}
-    weights = weights_to_hub(decoder.state_dict(), decoder.config)
+    config, weights = decoder.config, decoder.state_dict()
+    content = (config_to_native(config) if native else config_to_hub(config)) | {"torch_dtype": dtype}
+    if not native:
+        weights = weights_to_hub(weights, config)
     with filled_whole(folder) as partial:
         save_torch_state_dict(weights, partial)
         (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -176,7 +176,7 @@ def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
         if name not in ignored and getattr(read_back, name) != value:
             raise ValueError(
                 f"{name}={value!r} cannot be written in the published format, which would read it as "
-                f"{getattr(read_back, name)!r}."
+                f"{getattr(read_back, name)!r}; accepted: native=true, our own format."
             )
 
 
@@ -194,4 +194,6 @@ def _pattern(windows: tuple[int | None, ...]) -> tuple[int | None, str | None]:
         return sizes.pop(), None
     if len(sizes) == 1 and local in PATTERNS.values():
         return sizes.pop(), next(name for name, pattern in PATTERNS.items() if pattern == local)
-    raise ValueError(f"windows={list(windows)} cannot be written in the published format.")
+    raise ValueError(
+        f"windows={list(windows)} cannot be written in the published format; accepted: native=true, our own format."
+    )

@@ -250,7 +250,7 @@ def edit_config(folder: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type='bert' is unknown; accepted: 'dcformer', 'dcpythia', 'gpt_neox', 'llama'"),
+        ({"model_type": "bert"}, "model_type='bert' is unknown; accepted: 'dclm', 'dcformer', 'dcpythia'"),
         ({"rope_scaling": {"type": "linear"}}, r"unknown fields \['rope_scaling'\]"),
         ({"use_parallel_residual": True}, r"unknown fields \['use_parallel_residual'\]"),
         ({"n_local_heads": 2}, "n_local_heads=2; accepted: -1 or n_head=4"),

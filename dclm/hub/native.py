@@ -1,0 +1,27 @@
+"""`config.json` of our own format, which expresses every decoder: the fields of `DecoderConfig` by their names."""
+
+from dataclasses import asdict, fields
+
+from ..config import DecoderConfig
+from .fields import check_known
+
+NATIVE_TYPE = "dclm"
+
+
+def config_to_native(config: DecoderConfig) -> dict:
+    """Write a configuration."""
+    return {"model_type": NATIVE_TYPE, **asdict(config)}
+
+
+def config_from_native(content: dict) -> DecoderConfig:
+    """Read what `config_to_native` wrote.
+
+    Raises:
+        ValueError: If a field is unknown or missing, or a value out of range.
+    """
+    names = [field.name for field in fields(DecoderConfig)]
+    check_known(content, names)
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise ValueError(f"fields {missing} are missing.")
+    return DecoderConfig(**{name: content[name] for name in names})
