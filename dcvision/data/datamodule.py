@@ -1,6 +1,7 @@
 """ImageDataModule: batches of uint8 images for training and evaluation, exact over ranks, workers and restarts."""
 
 import math
+from functools import partial
 from itertools import zip_longest
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,10 +13,10 @@ from dctrain.strategy import FSDP2Strategy
 
 from .bad_images import BadImages
 from .decode import MAX_PIXELS, MOST_PIXELS, eval_transform, train_transform
+from .fields import Fields
 from .samples import Batch, Collate, ImageSamples
-from .shards import Fields
 from .sources import Source, open_source, stream_urls
-from .stream import StreamedSample, stream_loader
+from .stream import StreamedSample, classified, stream_loader
 
 
 class ImageDataModule(ResumableDataModule):
@@ -187,7 +188,9 @@ class ImageDataModule(ResumableDataModule):
     def _stream(self, spec: str, transform, num_steps: int | None) -> DataLoader:
         return stream_loader(
             stream_urls(spec),
-            StreamedSample(transform, self.seed + self.rank, self.num_classes, self.fields, self.max_pixels),
+            StreamedSample(
+                transform, self.seed + self.rank, self.fields, self.max_pixels, partial(classified, self.num_classes)
+            ),
             collate=Collate(self.image_size),
             batch_size=self.batch_size,
             num_workers=self.num_workers,

@@ -1,8 +1,8 @@
 """WebDataset tar shards on local disks as a map-style source: members are indexed once, then read by offset.
 
 Samples are what webdataset makes of a shard: members that follow each other and share a key, the name up to the first
-dot behind its folder; the rest, in small letters, names the field. `Fields` says which are the image and the class
-number in text. The index of a shard is cached; it belongs to the file as it was then.
+dot behind its folder; the rest, in small letters, names the field. `SampleFields` says which are taken. The index of a
+shard is cached; it belongs to the file as it was then.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,63 +23,26 @@ from dcmha.folders import cache_dir
 from dctrain.errors import UserError, told_as
 from dctrain.files import written_whole
 
-INDEX_VERSION = 2
+from .fields import USUAL, SampleFields
 
-
-@dataclass(frozen=True)
-class Fields:
-    """Which fields of a sample are its image and its class number; of alternatives, parted by ";", one must be there.
-
-    Attributes:
-        image: The encoded image.
-        label: The class number in text.
-
-    Raises:
-        UserError: If a field has no name.
-    """
-
-    image: str = "jpg;jpeg;png;webp;bmp;ppm;tif;tiff"
-    label: str = "cls"
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        for name in ("image", "label"):
-            if not all(getattr(self, name).split(";")):
-                raise UserError(f"fields.{name}={getattr(self, name)!r} must name a field, such as jpg or input.jpg.")
-
-    def pick(self, sample: dict[str, object], name: str) -> tuple[object, object]:
-        """Return the image and the label of a sample.
-
-        Args:
-            sample: Its fields.
-            name: What it is called in messages.
-
-        Raises:
-            UserError: If there is not one of each.
-        """
-        return tuple(_pick(sample, wanted, name) for wanted in (self.image, self.label))
-
-
-USUAL = Fields()
-
-
-def _pick(sample: dict[str, object], wanted: str, name: str) -> object:
-    found = [field for field in wanted.split(";") if field in sample]
-    if len(found) != 1:
-        raise UserError(
-            f"sample {name} has {len(found)} of the fields {wanted}; accepted: one. It has {', '.join(sample)} "
-            "(a key ends at the first dot; data.fields names others)."
-        )
-    return sample[found[0]]
+INDEX_VERSION = 3
 
 
 class ShardIndex(NamedTuple):
-    """Where the images of one shard lie: `keys`, `offsets` and `sizes` in bytes, `labels`; and the file's `stamp`."""
+    """Where the samples of one shard lie.
+
+    Attributes:
+        keys: Of each sample [N].
+        offsets: Of the images, in bytes [N].
+        sizes: Likewise.
+        others: What `SampleFields.index` keeps of what belongs to them [N, numbers].
+        stamp: Of the file.
+    """
 
     keys: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
-    labels: np.ndarray
+    others: np.ndarray
     stamp: np.ndarray
 
 
@@ -129,11 +91,11 @@ class ShardSource:
         UserError: If a shard is missing, truncated or malformed.
     """
 
-    def __init__(self, urls: list[str], fields: Fields = USUAL) -> None:
+    def __init__(self, urls: list[str], fields: SampleFields = USUAL) -> None:
         missing = [url for url in urls if not Path(url).is_file()]
         if missing:
             raise UserError(f"{len(missing)} of {len(urls)} shards are missing, the first is {missing[0]}.")
-        self.urls = urls
+        self.urls, self.fields = urls, fields
         self.classes = class_names(urls)
         self.indices = _load_indices(urls, fields)
         self.shard_sizes = [len(index.keys) for index in self.indices]
@@ -154,14 +116,14 @@ class ShardSource:
         return f"{self.urls[shard]}/{self.indices[shard].keys[i]}"
 
     def labels(self) -> np.ndarray:
-        """Return all labels, int64."""
-        return np.concatenate([index.labels for index in self.indices])
+        """Return all class numbers, int64."""
+        return np.concatenate([index.others[:, 0] for index in self.indices])
 
-    def read(self, index: int) -> tuple[bytes, int]:
-        """Return the encoded image and the label of one sample.
+    def read(self, index: int) -> tuple[bytes, object]:
+        """Return the encoded image of one sample and what belongs to it, such as its class number.
 
         Raises:
-            UserError: If the shard has changed since it was indexed.
+            UserError: If the shard has changed since it was indexed, or does not hold what it should.
         """
         shard, i = self._locate(index)
         found = self.indices[shard]
@@ -169,7 +131,8 @@ class ShardSource:
             if not np.array_equal(_stamp(os.fstat(file.fileno()))[:3], found.stamp[:3]):  # modes and links may change
                 raise UserError(f"shard {self.urls[shard]} has changed since the run began.")
             file.seek(int(found.offsets[i]))
-            return file.read(int(found.sizes[i])), int(found.labels[i])
+            image = file.read(int(found.sizes[i]))
+            return image, self.fields.read(file, found.others[i].tolist(), self.name(index))
 
 
 def _stamp(stat: os.stat_result) -> np.ndarray:
@@ -177,7 +140,7 @@ def _stamp(stat: os.stat_result) -> np.ndarray:
     return np.array([stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns], dtype=np.int64)
 
 
-def _load_indices(urls: list[str], fields: Fields) -> list[ShardIndex]:
+def _load_indices(urls: list[str], fields: SampleFields) -> list[ShardIndex]:
     """Load the cached index of every shard, making those that are missing, in parallel where there are many."""
     folder = cache_dir() / "shard-index"
     folder.mkdir(exist_ok=True)
@@ -190,7 +153,7 @@ def _load_indices(urls: list[str], fields: Fields) -> list[ShardIndex]:
     return [indices[url] for url in urls]
 
 
-def _index_shards(urls: list[str], fields: Fields) -> Iterator[ShardIndex]:
+def _index_shards(urls: list[str], fields: SampleFields) -> Iterator[ShardIndex]:
     if len(urls) <= 8:
         yield from (index_shard(url, fields) for url in urls)
         return
@@ -199,7 +162,7 @@ def _index_shards(urls: list[str], fields: Fields) -> Iterator[ShardIndex]:
         yield from tqdm(indexing, total=len(urls), desc="indexing shards", unit="shard")
 
 
-def _index_path(folder: Path, url: str, fields: Fields) -> Path:
+def _index_path(folder: Path, url: str, fields: SampleFields) -> Path:
     """Name the cached index of a shard, as it is now."""
     stamp = ":".join(map(str, _stamp(os.stat(url))))
     identity = f"{INDEX_VERSION}:{Path(url).resolve()}:{stamp}:{fields}"
@@ -220,29 +183,28 @@ def _read_index(path: Path) -> ShardIndex | None:
         return None
 
 
-def index_shard(url: str, fields: Fields = USUAL) -> ShardIndex:
-    """Read the headers of a shard and its class numbers.
+def index_shard(url: str, fields: SampleFields = USUAL) -> ShardIndex:
+    """Read the headers of a shard, and its class numbers.
 
     Raises:
-        UserError: If the file is compressed, truncated or no tar, a key comes twice, or a sample lacks its image or its
-            class number or has several.
+        UserError: If the file is compressed, truncated or no tar, a key comes twice, or a sample lacks its image or
+            what belongs to it, or has several.
     """
-    rows: dict[str, tuple[int, int, int]] = {}
+    rows: dict[str, tuple[int, ...]] = {}
     stamp = _stamp(os.stat(url))
     try:
         with tarfile.open(url, "r:") as tar:
             for key, sample in _samples(tar, url):
                 if key in rows:
                     raise UserError(f"shard {url} holds sample {key} twice.")
-                image, label = fields.pick(sample, f"{key} of shard {url}")
-                number = parse_label(tar.extractfile(label).read(), f"{url}/{label.name}")
-                rows[key] = (image.offset_data, image.size, number)
+                image, _, other = fields.pick(sample, f"{key} of shard {url}")
+                rows[key] = (image.offset_data, image.size, *fields.index(tar, other, f"{url}/{other.name}"))
             if stamp[1] < tar.offset + tarfile.BLOCKSIZE:
                 raise UserError(f"shard {url} is truncated: its end-of-archive mark is missing.")
     except (tarfile.TarError, EOFError) as error:
         raise UserError(_why_unreadable(url, error)) from error
-    offsets, sizes, labels = np.array(list(rows.values()), dtype=np.int64).reshape(-1, 3).T
-    return ShardIndex(np.array(list(rows), dtype=str), offsets, sizes, labels, stamp)
+    numbers = np.array(list(rows.values()), dtype=np.int64).reshape(len(rows), -1)
+    return ShardIndex(np.array(list(rows), dtype=str), numbers[:, 0], numbers[:, 1], numbers[:, 2:], stamp)
 
 
 def _samples(tar: tarfile.TarFile, url: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
@@ -272,14 +234,3 @@ def _why_unreadable(url: str, error: Exception) -> str:
     if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
         return f"shard {url} is compressed; unpack it first: samples are read from their places in it."
     return f"shard {url} is truncated or no uncompressed tar file: {error}."
-
-
-def parse_label(text: bytes, name: str) -> int:
-    """Read a class number.
-
-    Raises:
-        UserError: If the text is none.
-    """
-    if not text.strip().isdigit() or len(text) > 12:
-        raise UserError(f"{name} holds {text[:20]!r}; accepted: a class number in text.")
-    return int(text)

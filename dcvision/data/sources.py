@@ -18,7 +18,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from dctrain.errors import UserError, told_as
 
 from .digits import digit_shards
-from .shards import USUAL, Fields, ShardSource, expand_urls, is_remote
+from .fields import USUAL, SampleFields
+from .shards import ShardSource, expand_urls, is_remote
 
 KINDS = ("digits", "shards:PATTERN", "folder:DIR", "torchvision:NAME:DIR")
 
@@ -142,7 +143,7 @@ def stream_urls(spec: str) -> list[str] | None:
     return urls if any(is_remote(url) for url in urls) else None
 
 
-def open_source(spec: str, is_train: bool, fields: Fields = USUAL) -> Source:
+def open_source(spec: str, is_train: bool, fields: SampleFields = USUAL) -> Source:
     """Open a local data set given in the notation above; `fields` says what is taken of the samples of shards.
 
     Raises:

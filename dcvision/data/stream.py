@@ -6,18 +6,19 @@ shuffle instead of the exact place. Evaluation still sees every sample once.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 
 import webdataset as wds
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dctrain.errors import UserError, told_as
 
 from .decode import Transform
+from .fields import SampleFields
 from .samples import Collate, Skipped, make_image
-from .shards import Fields, parse_label
 
 SHUFFLE_BUFFER = 5000
 
@@ -28,26 +29,41 @@ class StreamedSample:
     Args:
         transform: As in `ImageSamples`.
         seed: Seed of the run.
-        num_classes: Labels must be below it.
         fields: Which fields of a sample are taken.
         max_pixels: As in `decode`.
+        finish: Makes the sample of an image, what belongs to it, the sample's name, and its number.
     """
 
-    def __init__(self, transform: Transform, seed: int, num_classes: int, fields: Fields, max_pixels: int) -> None:
-        self.transform, self.seed, self.num_classes = transform, seed, num_classes
-        self.fields, self.max_pixels = fields, max_pixels
-        self.count = 0
+    def __init__(
+        self,
+        transform: Transform,
+        seed: int,
+        fields: SampleFields,
+        max_pixels: int,
+        finish: Callable[[Tensor, object, str, int], tuple],
+    ) -> None:
+        self.transform, self.seed, self.fields, self.max_pixels = transform, seed, fields, max_pixels
+        self.finish, self.count = finish, 0
 
     def __call__(self, raw: dict) -> tuple | Skipped:
         name = f"{raw['__url__']}/{raw['__key__']}"
         sample = {field: value for field, value in raw.items() if not field.startswith("__")}
-        encoded, text = self.fields.pick(sample, name)
-        label = parse_label(text, name)
-        if not 0 <= label < self.num_classes:
-            raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {self.num_classes - 1}.")
+        encoded, field, content = self.fields.pick(sample, name)
+        other = self.fields.parse(content, field, name)
         self.count += 1
         image = make_image(encoded, name, self.transform, self.max_pixels, self.seed, self.count)
-        return image if isinstance(image, Skipped) else (image, label, name)
+        return image if isinstance(image, Skipped) else self.finish(image, other, name, self.count)
+
+
+def classified(num_classes: int, image: Tensor, label: int, name: str, count: int) -> tuple[Tensor, int, str]:
+    """Make the sample of an image and its class number.
+
+    Raises:
+        UserError: If there is no such class.
+    """
+    if not 0 <= label < num_classes:
+        raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {num_classes - 1}.")
+    return image, label, name
 
 
 def _told(samples: Iterator) -> Iterator:

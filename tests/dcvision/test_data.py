@@ -302,4 +302,4 @@ def test_tar_members_in_folders_keep_their_keys(tmp_path):
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     index = index_shard(str(tmp_path / "f.tar"))
-    assert index.keys.tolist() == ["a/x"] and index.labels.tolist() == [3]
+    assert index.keys.tolist() == ["a/x"] and index.others.tolist() == [[3]]

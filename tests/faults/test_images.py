@@ -21,7 +21,8 @@ from PIL import Image
 from dctrain.errors import UserError
 from dcvision import ImageDataModule
 from dcvision.data.decode import BadImage, decode
-from dcvision.data.shards import Fields, ShardSource, index_shard
+from dcvision.data.fields import Fields
+from dcvision.data.shards import ShardSource, index_shard
 from tests.conftest import encode, numbered_samples, write_shard
 from tests.dcvision.commands import run, small
 
@@ -210,7 +211,7 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, content):
     (index,) = (tmp_path / "cache/dcmha/shard-index").iterdir()
     index.write_bytes(content)
     assert ShardSource([str(path)]).labels().tolist() == [1, 2]
-    assert np.load(index)["labels"].tolist() == [1, 2]
+    assert np.load(index)["others"].tolist() == [[1], [2]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
