@@ -140,15 +140,23 @@ class Decoder(nn.Module):
         """
         self._check_ids(input_ids)
         self._check_context(context, len(input_ids))
+        before, rope = self._before_context(input_ids, documents)
+        after = self._through(slice(self.first_looking, None), before, rope, documents, context=context)
+        return before, self.norm(after)
+
+    def states_before_context(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
+        """Compute the first of `both_states` alone, for which no context is needed."""
+        self._check_ids(input_ids)
+        return self._before_context(input_ids, documents)[0]
+
+    def _before_context(self, input_ids: Tensor, documents: Tensor | None) -> tuple[Tensor, Rope | None]:
         self._check_length(input_ids.shape[1])
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if documents is not None:
             _check_like("documents", documents, input_ids)
             positions = _within_documents(documents, positions)
         x, rope = self._begin(input_ids, positions)
-        before = self._through(slice(0, self.first_looking), x, rope, documents)
-        after = self._through(slice(self.first_looking, None), before, rope, documents, context=context)
-        return before, self.norm(after)
+        return self._through(slice(0, self.first_looking), x, rope, documents), rope
 
     @property
     def device(self) -> torch.device:

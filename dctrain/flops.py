@@ -12,20 +12,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from dcmha import ComposedLayer, attention_flops, compose_options_of, visible_pairs
 
 
-def forward_flops(model: nn.Module, example: Tensor) -> int:
-    """Count the FLOPs of a forward pass on an example of the meta device.
+def forward_flops(model: nn.Module, *example: object) -> int:
+    """Count the FLOPs of a forward pass on an example, its arguments, of the meta device.
 
     Composed layers count as `dcmha.attention_flops` says, whichever implementation runs: pairs that causality or a
     window hides are left out, masks of the data are not. Torch counts the rest.
     """
     model = copy.deepcopy(model).to("meta").eval().requires_grad_(False)  # the counter wants no graph
-    example = example.to(next(model.parameters()).dtype) if example.is_floating_point() else example
+    dtype = next(model.parameters()).dtype
+    example = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in example]
     counts: list[int] = []
     for module in model.modules():
         if isinstance(module, ComposedLayer):
             module.attend = partial(_count, module, counts)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(example)
+        model(*example)
     return counter.get_total_flops() + sum(counts)
 
 

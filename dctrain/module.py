@@ -43,7 +43,7 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
 class Example(NamedTuple):
     """Inputs of a network on the meta device, and how many units (images, tokens) they are."""
 
-    args: tuple[torch.Tensor, ...]
+    args: tuple
     kwargs: dict[str, torch.Tensor]
     units: int
 
@@ -132,19 +132,19 @@ class TrainingModule(L.LightningModule):
         if not 0 <= hp.seed < 2**32:
             raise UserError(f"seed={hp.seed} must be in [0, 2^32).")
 
-    def count_flops(self, model: nn.Module, example: torch.Tensor) -> int:
+    def count_flops(self, model: nn.Module, *example: object) -> int:
         """Count the FLOPs of a forward pass, and check that the model takes the example and runs on this device.
 
         Args:
             model: The network.
-            example: Its input, on the meta device.
+            *example: Its arguments, on the meta device; the first is a tensor.
 
         Raises:
             UserError: If it does not.
         """
         name = self.hparams.get("model", type(self.model).__name__)
-        with told_as(f"model {name!r} cannot take inputs of shape {list(example.shape)}"):
-            flops = forward_flops(model, example)
+        with told_as(f"model {name!r} cannot take inputs of shape {list(example[0].shape)}"):
+            flops = forward_flops(model, *example)
         device = self.trainer.strategy.root_device
         for layer in self.model.modules():
             if isinstance(layer, ComposedLayer) and layer.options.is_composed:

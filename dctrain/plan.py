@@ -56,10 +56,10 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
     _check_planned(trainer, batch_size, gpu_memory)
     devices, nodes, accumulate = str(trainer["devices"]), trainer["num_nodes"], trainer["accumulate_grad_batches"]
     world, model = int(devices) * nodes, module.model
-    (example,), _, units_of_one = module.example(1)
+    example, _, units_of_one = module.example(1)
     axes, units = _mesh(trainer["strategy"], world), batch_size * units_of_one
     numel = sum(parameter.numel() for parameter in model.parameters())
-    flops = forward_flops(model, example) // units_of_one
+    flops = forward_flops(model, *example) // units_of_one
     memory = plan_memory(module, trainer, batch_size, axes)
     data_ranks = world // axes[HEADS]
     step = units * accumulate * data_ranks

@@ -31,7 +31,7 @@ class StreamedSample:
         seed: Seed of the run.
         fields: Which fields of a sample are taken.
         max_pixels: As in `decode`.
-        finish: Makes the sample of an image, what belongs to it, the sample's name, and its number.
+        finish: Makes the sample of an image, or of what was wrong with it, what belongs to it, its name and number.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StreamedSample:
         seed: int,
         fields: SampleFields,
         max_pixels: int,
-        finish: Callable[[Tensor, object, str, int], tuple],
+        finish: Callable[[Tensor | Skipped, object, str, int], tuple],
     ) -> None:
         self.transform, self.seed, self.fields, self.max_pixels = transform, seed, fields, max_pixels
         self.finish, self.count = finish, 0
@@ -52,10 +52,12 @@ class StreamedSample:
         other = self.fields.parse(content, field, name)
         self.count += 1
         image = make_image(encoded, name, self.transform, self.max_pixels, self.seed, self.count)
-        return image if isinstance(image, Skipped) else self.finish(image, other, name, self.count)
+        return self.finish(image, other, name, self.count)
 
 
-def classified(num_classes: int, image: Tensor, label: int, name: str, count: int) -> tuple[Tensor, int, str]:
+def classified(
+    num_classes: int, image: Tensor | Skipped, label: int, name: str, count: int
+) -> tuple[Tensor, int, str] | Skipped:
     """Make the sample of an image and its class number.
 
     Raises:
@@ -63,7 +65,7 @@ def classified(num_classes: int, image: Tensor, label: int, name: str, count: in
     """
     if not 0 <= label < num_classes:
         raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {num_classes - 1}.")
-    return image, label, name
+    return image if isinstance(image, Skipped) else (image, label, name)
 
 
 def _told(samples: Iterator) -> Iterator:

@@ -67,6 +67,7 @@ def test_states_before_the_context_do_not_know_it():
     torch.testing.assert_close(decoder.output(after), decoder(ids, context=context))
     other = Context(context.tokens + 1, context.mask)
     assert torch.equal(decoder.both_states(ids, context=other)[0], before)
+    assert torch.equal(decoder.states_before_context(ids), before)
     plain = made()
     before, after = plain.both_states(ids)
     torch.testing.assert_close(plain.norm(before), after)

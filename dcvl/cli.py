@@ -1,0 +1,48 @@
+"""Command line: `python -m dcvl fit|validate|test --config FILE ...`, `compare`."""
+
+import inspect
+
+from dctrain.cli import TrainerCLI, run_program
+from dctrain.compare import comparison
+
+from .data import CaptionDataModule
+from .data.datamodule import vocabulary_rows
+from .vision_language_model import VisionLanguageModel
+
+
+class VisionLanguageCLI(TrainerCLI):
+    """The trainers' command line for models of images and texts."""
+
+    program = "dcvl"
+    description = "Images and texts with DCMHA."
+    functions = {"compare": comparison("dcvl", {"val/loss": "min"})}
+    linked = ("image_size", "context_length", "seed")
+    monitor = "val/loss"
+    monitor_mode = "min"
+    init_sources = "a checkpoint or run of dcvl"
+    best_name = "best-step={step}-loss={val/loss:.4f}"
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(VisionLanguageModel, CaptionDataModule, args)
+
+    def add_arguments_to_parser(self, parser) -> None:
+        """Also give the text tower as many embedding rows as the tokenizer needs."""
+        super().add_arguments_to_parser(parser)
+        sources = tuple(f"data.{name}" for name in inspect.signature(vocabulary_rows).parameters)
+        parser.link_arguments(sources, "model.vocab_size", compute_fn=vocabulary_rows)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands; there is nothing to `predict`."""
+        commands = TrainerCLI.subcommands()
+        del commands["predict"]
+        return commands
+
+    def describe_score(self, score: float) -> str:
+        """Write the loss in nats."""
+        return f"{score:.4f} nats"
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line."""
+    run_program(VisionLanguageCLI, args)

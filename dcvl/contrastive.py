@@ -1,0 +1,84 @@
+"""Contrastive losses of images and texts over the pairs of all ranks: SigLIP's sigmoid, and CLIP's softmax.
+
+Of a global batch of N pairs each rank takes the images and texts that it holds against those of all. Its loss is what
+it adds to the whole, times the number of ranks: the mean over ranks, which data-parallel training takes of gradients,
+is that of one process.
+"""
+
+# B pairs of this rank, N of all ranks, E embedding width, T tokens
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+
+Contrastive = Literal["sigmoid", "softmax"]
+
+
+class Pairs(NamedTuple):
+    """Embedded images and texts that belong together, row by row.
+
+    Attributes:
+        images: [B, E], of length 1.
+        texts: [B, E], likewise.
+        input_ids: The texts' tokens [B, T].
+        counts: Whether a pair counts [B], boolean.
+    """
+
+    images: Tensor
+    texts: Tensor
+    input_ids: Tensor
+    counts: Tensor
+
+
+def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute this rank's part of the loss, as the module says.
+
+    A text that another pair has too is no negative example: such pairs are left out, but for a pair's own.
+
+    Args:
+        kind: "sigmoid" (Zhai et al., 2023, algorithm 1) or "softmax" (Radford et al., 2021, figure 3).
+        pairs: Those of this rank; on every rank as many.
+        scale: Scalar that multiplies cosines.
+        bias: Scalar that is added then; None for none.
+
+    Returns:
+        A scalar, 0 if no pair counts.
+    """
+    everyone, first = _gathered(pairs)
+    own = first + torch.arange(len(pairs.counts), device=pairs.counts.device)
+    offset = 0.0 if bias is None else bias
+    used = _used(pairs, everyone, own)
+    from_images = pairs.images @ everyone.texts.mT * scale + offset
+    if kind == "sigmoid":
+        signs = torch.full_like(from_images, -1.0).scatter_(1, own[:, None], 1.0)
+        total = (-F.logsigmoid(signs * from_images)).masked_fill(~used, 0.0).sum()
+    else:
+        from_texts = pairs.texts @ everyone.images.mT * scale + offset
+        total = sum(_cross_entropy(logits, used, own, pairs.counts) for logits in (from_images, from_texts)) / 2
+    ranks = len(everyone.counts) // len(pairs.counts)
+    return total * ranks / everyone.counts.sum().clamp(min=1)
+
+
+def _used(pairs: Pairs, everyone: Pairs, own: Tensor) -> Tensor:
+    """Tell which pairs of a row of this rank and one of all count [B, N]."""
+    same = (pairs.input_ids[:, None] == everyone.input_ids[None]).all(-1)
+    different = ~same.scatter(1, own[:, None], False)
+    return different & pairs.counts[:, None] & everyone.counts[None]
+
+
+def _cross_entropy(logits: Tensor, used: Tensor, own: Tensor, counts: Tensor) -> Tensor:
+    """Sum up over rows that count the cross-entropy of finding the partner [B] among what is used [B, N]."""
+    logits = logits.masked_fill(~used, -torch.inf)[counts]
+    return F.cross_entropy(logits, own[counts], reduction="sum")
+
+
+def _gathered(pairs: Pairs) -> tuple[Pairs, int]:
+    """Bring the pairs of all ranks together [N, ...]; tell the place of this rank's first. Gradients flow back."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return pairs, 0
+    whole = Pairs(*(torch.cat(all_gather(part.contiguous())) for part in pairs))
+    return whole, torch.distributed.get_rank() * len(pairs.counts)

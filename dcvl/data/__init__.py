@@ -1,0 +1,6 @@
+"""Images with captions."""
+
+from .datamodule import CaptionDataModule
+from .samples import Batch
+
+__all__ = ["Batch", "CaptionDataModule"]

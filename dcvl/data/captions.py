@@ -1,0 +1,168 @@
+"""Images with captions: the one-line notation of a data set, and the map-style sources behind it.
+
+- `scenes`, `scenes:unseen`: digit scenes (`dcvl.data.scenes`)
+- `shards:PATTERN`: WebDataset tar shards of images with captions, as img2dataset writes them, local or remote
+- `classes:SPEC`: any labelled set of `dcvision`, such as `classes:torchvision:CIFAR10:DIR`, captioned by templates
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from tarfile import TarFile, TarInfo
+from typing import BinaryIO, ClassVar, Protocol
+
+from torch import Tensor
+
+from dctrain.errors import UserError, told_as
+from dcvision.data.fields import SampleFields
+from dcvision.data.shards import ShardSource, expand_urls
+from dcvision.data.sources import open_source
+
+from . import scenes
+
+KINDS = (scenes.NAME, f"{scenes.NAME}:SPLIT", "shards:PATTERN", "classes:SPEC")
+CLASSES = "classes:"
+TEMPLATE = "a photo of a {}"
+JSON_KEYS = ("captions", "caption")  # a list of texts, or a text
+IS_JSON, IS_TEXT = 1, 0
+
+
+class CaptionSource(Protocol):
+    """Random access to images with captions.
+
+    Attributes:
+        shard_sizes: Samples of each part that is shuffled as a whole.
+    """
+
+    shard_sizes: list[int]
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """Name a sample for messages."""
+
+    def read(self, index: int) -> tuple[bytes | Tensor, list[str]]:
+        """Return the encoded image, or the decoded one (uint8 [3, H, W]), and its captions, at least one."""
+
+
+@dataclass(frozen=True)
+class CaptionFields(SampleFields):
+    """The fields of an image and its captions.
+
+    Attributes:
+        image: The encoded image.
+        text: The captions: a text, of which each line is one; or JSON with a text under "caption", or a list of texts
+            under "captions" (or "caption").
+    """
+
+    text: str = "txt;json"
+    other: ClassVar[str] = "text"
+
+    def pick(self, sample: dict[str, object], name: str):
+        """Take the fields of a sample; of several alternatives for the text the first."""
+        wanted = self.text.split(";")
+        first = next((field for field in wanted if field in sample), None)
+        rest = {field: value for field, value in sample.items() if field not in wanted or field == first}
+        return super().pick(rest, name)
+
+    def index(self, tar: TarFile, member: TarInfo, name: str) -> tuple[int, int, int]:
+        """Keep where the captions are, and whether they are JSON; they are read once to see that there are some."""
+        self.parse(tar.extractfile(member).read(), member.name, name)
+        return member.offset_data, member.size, IS_JSON if _is_json(member.name) else IS_TEXT
+
+    def read(self, file: BinaryIO, kept: list[int], name: str) -> list[str]:
+        """Read the captions."""
+        offset, size, kind = kept
+        file.seek(offset)
+        return self.parse(file.read(size), "json" if kind == IS_JSON else "txt", name)
+
+    def parse(self, content: bytes, field: str, name: str) -> list[str]:
+        """Make captions of a text or of JSON.
+
+        Raises:
+            UserError: If there is none, or it is no UTF-8.
+        """
+        with told_as(f"the captions of {name}"):
+            text = content.decode()
+            found = _of_json(json.loads(text)) if _is_json(field) else text.split("\n")
+        captions = [caption.strip() for caption in found if caption.strip()]
+        if not captions:
+            raise UserError(f"{name} holds no caption.")
+        return captions
+
+
+def _is_json(field: str) -> bool:
+    return field.rpartition(".")[2].lower() == "json"
+
+
+def _of_json(content: object) -> list[str]:
+    """Take the captions out of JSON.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = next((content[key] for key in JSON_KEYS if content.get(key)), None) if isinstance(content, dict) else None
+    captions = [found] if isinstance(found, str) else found
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        raise ValueError("no text under 'caption', and no list of texts under 'captions'")
+    return captions
+
+
+class TemplateSource:
+    """A labelled set whose classes are named in sentences.
+
+    Args:
+        spec: The set, in the notation of `dcvision.data.sources`.
+        is_train: Which split.
+        templates: Sentences with {} for the name of the class.
+
+    Raises:
+        UserError: If it cannot be opened or does not name its classes.
+    """
+
+    def __init__(self, spec: str, is_train: bool, templates: Sequence[str]) -> None:
+        self.source = open_source(spec, is_train)
+        if not self.source.classes:
+            raise UserError(f"{CLASSES}{spec} does not name its classes, which captions need.")
+        self.templates, self.shard_sizes = list(templates), self.source.shard_sizes
+        self.names = [name.replace("_", " ") for name in self.source.classes]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, index: int) -> str:
+        """Name a sample for messages."""
+        return self.source.name(index)
+
+    def read(self, index: int) -> tuple[bytes | Tensor, list[str]]:
+        """Return an image, and a caption by each template."""
+        image, label = self.source.read(index)
+        return image, [template.format(self.names[label]) for template in self.templates]
+
+
+def check_templates(templates: Sequence[str]) -> None:
+    """Check sentences with {} for a name.
+
+    Raises:
+        UserError: If there is none, or one without {}.
+    """
+    if not templates or any(template.count("{}") != 1 for template in templates):
+        raise UserError(f"templates={list(templates)}; accepted: sentences, each with {{}} once, for the class.")
+
+
+def open_captions(
+    spec: str, is_train: bool, fields: CaptionFields = CaptionFields(), templates: Sequence[str] = (TEMPLATE,)
+) -> CaptionSource:
+    """Open a local data set given in the notation above.
+
+    Raises:
+        UserError: If the notation is unknown or the data cannot be opened.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == scenes.NAME:
+        return scenes.SceneSource(rest or ("train" if is_train else "val"))
+    if kind == "shards" and rest:
+        return ShardSource(expand_urls(rest), fields)
+    if spec.startswith(CLASSES) and rest:
+        return TemplateSource(rest, is_train, templates)
+    raise UserError(f"data set {spec!r} is unknown; accepted: {', '.join(KINDS)}.")

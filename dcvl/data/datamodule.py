@@ -1,0 +1,243 @@
+"""CaptionDataModule: batches of images with captions, exact over ranks, workers and restarts."""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dclm.data.tokenizers import Tokenizer, open_tokenizer
+from dctrain.datamodule import ResumableDataModule
+from dctrain.errors import UserError, told_as
+from dcvision.data.bad_images import BadImages
+from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
+from dcvision.data.samples import Skipped
+from dcvision.data.sources import stream_urls
+from dcvision.data.stream import StreamedSample, stream_loader
+
+from .captions import TEMPLATE, CaptionFields, CaptionSource, check_templates, open_captions
+from .samples import Batch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, choose_caption
+from .scenes import ENDLESS, NAME, scene_tokenizer
+
+
+def find_tokenizer(train: str, tokenizer: str | None) -> Tokenizer:
+    """Open the tokenizer of a run: the scenes' own, or that which is named.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if tokenizer is not None:
+        return open_tokenizer(tokenizer)
+    if train.partition(":")[0] != NAME:
+        raise UserError(f"data.tokenizer must name the tokenizer of the captions of {train!r}.")
+    return scene_tokenizer()
+
+
+def vocabulary_rows(train: str, tokenizer: str | None) -> int:
+    """Tell how many rows the embedding of the text tower has."""
+    return find_tokenizer(train, tokenizer).vocab_size
+
+
+class CaptionDataModule(ResumableDataModule):
+    """Images with captions.
+
+    What is said of `dcvision.ImageDataModule` holds: splitting over ranks, epochs, resume, streams, unreadable images.
+    In training one caption of each image is drawn, another each epoch; an evaluation sees all.
+
+    Args:
+        train: Training set, in the notation of `dcvl.data.captions`: "scenes", "shards:PATTERN" or "classes:SPEC".
+        val: Validation set, likewise; also used by `test`.
+        tokenizer: Of the captions: "bytes", a `tokenizer.json`, or a hub name; None for that of the scenes.
+        context_length: Tokens of a text, with what begins and ends it; longer captions are cut, and counted.
+        image_size: Side of the square images, in pixels.
+        batch_size: Images of one rank in a step.
+        num_workers: Loader processes of a rank; 0 loads in the main process.
+        seed: Seed of order, augmentation and the choice of captions.
+        min_crop_area: Smallest part of the image a training crop may cover; 1.0 resizes without cropping.
+        horizontal_flip: Flip half of the training images; captions that tell left from right forbid it.
+        crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
+        val_samples: Only this many images of the validation set; None for all.
+        stream_samples: Samples that count as an epoch when `train` is a remote stream.
+        max_bad_images: As in `dcvision.ImageDataModule`.
+        max_pixels: Images of more count as unreadable, before they are decoded.
+        fields: Names of the fields of WebDataset samples, {image: "jpg;png", text: caption} if they differ.
+        templates: Sentences with {} for the name of a class, which caption "classes:SPEC".
+
+    Raises:
+        UserError: If an argument is out of range, or a data set cannot be opened.
+    """
+
+    def __init__(
+        self,
+        train: str = NAME,
+        val: str = NAME,
+        tokenizer: str | None = None,
+        context_length: int = 16,
+        image_size: int = 32,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+        min_crop_area: float = 1.0,
+        horizontal_flip: bool = False,
+        crop_fraction: float = 1.0,
+        val_samples: int | None = None,
+        stream_samples: int | None = None,
+        max_bad_images: int | float = 0.001,
+        max_pixels: int = MAX_PIXELS,
+        fields: dict[str, str] | None = None,
+        templates: Sequence[str] = (TEMPLATE,),
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, sample_noun="images")
+        self.save_hyperparameters(logger=False)
+        if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
+            raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
+        if context_length < 3 or image_size < 1 or (val_samples is not None and val_samples < 1):
+            raise UserError(
+                f"{context_length=} must be at least 3 (what begins a text, a token, what ends it), {image_size=} and "
+                f"{val_samples=} at least 1."
+            )
+        check_templates(templates)
+        with told_as("data.fields"):
+            self.fields = CaptionFields(**fields or {})
+        self.train_spec, self.val_spec, self.tokenizer, self.templates = train, val, tokenizer, templates
+        self.context_length, self.image_size = context_length, image_size
+        self.val_samples, self.stream_samples = val_samples, stream_samples
+        self.max_bad_images, self.max_pixels = max_bad_images, max_pixels
+        self.train_transform = train_transform(image_size, min_crop_area, horizontal_flip, 0, 0)
+        self.eval_transform = eval_transform(image_size, crop_fraction)
+        self.train_source: CaptionSource | None = None
+        self.val_source: CaptionSource | None = None
+        self.bad_images: dict[bool, BadImages] = {}
+        self.num_cut = 0
+        if self.num_val_samples is None and val.partition(":")[0] == NAME:
+            raise UserError(f"data.val={val} has no end; data.val_samples must say how many count.")
+
+    @cached_property
+    def words(self) -> Tokenizer:
+        """The tokenizer."""
+        return find_tokenizer(self.train_spec, self.tokenizer)
+
+    @cached_property
+    def encode(self) -> CaptionEncoder:
+        """What encodes captions."""
+        return CaptionEncoder(self.words, self.context_length)
+
+    def open(self, spec: str, is_train: bool) -> CaptionSource:
+        """Open a data set.
+
+        Raises:
+            UserError: If it cannot be opened, or is empty.
+        """
+        source = open_captions(spec, is_train, self.fields, self.templates)
+        if len(source) == 0:
+            raise UserError(f"{spec} holds no image.")
+        return source
+
+    def prepare_data(self) -> None:
+        """Download, write and index what is local and needed, once per machine."""
+        is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
+        for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
+            if stream_urls(spec) is None and (is_fit or not is_train):
+                self.open(spec, is_train)
+
+    def setup(self, stage: str) -> None:
+        """Open the data sets of a stage."""
+        self.check_trainer()
+        if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
+            self.train_source = self.open(self.train_spec, is_train=True)
+        if stage == "fit":
+            self.check_steps()
+        if stream_urls(self.val_spec) is not None:
+            raise UserError(f"data.val={self.val_spec} is a stream; accepted: a local set.")
+        if self.val_source is None:
+            self.val_source = self.open(self.val_spec, is_train=False)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the training set, or those that count as an epoch of a stream."""
+        if self.train_source is not None:
+            return len(self.train_source)
+        if self.stream_samples is None:
+            raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
+        return self.stream_samples
+
+    @property
+    def num_val_samples(self) -> int | None:
+        """Images of an evaluation; None for all, as long as they are not counted."""
+        if self.val_source is None or len(self.val_source) == ENDLESS:
+            return self.val_samples
+        return min(len(self.val_source), self.val_samples or len(self.val_source))
+
+    def train_dataloader(self) -> DataLoader:
+        """Make the training loader, from the position that training has reached."""
+        if self.train_source is None:
+            return self._stream()
+        batches = self.train_batches(self.train_source.shard_sizes)
+        return self.make_loader(self._samples(self.train_source, is_train=True), batches, Collate(self.image_size))
+
+    def val_dataloader(self) -> DataLoader:
+        """Make the evaluation loader."""
+        batches = self.eval_batches(self.num_val_samples)
+        return self.make_loader(self._samples(self.val_source, is_train=False), batches, Collate(self.image_size))
+
+    test_dataloader = val_dataloader
+
+    def _samples(self, source: CaptionSource, is_train: bool) -> CaptionedSamples:
+        transform = self.train_transform if is_train else self.eval_transform
+        return CaptionedSamples(source, transform, self.encode, self.seed, self.max_pixels, has_all=not is_train)
+
+    def _stream(self) -> DataLoader:
+        finish = partial(_captioned, self.encode, self.seed + self.rank)
+        seed = self.seed + self.rank
+        return stream_loader(
+            stream_urls(self.train_spec),
+            StreamedSample(self.train_transform, seed, self.fields, self.max_pixels, finish),
+            collate=Collate(self.image_size),
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            rank=self.rank,
+            world_size=self.world_size,
+            num_steps=self.steps_per_epoch,
+            seed=self.seed,
+        )
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Report unreadable images and captions that were cut; stop the run above the limit of the former."""
+        is_train = self.trainer is not None and self.trainer.training
+        if is_train not in self.bad_images:
+            source = self.train_source if is_train else self.val_source
+            size = None if source is None else len(source)
+            share = size if is_train or size is None else -(-size // self.world_size)
+            self.bad_images[is_train] = BadImages(self.max_bad_images, size, share)
+        self.bad_images[is_train].note(batch)
+        if batch.num_cut and not self.num_cut:
+            rank_zero_only(print)(
+                f"captions are longer than data.context_length={self.context_length} and lose their end; "
+                "train/cut_captions counts them.",
+                flush=True,
+            )
+        self.num_cut += batch.num_cut
+        return batch
+
+    def fixed(self) -> dict[str, object]:
+        """Tell what cannot change in the middle of a run."""
+        return super().fixed() | {"context_length": self.context_length}
+
+    def state_dict(self) -> dict:
+        """Save the position in the training data, and the tokenizer, so that a checkpoint can be used by itself."""
+        return super().state_dict() | {"tokenizer": self.words.spec, "eos_id": self.words.eos_id}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over the position of a checkpoint; refuse another tokenizer."""
+        if state_dict.get("tokenizer", self.words.spec) != self.words.spec:
+            raise UserError("the checkpoint was trained with another data.tokenizer.")
+        super().load_state_dict(state_dict if "epoch" in state_dict else {})
+
+
+def _captioned(
+    encode: CaptionEncoder, seed: int, image: Tensor | Skipped, captions: list[str], name: str, count: int
+) -> CaptionedImage:
+    """Make the sample of a streamed image and one of its captions."""
+    return CaptionedImage(image, [encode(choose_caption(captions, (seed, count)))], name, is_padding=False)

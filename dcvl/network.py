@@ -1,0 +1,138 @@
+"""ImageText: a tower for images and a decoder for texts, contrasted with each other, and a text told from its image."""
+
+# B images, M texts, T tokens, S patches, C width of the text tower, E embedding width
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dclm import Decoder
+from dclm.blocks import Context, make_norm
+from dclm.loss import IGNORED, token_loss
+
+from .contrastive import Contrastive
+
+SCALES = {"sigmoid": 10.0, "softmax": 1 / 0.07}  # that multiply cosines at first: SigLIP's and CLIP's
+SIGMOID_BIAS = -10.0
+
+
+class Seen(NamedTuple):
+    """What the image tower makes of images: its patches [B, S, width] and all of it together [B, width]."""
+
+    patches: Tensor
+    pooled: Tensor
+
+
+class Texts(NamedTuple):
+    """Texts of images.
+
+    Attributes:
+        input_ids: What begins a text, its tokens, what ends it, and padding [M, T].
+        targets: What is to be told at each place [M, T]; -100 does not count.
+        ends: Where each text ends [M].
+        owners: Which image each is of [M].
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    ends: Tensor
+    owners: Tensor
+
+
+class Outputs(NamedTuple):
+    """What a step needs.
+
+    Attributes:
+        images: Embeddings [B, E] of length 1; None if nothing is contrasted.
+        texts: Embeddings [M, E] of length 1; None likewise.
+        caption_loss: Summed over the targets that count, in nats, a scalar; None if nothing is told.
+    """
+
+    images: Tensor | None
+    texts: Tensor | None
+    caption_loss: Tensor | None
+
+
+class ImageText(nn.Module):
+    """Two towers. With both losses it is CoCa (Yu et al., 2022): the text tower's first layers do not know the image,
+    and the state at the text's end is its embedding; the last ones look at the patches and tell the text. With one of
+    the losses it is SigLIP or CLIP, or a captioner.
+
+    Args:
+        image: A model of timm without a head (`num_classes=0`).
+        text: The decoder; it tells texts if it has layers that look at a context.
+        embed_dim: Width E of the embeddings; None contrasts nothing.
+        contrastive: The loss that will be taken, which says how scale and bias begin.
+
+    Raises:
+        ValueError: If the decoder looks at a context of another width than that of the image tower.
+    """
+
+    def __init__(
+        self, image: nn.Module, text: Decoder, embed_dim: int | None, contrastive: Contrastive = "sigmoid"
+    ) -> None:
+        super().__init__()
+        width = text.config.context_dim
+        if width not in (None, image.num_features):
+            raise ValueError(
+                f"context_dim={width} of the text tower; the image tower's patches have {image.num_features}."
+            )
+        self.image, self.text, self.embed_dim = image, text, embed_dim
+        if embed_dim is None:
+            return
+        self.image_proj = nn.Linear(image.num_features, embed_dim, bias=False)
+        self.text_norm = make_norm(text.config)
+        self.text_proj = nn.Linear(text.config.dim, embed_dim, bias=False)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(SCALES[contrastive])))
+        self.bias = nn.Parameter(torch.tensor(SIGMOID_BIAS)) if contrastive == "sigmoid" else None
+
+    @property
+    def is_captioner(self) -> bool:
+        """Whether texts are told from images."""
+        return self.text.config.cross_layers > 0
+
+    def see(self, images: Tensor) -> Seen:
+        """Look at normalised images [B, 3, size, size]."""
+        features = self.image.forward_features(images)
+        return Seen(_as_tokens(features, self.image.num_features), self.image.forward_head(features, pre_logits=True))
+
+    def embed_images(self, seen: Seen) -> Tensor:
+        """Embed images [B, E], of length 1."""
+        return F.normalize(self.image_proj(seen.pooled), dim=-1)
+
+    def embed_texts(self, before: Tensor, ends: Tensor) -> Tensor:
+        """Embed texts [M, E], of length 1, by their states before the layers that look at the image [M, T, C]."""
+        at_end = before[torch.arange(len(ends), device=ends.device), ends]
+        return F.normalize(self.text_proj(self.text_norm(at_end)), dim=-1)
+
+    def encode_texts(self, input_ids: Tensor, ends: Tensor) -> Tensor:
+        """Embed texts [M, E], of length 1, by their tokens [M, T]."""
+        return self.embed_texts(self.text.states_before_context(input_ids), ends)
+
+    def context(self, seen: Seen, owners: Tensor | None = None) -> Context:
+        """Make of the patches what the text tower looks at; a row for each of `owners`, if they are given."""
+        return Context(seen.patches if owners is None else seen.patches[owners])
+
+    def forward(self, images: Tensor, texts: Texts) -> Outputs:
+        """Embed images [B, 3, size, size] and texts, and tell the texts from their images."""
+        seen = self.see(images)
+        if self.is_captioner:
+            context = self.context(seen, texts.owners)
+            before, after = self.text.both_states(texts.input_ids, context=context)
+            count = (texts.targets != IGNORED).sum()
+            caption_loss = token_loss(after, self.text.output.weight, texts.targets) * count
+        else:
+            before, caption_loss = self.text.states_before_context(texts.input_ids), None
+        if self.embed_dim is None:
+            return Outputs(None, None, caption_loss)
+        return Outputs(self.embed_images(seen), self.embed_texts(before, texts.ends), caption_loss)
+
+
+def _as_tokens(features: Tensor, width: int) -> Tensor:
+    """Put a tower's features, a map or tokens, as tokens [B, S, width]."""
+    if features.dim() == 3:
+        return features
+    return features.flatten(2).mT if features.shape[1] == width else features.flatten(1, 2)

@@ -1,0 +1,290 @@
+"""VisionLanguageModel: losses, metrics and optimiser around two towers."""
+
+# B images, M texts, T tokens
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from dclm import Decoder
+from dclm.config import build_config
+from dclm.loss import IGNORED
+from dctrain.errors import UserError, told_as
+from dctrain.module import Example, TrainingModule
+from dctrain.recompute import Recompute, set_recompute
+from dcvision.classifier import build_model
+
+from .contrastive import Contrastive, Pairs, contrastive_loss
+from .data import Batch
+from .network import ImageText, Outputs, Texts
+from .retrieval import RetrievalAt1
+
+
+class VisionLanguageModel(TrainingModule):
+    """Trains an image tower and a text tower on images with captions (`CaptionDataModule`).
+
+    Two losses, of which one may be off: the contrastive one over all ranks' pairs, and the captioning one, the next
+    token given the image. Both at once are CoCa; either alone is SigLIP or CLIP, and a captioner. Composition is on or
+    off in the image tower and the text tower by the names of the models, in the cross-attention by `cross_compose`.
+
+    Args:
+        model: timm name of the image tower; `dcvit_*` and `mhavit_*` are this project's.
+        image_size: Side of the images, in pixels.
+        model_kwargs: More arguments for the image tower.
+        text_model: Name of a configuration of the text tower (`dclm.CONFIGS`).
+        text_overrides: Other fields of `DecoderConfig` to replace in it.
+        vocab_size: Rows of the text tower's embeddings.
+        context_length: Tokens of a text.
+        cross_layers: How many of the text tower's last layers look at the image. None: half of them with both losses,
+            all with captioning alone, none without.
+        cross_compose: Compose the heads of the cross-attention.
+        embed_dim: Width of the embeddings that are contrasted.
+        contrastive: "sigmoid" (SigLIP), "softmax" (CLIP), or None for no contrastive loss.
+        contrastive_weight: What it is multiplied by.
+        caption_weight: What the captioning loss is multiplied by; 0 for none.
+        recompute: What is computed again in the backward pass: "none"; "attention", each attention layer; "block", each
+            block of both towers.
+        lr: Peak learning rate.
+        weight_decay: AdamW's weight decay, multiplied by the learning rate.
+        betas: AdamW's decay rates of the moments.
+        decay_all: Decay every parameter; otherwise norms, biases, compose gates, scale and bias are left out.
+        warmup_fraction: Part of the run's steps that is linear warm-up.
+        final_lr_fraction: Fraction of the peak at which the cosine ends.
+        compile: Compile the towers in place (checkpoint keys stay clean).
+        seed: Seed of the random numbers in the training step.
+
+    Raises:
+        UserError: If a model is unknown, an argument is out of range, or both losses are off.
+    """
+
+    speed_unit = "images"
+
+    def __init__(
+        self,
+        model: str = "dcvit_small_patch4_32",
+        image_size: int = 32,
+        model_kwargs: dict[str, Any] | None = None,
+        text_model: str = "dcformer_pp_debug",
+        text_overrides: dict[str, Any] | None = None,
+        vocab_size: int = 32,
+        context_length: int = 16,
+        cross_layers: int | None = None,
+        cross_compose: bool = True,
+        embed_dim: int = 64,
+        contrastive: Contrastive | None = "sigmoid",
+        contrastive_weight: float = 1.0,
+        caption_weight: float = 1.0,
+        recompute: Recompute = "none",
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        betas: tuple[float, float] = (0.9, 0.95),
+        decay_all: bool = False,
+        warmup_fraction: float = 0.1,
+        final_lr_fraction: float = 0.0,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.check_ranges()
+        self._check_losses()
+        if not 0 <= warmup_fraction < 1:
+            raise UserError(f"{warmup_fraction=} must be in [0, 1).")
+        if embed_dim < 1:
+            raise UserError(f"{embed_dim=} must be at least 1.")
+        image = _image_tower(model, image_size, model_kwargs or {})
+        text = self._text_tower(image.num_features)
+        with told_as():
+            self.model = ImageText(image, text, embed_dim if contrastive else None, contrastive or "sigmoid")
+        for tower in (image, text):
+            set_recompute(tower, recompute)
+        cfg = getattr(image, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+        for name in ("mean", "std"):
+            self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
+        self.val_contrastive_loss, self.val_caption_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
+        self.val_retrieval = RetrievalAt1()
+        self.forward_flops: int | None = None
+
+    def _check_losses(self) -> None:
+        hp = self.hparams
+        for name in ("contrastive_weight", "caption_weight"):
+            if not 0 <= hp[name] < math.inf:
+                raise UserError(f"{name}={hp[name]} must not be negative, and be finite.")
+        if hp.contrastive is not None and hp.contrastive not in ("sigmoid", "softmax"):
+            raise UserError(f"contrastive={hp.contrastive!r}; accepted: 'sigmoid', 'softmax', or null.")
+        if hp.contrastive is not None and not hp.contrastive_weight:
+            raise UserError("contrastive_weight=0 trains nothing of what is contrasted; accepted: contrastive null.")
+        if hp.contrastive is None and not hp.caption_weight:
+            raise UserError("contrastive=null and caption_weight=0 leave no loss; accepted: one of them, or both.")
+        if hp.cross_layers is not None and bool(hp.cross_layers) != bool(hp.caption_weight):
+            raise UserError(
+                f"cross_layers={hp.cross_layers} with caption_weight={hp.caption_weight}: layers look at the image to "
+                "tell captions, and captions need them."
+            )
+
+    def _text_tower(self, width: int) -> Decoder:
+        """Make the text tower, which looks at patches of some width."""
+        hp = self.hparams
+        overrides = dict(hp.text_overrides or {})
+        ours = sorted(set(overrides) & {"cross_layers", "cross_compose", "context_dim"})
+        if ours:
+            raise UserError(f"text_overrides must not hold {ours}: cross_layers and cross_compose say it.")
+        config = build_config(hp.text_model, hp.vocab_size, hp.context_length, overrides)
+        if not config.is_causal:
+            raise UserError("text_overrides.is_causal=false: the text tower tells captions, and ends them.")
+        layers = hp.cross_layers
+        if layers is None:
+            layers = 0 if not hp.caption_weight else config.num_layers
+            layers = layers if hp.contrastive is None else layers // 2
+        if layers:
+            looks = {"context_dim": width, "cross_layers": layers, "cross_compose": hp.cross_compose}
+            config = build_config(hp.text_model, hp.vocab_size, hp.context_length, overrides | looks)
+        with told_as(f"text_model {hp.text_model!r} cannot be built with {overrides}"):
+            return Decoder(config)
+
+    def count_units(self, batch: Batch) -> int:
+        """Count the images of a batch."""
+        return len(batch.images)
+
+    def example(self, batch_size: int) -> Example:
+        """Make images [B, 3, size, size] and a text each."""
+        size, length = self.hparams.image_size, self.hparams.context_length
+        images = torch.zeros(batch_size, 3, size, size, device="meta")
+        ids = torch.zeros(batch_size, length, dtype=torch.long, device="meta")
+        rows = torch.zeros(batch_size, dtype=torch.long, device="meta")
+        return Example((images, Texts(ids, ids, rows, rows)), {}, batch_size)
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Tell how many optimiser steps the warm-up takes."""
+        return min(math.ceil(self.hparams.warmup_fraction * total_steps), total_steps - 1)
+
+    def setup(self, stage: str) -> None:
+        """Refuse to contrast a pair with none."""
+        data = self.trainer.datamodule
+        if stage == "fit" and self.hparams.contrastive and data is not None and data.batch_size * data.world_size < 2:
+            raise UserError("data.batch_size=1 on one rank: a contrastive loss takes two pairs at least.")
+
+    def configure_model(self) -> None:
+        """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
+        if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
+            return
+        self.forward_flops = self.count_flops(self.model, *self.example(1).args)
+        self.shard_and_compile([*getattr(self.model.image, "blocks", ()), *self.model.text.blocks])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed uint8 images [B, 3, size, size]; returns [B, embed_dim] of length 1."""
+        return self.model.embed_images(self.model.see(self.normalise(images)))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Scale uint8 images to the tower's mean and standard deviation, on their device."""
+        return (images.to(self.mean.dtype) - self.mean) / self.std
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Compute the weighted sum of the losses of one batch."""
+        outputs = self.model(self.normalise(batch.images), batch.texts)
+        losses = self._losses(outputs, batch)
+        for name, loss in losses.items():
+            self.log(f"train/{name}_loss", loss, batch_size=len(batch.images))
+        if self.trainer.datamodule is not None:
+            self.log("train/cut_captions", float(self.trainer.datamodule.num_cut), batch_size=len(batch.images))
+        total = sum(self.hparams[f"{name}_weight"] * loss for name, loss in losses.items())
+        return self.log_step(total, batch_size=len(batch.images))
+
+    def _losses(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Compute this rank's part of each loss; the means over ranks are those of one process."""
+        losses = {}
+        if outputs.images is not None:
+            pairs = Pairs(outputs.images, outputs.texts, batch.texts.input_ids, batch.counts)
+            losses["contrastive"] = self._contrastive_loss(pairs)
+        if outputs.caption_loss is not None:
+            count = (batch.texts.targets != IGNORED).sum()
+            losses["caption"] = outputs.caption_loss / _mean_over_ranks(count).clamp(min=1)
+        return losses
+
+    def _contrastive_loss(self, pairs: Pairs) -> Tensor:
+        scale = self.model.log_scale.exp()
+        return contrastive_loss(self.hparams.contrastive, pairs, scale, self.model.bias)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add one batch to the metrics."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Do what `validation_step` does, and log it under "test"."""
+        self._evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> None:
+        texts, counts = batch.texts, batch.counts
+        outputs = self.model(self.normalise(batch.images), texts)
+        if outputs.caption_loss is not None:
+            count = int((texts.targets != IGNORED).sum())
+            if count:
+                self.val_caption_loss.update(outputs.caption_loss / count, weight=count)
+        if outputs.images is None:
+            return
+        first = torch.searchsorted(texts.owners, torch.arange(len(counts), device=counts.device))
+        pairs = Pairs(outputs.images, outputs.texts[first], texts.input_ids[first], counts)
+        weight = _mean_over_ranks(counts.sum())
+        if weight:
+            self.val_contrastive_loss.update(self._contrastive_loss(pairs), weight=weight)
+        if counts.any():
+            used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count
+            owners = numbers[texts.owners[used]]
+            self.val_retrieval.update(outputs.images[counts], outputs.texts[used], texts.input_ids[used], owners)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the losses: per token of all captions, per pair of an image and its first caption (the other pairs are of
+        the same batch, so that it depends on its size), and their weighted sum; and retrieval at 1 among all.
+        """
+        self._log_metrics("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log what `on_validation_epoch_end` logs, under "test"."""
+        self._log_metrics("test")
+
+    def _log_metrics(self, prefix: str) -> None:
+        means = {"contrastive": self.val_contrastive_loss, "caption": self.val_caption_loss}
+        losses = {name: mean.compute() for name, mean in means.items() if mean.update_called}
+        metrics = {f"{name}_loss": loss for name, loss in losses.items()}
+        metrics["loss"] = sum(self.hparams[f"{name}_weight"] * loss for name, loss in losses.items())
+        if self.val_retrieval.update_called:
+            metrics |= self.val_retrieval.compute()
+        for metric in (*means.values(), self.val_retrieval):
+            metric.reset()
+        self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)
+
+    def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
+        """Compare a checkpoint with this module: its tensors, and the contrastive loss, which few of them tell."""
+        super().check_architecture(theirs, trained)
+        if trained.get("contrastive") != self.hparams.contrastive:
+            raise UserError(
+                f"the checkpoint was trained with contrastive={trained.get('contrastive')!r}, here "
+                f"{self.hparams.contrastive!r}."
+            )
+
+
+def _image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn.Module:
+    """Build a model of timm without its head.
+
+    Raises:
+        UserError: If it cannot be built.
+    """
+    tower = build_model(name, 0, image_size, model_kwargs)
+    if not hasattr(tower, "forward_head"):
+        raise UserError(f"model {name!r} does not keep its features apart from its head (forward_features).")
+    return tower
+
+
+def _mean_over_ranks(count: Tensor) -> Tensor:
+    """Average a count over the ranks, in float64."""
+    count = count.double()
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(count)
+        count = count / torch.distributed.get_world_size()
+    return count
