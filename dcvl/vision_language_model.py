@@ -204,7 +204,7 @@ class VisionLanguageModel(TrainingModule):
             losses["contrastive"] = self._contrastive_loss(pairs)
         if outputs.caption_loss is not None:
             count = (batch.texts.targets != IGNORED).sum()
-            losses["caption"] = outputs.caption_loss / _mean_over_ranks(count).clamp(min=1)
+            losses["caption"] = outputs.caption_loss / _mean_over_ranks(count).clamp(min=1).to(outputs.caption_loss)
         return losses
 
     def _contrastive_loss(self, pairs: Pairs) -> Tensor:

@@ -1,0 +1,28 @@
+"""Running the command line of dcvl."""
+
+from functools import partial
+from pathlib import Path
+
+from dcvl.cli import main
+from tests.dctrain.commands import spawn as spawn_python
+
+SMALL = [
+    *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+    *("--trainer.max_steps=6", "--trainer.gradient_clip_val=1.0", "--trainer.log_every_n_steps=1", "--name=t"),
+    *("--model.model=dcvit_small_patch4_32", "--model.model_kwargs={embed_dim: 32, depth: 2, num_heads: 4}"),
+    "--model.text_overrides={dim: 32, num_layers: 2, num_heads: 4, mlp_dim: 48, windows: [null]}",
+    *("--model.lr=0.003", "--model.embed_dim=16", "--data.batch_size=4", "--data.val_samples=6"),
+]
+
+
+def small(root: Path) -> list[str]:
+    """Arguments of a tiny run on digit scenes: six batches of four."""
+    return [*SMALL, f"--trainer.default_root_dir={root}"]
+
+
+def run(*args: str) -> None:
+    """Run the command line here."""
+    main(list(args))
+
+
+spawn = partial(spawn_python, prefix=("-m", "dcvl"))
