@@ -42,8 +42,8 @@ def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tenso
     Args:
         kind: "sigmoid" (Zhai et al., 2023, algorithm 1) or "softmax" (Radford et al., 2021, figure 3).
         pairs: Those of this rank; on every rank as many.
-        scale: Scalar that multiplies cosines.
-        bias: Scalar that is added then; None for none.
+        scale: Multiplies cosines; a scalar, or [1].
+        bias: Is added then, likewise; None for none.
 
     Returns:
         A scalar, 0 if no pair counts.

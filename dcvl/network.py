@@ -48,11 +48,15 @@ class Outputs(NamedTuple):
     Attributes:
         images: Embeddings [B, E] of length 1; None if nothing is contrasted.
         texts: Embeddings [M, E] of length 1; None likewise.
+        scale: What multiplies their cosines [1]; None likewise.
+        bias: What is added then [1]; None likewise, or if there is none.
         caption_loss: Summed over the targets that count, in nats, a scalar; None if nothing is told.
     """
 
     images: Tensor | None
     texts: Tensor | None
+    scale: Tensor | None
+    bias: Tensor | None
     caption_loss: Tensor | None
 
 
@@ -86,8 +90,8 @@ class ImageText(nn.Module):
         self.image_proj = nn.Linear(image.num_features, embed_dim, bias=False)
         self.text_norm = make_norm(text.config)
         self.text_proj = nn.Linear(text.config.dim, embed_dim, bias=False)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(SCALES[contrastive])))
-        self.bias = nn.Parameter(torch.tensor(SIGMOID_BIAS)) if contrastive == "sigmoid" else None
+        self.log_scale = nn.Parameter(torch.tensor([math.log(SCALES[contrastive])]))
+        self.bias = nn.Parameter(torch.tensor([SIGMOID_BIAS])) if contrastive == "sigmoid" else None
 
     @property
     def is_captioner(self) -> bool:
@@ -127,8 +131,10 @@ class ImageText(nn.Module):
         else:
             before, caption_loss = self.text.states_before_context(texts.input_ids), None
         if self.embed_dim is None:
-            return Outputs(None, None, caption_loss)
-        return Outputs(self.embed_images(seen), self.embed_texts(before, texts.ends), caption_loss)
+            return Outputs(None, None, None, None, caption_loss)
+        bias = None if self.bias is None else self.bias.clone()  # what FSDP2 gathers is gone after this call
+        embedded = (self.embed_images(seen), self.embed_texts(before, texts.ends))
+        return Outputs(*embedded, self.log_scale.exp(), bias, caption_loss)
 
 
 def _as_tokens(features: Tensor, width: int) -> Tensor:

@@ -201,15 +201,11 @@ class VisionLanguageModel(TrainingModule):
         losses = {}
         if outputs.images is not None:
             pairs = Pairs(outputs.images, outputs.texts, batch.texts.input_ids, batch.counts)
-            losses["contrastive"] = self._contrastive_loss(pairs)
+            losses["contrastive"] = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
         if outputs.caption_loss is not None:
             count = (batch.texts.targets != IGNORED).sum()
             losses["caption"] = outputs.caption_loss / _mean_over_ranks(count).clamp(min=1).to(outputs.caption_loss)
         return losses
-
-    def _contrastive_loss(self, pairs: Pairs) -> Tensor:
-        scale = self.model.log_scale.exp()
-        return contrastive_loss(self.hparams.contrastive, pairs, scale, self.model.bias)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one batch to the metrics."""
@@ -232,7 +228,8 @@ class VisionLanguageModel(TrainingModule):
         pairs = Pairs(outputs.images, outputs.texts[first], texts.input_ids[first], counts)
         weight = _mean_over_ranks(counts.sum())
         if weight:
-            self.val_contrastive_loss.update(self._contrastive_loss(pairs), weight=weight)
+            loss = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
+            self.val_contrastive_loss.update(loss, weight=weight)
         if counts.any():
             used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count
             owners = numbers[texts.owners[used]]
