@@ -1,15 +1,18 @@
-# `make train`, `make train-lm` and `make test` set up .venv on first use; later calls go straight to work.
+# `make train`, `make train-lm`, `make train-vl` and `make test` set up .venv on first use; later calls go straight to work.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train train-lm test test-slow test-all test-lowest lint
+.PHONY: train train-lm train-vl test test-slow test-all test-lowest lint
 train: $(VENV)/installed
 	$(BIN)/python -m dcvision fit --config configs/vision/digits.yaml
 
 train-lm: $(VENV)/installed
 	$(BIN)/python -m dclm fit --config configs/lm/stdlib.yaml
+
+train-vl: $(VENV)/installed
+	$(BIN)/python -m dcvl fit --config configs/vl/scenes.yaml
 
 test: $(VENV)/installed
 	$(PYTEST)

@@ -13,7 +13,7 @@ from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
 from dcvision.data.bad_images import BadImages
 from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
-from dcvision.data.samples import Skipped
+from dcvision.data.samples import Skipped, make_image
 from dcvision.data.sources import stream_urls
 from dcvision.data.stream import StreamedSample, stream_loader
 
@@ -134,6 +134,18 @@ class CaptionDataModule(ResumableDataModule):
         if len(source) == 0:
             raise UserError(f"{spec} holds no image.")
         return source
+
+    def read(self, source: CaptionSource, index: int) -> tuple[Tensor, list[str]]:
+        """Read an image as an evaluation sees it, uint8 [3, size, size], and all its captions.
+
+        Raises:
+            UserError: If it cannot be read.
+        """
+        encoded, captions = source.read(index)
+        image = make_image(encoded, source.name(index), self.eval_transform, self.max_pixels, index)
+        if isinstance(image, Skipped):
+            raise UserError(f"{image.name} cannot be read: {image.reason}")
+        return image, captions
 
     def prepare_data(self) -> None:
         """Download, write and index what is local and needed, once per machine."""

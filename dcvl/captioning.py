@@ -1,0 +1,56 @@
+"""Telling captions of images, and how many are told exactly."""
+
+# B images
+
+import torch
+from torch import Tensor
+
+from dclm.data.tokenizers import Tokenizer
+from dclm.generate import generate
+
+from .network import ImageText
+
+
+@torch.no_grad()
+def tell_captions(
+    model: ImageText,
+    images: Tensor,
+    tokenizer: Tokenizer,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    *,
+    top_p: float | None = None,
+    seed: int | None = None,
+) -> list[str]:
+    """Tell a caption of each image; what the layers that look at it make of an image is computed once.
+
+    Args:
+        model: A captioner.
+        images: Normalised [B, 3, size, size].
+        tokenizer: Of the captions.
+        max_new_tokens: Most tokens of a caption, with what ends it.
+        temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
+        top_p: Sample among the likeliest tokens whose probabilities first sum to this.
+        seed: Seed of the samples.
+
+    Returns:
+        The captions, what begins and what ends a text left out.
+
+    Raises:
+        ValueError: If the model tells nothing, or an option is out of range.
+    """
+    if not model.is_captioner:
+        raise ValueError("the model tells no captions: no layer of its text tower looks at the image.")
+    begin = tokenizer.begin_ids or [tokenizer.eos_id]
+    prompts = torch.tensor([begin] * len(images), device=images.device)
+    context = model.context(model.see(images))
+    options = {"top_p": top_p, "stop_tokens": [tokenizer.eos_id], "context": context, "seed": seed}
+    rows = generate(model.text, prompts, max_new_tokens, temperature, **options)[:, len(begin) :].tolist()
+    ended = [row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row for row in rows]
+    return [tokenizer.decode(row) for row in ended]
+
+
+def exact_matches(told: list[str], captions: list[list[str]], tokenizer: Tokenizer) -> list[bool]:
+    """Tell which captions are, as the tokenizer writes them, among those of their image."""
+    known = [{tokenizer.decode(ids.tolist()) for ids in tokenizer.encode(of_image)} for of_image in captions]
+    return [caption in ours for caption, ours in zip(told, known, strict=True)]
