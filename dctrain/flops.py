@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -19,8 +20,7 @@ def forward_flops(model: nn.Module, *example: object) -> int:
     window hides are left out, masks of the data are not. Torch counts the rest.
     """
     model = copy.deepcopy(model).to("meta").eval().requires_grad_(False)  # the counter wants no graph
-    dtype = next(model.parameters()).dtype
-    example = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in example]
+    example = in_dtype(example, next(model.parameters()).dtype)
     counts: list[int] = []
     for module in model.modules():
         if isinstance(module, ComposedLayer):
@@ -28,6 +28,11 @@ def forward_flops(model: nn.Module, *example: object) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*example)
     return counter.get_total_flops() + sum(counts)
+
+
+def in_dtype(args: Iterable[object], dtype: torch.dtype) -> tuple:
+    """Cast those arguments that are floating tensors."""
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
 
 
 def _count(

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dcmha import ComposedLayer, ComposeWeights
 
 from .errors import UserError
+from .flops import in_dtype
 from .module import TrainingModule
 from .recompute import Recompute, set_recompute
 from .sharding.layout import WHOLE, Share, split_blocks
@@ -119,7 +120,7 @@ def _kept_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype)
         kept.setdefault(x.untyped_storage()._cdata, x)
         return x
 
-    args = tuple(x.to(dtype) if x.is_floating_point() else x for x in args)
+    args = in_dtype(args, dtype)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(*args, **kwargs)
     return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in parameters)

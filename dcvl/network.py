@@ -94,6 +94,16 @@ class ImageText(nn.Module):
         self.bias = nn.Parameter(torch.tensor([SIGMOID_BIAS])) if contrastive == "sigmoid" else None
 
     @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of both towers."""
+        return [*getattr(self.image, "blocks", ()), *self.text.blocks]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward pass, and compute the rest again, in both towers."""
+        for tower in (self.image, self.text):
+            tower.set_grad_checkpointing(enable)
+
+    @property
     def is_captioner(self) -> bool:
         """Whether texts are told from images."""
         return self.text.config.cross_layers > 0

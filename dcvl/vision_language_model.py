@@ -102,8 +102,7 @@ class VisionLanguageModel(TrainingModule):
         text = self._text_tower(image.num_features)
         with told_as():
             self.model = ImageText(image, text, embed_dim if contrastive else None, contrastive or "sigmoid")
-        for tower in (image, text):
-            set_recompute(tower, recompute)
+        set_recompute(self.model, recompute)
         cfg = getattr(image, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
         for name in ("mean", "std"):
             self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
@@ -175,7 +174,7 @@ class VisionLanguageModel(TrainingModule):
         if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
             return
         self.forward_flops = self.count_flops(self.model, *self.example(1).args)
-        self.shard_and_compile([*getattr(self.model.image, "blocks", ()), *self.model.text.blocks])
+        self.shard_and_compile(self.model.blocks)
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed uint8 images [B, 3, size, size]; returns [B, embed_dim] of length 1."""

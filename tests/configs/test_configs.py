@@ -10,12 +10,13 @@ import yaml
 import dclm
 import dclm.cli
 import dcvision.cli
+import dcvl.cli
 from dclm.config import build_config
 from dctrain.compare.experiment import read_experiment
 
 ROOT = Path(__file__).parents[2]
-MAINS = {"dcvision": dcvision.cli.main, "dclm": dclm.cli.main}
-PROGRAMS = {"vision": "dcvision", "lm": "dclm"}
+MAINS = {"dcvision": dcvision.cli.main, "dclm": dclm.cli.main, "dcvl": dcvl.cli.main}
+PROGRAMS = {"vision": "dcvision", "lm": "dclm", "vl": "dcvl"}
 CONFIGS = sorted(path for folder in PROGRAMS for path in (ROOT / "configs" / folder).glob("*.yaml"))
 
 
@@ -30,7 +31,7 @@ def test_config_is_accepted_by_the_command_line(path, capsys):
         MAINS[program](["fit", "--config", str(path), "--print_config"])
     assert not exit_info.value.code, capsys.readouterr().err
     config = yaml.safe_load(path.read_text())
-    assert config["model"]["model"] in (timm.list_models() if program == "dcvision" else dclm.CONFIGS)
+    assert config["model"]["model"] in (dclm.CONFIGS if program == "dclm" else timm.list_models())
     parsed = yaml.safe_load(capsys.readouterr().out)
     assert parsed["model"]["lr"] == config["model"]["lr"]
 
