@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, ScalarFormatter
 
 from ..errors import UserError
 from ..markdown import markdown_table
@@ -177,6 +178,11 @@ def plot_scaling(families: Mapping[str, Sequence[Point]], scaling: Scaling, path
             law = scaling.laws[name]
             axes.plot(line, law.scale * line**-law.exponent, "--", color=color, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="training compute (FLOPs)", ylabel="validation loss")
-    axes.grid(alpha=0.3, which="both")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(np.inf, np.inf)))
+    axes.yaxis.set_major_locator(MaxNLocator(8))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
