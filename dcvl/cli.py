@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvl fit|validate|test --config FILE ...`, `compare`."""
+"""Command line: `python -m dcvl fit|validate|test --config FILE`, `caption|classify|retrieve|embed|export|compare`."""
 
 import inspect
 
@@ -7,6 +7,8 @@ from dctrain.compare import comparison
 
 from .data import CaptionDataModule
 from .data.datamodule import vocabulary_rows
+from .load import export
+from .use import caption, classify, embed, retrieve
 from .vision_language_model import VisionLanguageModel
 
 
@@ -15,7 +17,14 @@ class VisionLanguageCLI(TrainerCLI):
 
     program = "dcvl"
     description = "Images and texts with DCMHA."
-    functions = {"compare": comparison("dcvl", {"val/loss": "min"})}
+    functions = {
+        "caption": caption,
+        "classify": classify,
+        "retrieve": retrieve,
+        "embed": embed,
+        "export": export,
+        "compare": comparison("dcvl", {"val/loss": "min"}),
+    }
     linked = ("image_size", "context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"

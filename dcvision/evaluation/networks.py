@@ -63,14 +63,15 @@ def _of_run(checkpoint: str) -> Network:
     cfg = getattr(model, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     mean, std = list(cfg["mean"]), list(cfg["std"])
     words = {"by": "dcvision", "size": size, "crop_fraction": fraction, "mean": mean, "std": std}
-    return Network(model.eval(), partial(_as_in_training, transform, mean, std), words, classes)
+    return Network(model.eval(), partial(as_in_training, transform, mean, std), words, classes)
 
 
 def _by_timm(transform: Callable[[Image.Image], Tensor], image: bytes | Tensor) -> Tensor:
     return transform(_as_pil(image))
 
 
-def _as_in_training(transform: Transform, mean: list[float], std: list[float], image: bytes | Tensor) -> Tensor:
+def as_in_training(transform: Transform, mean: list[float], std: list[float], image: bytes | Tensor) -> Tensor:
+    """Make of an image, encoded or decoded, what training made of it: transformed and normalised [3, size, size]."""
     pixels = decode(image) if isinstance(image, bytes) else image
     return normalize(transform(pixels).float() / 255, mean, std)
 

@@ -1,0 +1,139 @@
+"""Loading trained towers: a run, a checkpoint, or a folder that `dcvl export` wrote."""
+
+import inspect
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from torch import Tensor
+
+import dclm
+from dclm.data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.errors import UserError, told_as
+from dctrain.files import filled_whole, write_json
+from dcvision.data.decode import eval_transform
+from dcvision.evaluation.networks import as_in_training
+from dcvision.pretrained import load_pretrained
+
+from .data.samples import CaptionEncoder
+from .network import ImageText
+from .vision_language_model import VisionLanguageModel
+
+FORMAT = "dcvl-1"
+IMAGE, TEXT, CONFIG, JOINT = "image", "text", "config.json", "joint.safetensors"
+TOWERS = ("image.", "text.")
+
+
+class LoadedPair(NamedTuple):
+    """Two towers and what they need.
+
+    Attributes:
+        model: The towers, in evaluation mode.
+        encode: Encodes texts; has the tokenizer.
+        prepare: Makes of an image, encoded or decoded, what the image tower takes [3, size, size].
+        facts: What `prepare` and `encode` are, in words and numbers.
+    """
+
+    model: ImageText
+    encode: CaptionEncoder
+    prepare: Callable[[bytes | Tensor], Tensor]
+    facts: dict
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the texts."""
+        return self.encode.tokenizer
+
+
+def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair:
+    """Load two towers.
+
+    Args:
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `dcvl export` wrote.
+        device: Where to put them.
+
+    Raises:
+        UserError: If there is none, it is damaged, or the device cannot be used.
+    """
+    pair = _of_folder(Path(checkpoint)) if (Path(checkpoint) / CONFIG).is_file() else _of_run(checkpoint)
+    with told_as(f"device={str(device)!r} cannot be used"):
+        pair.model.to(device)
+    return pair
+
+
+def export(checkpoint: str, out: str) -> None:
+    """Write trained towers: image/ is a timm model folder, text/ one of dclm's own format, beside them what joins them.
+
+    Args:
+        checkpoint: A .ckpt file or run of `dcvl fit`.
+        out: Folder to write; must not exist.
+    """
+    target = Path(out)
+    if target.exists():
+        raise UserError(f"{out} exists already; nothing was overwritten.")
+    model, encode, _, facts = load_pair(checkpoint)
+    joint = {name: weight for name, weight in model.state_dict().items() if not name.startswith(TOWERS)}
+    with told_as(f"{out} cannot be written"), filled_whole(target) as folder:
+        data_config = {"input_size": (3, facts["image_size"], facts["image_size"])}
+        save_for_hf(model.image, str(folder / IMAGE), None, data_config=data_config, safe_serialization=True)
+        dclm.save_pretrained(model.text, folder / TEXT, native=True)
+        if encode.tokenizer.spec != BYTES:
+            (folder / TEXT / "tokenizer.json").write_text(encode.tokenizer.spec)
+        save_file(joint, folder / JOINT)
+        write_json(folder / CONFIG, {"format": FORMAT, **facts})
+    print(f'exported to {out}; the towers alone: timm.create_model("local-dir:{out}/{IMAGE}", pretrained=True),')
+    print(f'dclm.load_pretrained("{out}/{TEXT}")')
+
+
+def _pair(model: ImageText, tokenizer: Tokenizer, facts: dict) -> LoadedPair:
+    transform = eval_transform(facts["image_size"], facts["crop_fraction"])
+    prepare = partial(as_in_training, transform, facts["mean"], facts["std"])
+    return LoadedPair(model.eval(), CaptionEncoder(tokenizer, facts["context_length"]), prepare, facts)
+
+
+def _of_run(checkpoint: str) -> LoadedPair:
+    path = find_checkpoint(checkpoint)
+    content = load_checkpoint(path)
+    hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})
+    if "text_model" not in hp or "tokenizer" not in data:
+        raise UserError(f"{path} is no checkpoint of dcvl, or holds no tokenizer.")
+    kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
+    names = inspect.signature(VisionLanguageModel).parameters
+    module = VisionLanguageModel(**{name: hp[name] for name in names} | {"model_kwargs": kwargs})
+    weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
+    with told_as(f"{path} does not hold the weights of the model it names"):
+        module.model.load_state_dict(weights)
+    facts = {
+        "image_size": hp["image_size"],
+        "context_length": hp["context_length"],
+        "embed_dim": module.model.embed_dim,
+        "contrastive": hp["contrastive"],
+        "crop_fraction": content.get("datamodule_hyper_parameters", {}).get("crop_fraction", 1.0),
+        "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
+        **{name: (getattr(module, name).flatten() / 255).tolist() for name in ("mean", "std")},
+    }
+    return _pair(module.model, tokenizer_from_spec(data["tokenizer"]), facts)
+
+
+def _of_folder(folder: Path) -> LoadedPair:
+    with told_as(f"{folder / CONFIG} is damaged"):
+        facts = json.loads((folder / CONFIG).read_text())
+    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
+        raise UserError(f"{folder} holds no towers of dcvl: {CONFIG} is of another format.")
+    image = load_pretrained(str(folder / IMAGE))
+    with told_as(str(folder)):
+        text = dclm.load_pretrained(folder / TEXT)
+        model = ImageText(image, text, facts["embed_dim"], facts["contrastive"] or "sigmoid")
+        joint = load_file(folder / JOINT)
+        missing, unknown = model.load_state_dict(joint, strict=False)
+    missing = [name for name in missing if not name.startswith(TOWERS)]
+    if missing or unknown:
+        raise UserError(f"{folder / JOINT} does not fit: missing {missing}, unknown {unknown}.")
+    named = facts["tokenizer"]
+    return _pair(model, open_tokenizer(named if named == BYTES else str(folder / TEXT / named)), facts)

@@ -1,0 +1,45 @@
+"""`dcvl caption`: tells captions of pictures."""
+
+from collections.abc import Sequence
+
+from dclm.sampling import Sampling
+from dctrain.errors import told_as
+from dctrain.evaluation.run import check_at_least_one
+
+from ..captioning import tell_captions
+from ..load import load_pair
+from .pictures import batches, find_pictures
+
+
+def caption(
+    checkpoint: str,
+    images: Sequence[str],
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    seed: int | None = None,
+    batch_size: int = 16,
+    device: str = "cpu",
+) -> None:
+    """Tell a caption of each picture, a line each: the file, a tabulator, the caption.
+
+    Args:
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
+        images: Picture files, and folders of them.
+        max_new_tokens: Most tokens of a caption; as many as the context takes if left out.
+        temperature: 0 takes the likeliest token; else one is sampled.
+        top_p: Sample among the likeliest tokens whose probabilities first sum to p.
+        seed: Seed of the samples.
+        batch_size: Pictures looked at together.
+        device: Where to run, such as cuda.
+    """
+    check_at_least_one(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    with told_as():
+        Sampling(temperature, None, top_p)  # checks both before anything is loaded
+    files, pair = find_pictures(images), load_pair(checkpoint, device)
+    longest = pair.encode.context_length - 1 if max_new_tokens is None else max_new_tokens
+    for part, pictures in batches(pair, files, batch_size):
+        with told_as(of=ValueError):
+            told = tell_captions(pair.model, pictures, pair.tokenizer, longest, temperature, top_p=top_p, seed=seed)
+        for file, text in zip(part, told, strict=True):
+            print(f"{file}\t{text}", flush=True)

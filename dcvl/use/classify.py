@@ -1,0 +1,101 @@
+"""`dcvl classify`: zero-shot classification, by what texts say of classes."""
+
+# N images, K classes, E embedding width
+
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from dctrain.errors import UserError, told_as
+from dctrain.evaluation.run import check_at_least_one
+from dcvision.data.decode import BadImage
+from dcvision.data.sources import Source, open_source
+
+from ..data.captions import TEMPLATE, check_templates
+from ..load import LoadedPair, load_pair
+from .pictures import check_contrasts, embed_texts
+
+
+def classify(
+    checkpoint: str,
+    images: str,
+    templates: str | None = None,
+    classes: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 64,
+    device: str = "cpu",
+) -> None:
+    """Classify a labelled set by the nearest text, and tell how often that is right, with its standard error.
+
+    A class is the mean of the embeddings of what all templates say of it (Radford et al., 2021).
+
+    Args:
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
+        images: A labelled set, in the notation of `dcvision.data.sources`.
+        templates: A file of sentences, one a line, each with {} for the name of the class; one of our own if left out.
+        classes: A file of names, one a line, in the order of the classes; those of the set if left out.
+        limit: Only this many images, drawn from all of the set.
+        batch_size: Images or texts embedded together.
+        device: Where to run, such as cuda.
+    """
+    check_at_least_one(limit=limit, batch_size=batch_size)
+    sentences = _lines("templates", templates) if templates is not None else [TEMPLATE]
+    check_templates(sentences)
+    source = open_source(images, is_train=False)
+    names = _lines("classes", classes) if classes is not None else source.classes
+    if not names:
+        raise UserError(f"images={images} does not name its classes; classes must name a file of them.")
+    pair = load_pair(checkpoint, device)
+    check_contrasts(pair)
+    texts = [sentence.format(name.replace("_", " ")) for name in names for sentence in sentences]
+    means = embed_texts(pair, texts, batch_size).unflatten(0, (len(names), -1)).mean(1)
+    is_right, lost = _judge(pair, source, F.normalize(means, dim=1), limit, batch_size)
+    if not is_right:
+        raise UserError(f"{images}: no image can be read.")
+    share = sum(is_right) / len(is_right)
+    error = math.sqrt(share * (1 - share) / len(is_right))
+    unread = f"; {lost} images cannot be read and were left out" if lost else ""
+    print(f"{images}: {100 * share:.2f} ± {100 * error:.2f} % of {len(is_right)} images, {len(names)} classes{unread}")
+
+
+def _lines(name: str, path: str) -> list[str]:
+    with told_as(f"{name}={path} cannot be read"):
+        found = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise UserError(f"{name}={path} holds nothing.")
+    return found
+
+
+@torch.inference_mode()
+def _judge(
+    pair: LoadedPair, source: Source, classes: Tensor, limit: int | None, batch_size: int
+) -> tuple[list[bool], int]:
+    """Tell of each image whether its class [K, E] is the nearest, and how many cannot be read.
+
+    Raises:
+        UserError: If a label has no class.
+    """
+    model, device = pair.model, next(pair.model.parameters()).device
+    labels = source.labels()
+    if labels.max() >= len(classes):
+        raise UserError(f"the set has a class {labels.max()}; {len(classes)} classes are named.")
+    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit].tolist()
+    is_right: list[bool] = []
+    lost = 0
+    for start in tqdm(range(0, len(drawn), batch_size), "images", unit="batch", leave=False):
+        pictures, wanted = [], []
+        for index in drawn[start : start + batch_size]:
+            try:
+                pictures.append(pair.prepare(source.read(index)[0]))
+            except (BadImage, OSError):
+                lost += 1
+                continue
+            wanted.append(int(labels[index]))
+        if pictures:
+            embedded = model.embed_images(model.see(torch.stack(pictures).to(device))).float().cpu()
+            is_right += ((embedded @ classes.mT).argmax(1) == torch.tensor(wanted)).tolist()
+    return is_right, lost

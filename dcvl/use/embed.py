@@ -1,0 +1,37 @@
+"""`dcvl embed`: writes the embeddings of pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dctrain.checkpoint import make_folder
+from dctrain.evaluation.run import check_at_least_one
+from dctrain.files import written_whole
+
+from ..load import load_pair
+from .pictures import embed_pictures, find_pictures
+
+
+def embed(
+    checkpoint: str, images: Sequence[str], out: str = "embeddings.npy", batch_size: int = 64, device: str = "cpu"
+) -> None:
+    """Write the embeddings of pictures, of length 1: float32 [N, width], and beside it a text file of their names.
+
+    Args:
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
+        images: Picture files, and folders of them.
+        out: File (.npy) to write; the names go to the same with .txt.
+        batch_size: Pictures embedded together.
+        device: Where to run, such as cuda.
+    """
+    check_at_least_one(batch_size=batch_size)
+    files, pair = find_pictures(images), load_pair(checkpoint, device)
+    path = Path(out)
+    make_folder(str(path.parent))
+    found = embed_pictures(pair, files, batch_size).numpy()
+    with written_whole(path) as file:
+        np.save(file, found)
+    with written_whole(path.with_suffix(".txt")) as file:
+        file.write("".join(f"{name}\n" for name in files).encode())
+    print(f"{path}: {found.shape[0]} x {found.shape[1]}; names in {path.with_suffix('.txt')}")

@@ -1,0 +1,162 @@
+"""What trained towers are used for: alone, exported, and by each command."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch.nn.functional import normalize
+
+import dclm
+from dclm.blocks import Context
+from dcvl.data.scenes import SceneSource
+from dcvl.load import load_pair
+from tests.faults.drill import mistake
+
+from .commands import run, small
+
+CLASSES = {"0": "zero", "1": "one"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run, its export, scenes as PNG files, and a labelled set of them."""
+    folder = tmp_path_factory.mktemp("vl")
+    run("fit", *small(folder), "--trainer.max_steps=3")
+    source = SceneSource("val")
+    for name in CLASSES.values():
+        (folder / "set" / name).mkdir(parents=True)
+    for number in range(5):
+        picture = Image.fromarray(source.read(number)[0].permute(1, 2, 0).numpy())
+        picture.save(folder / "set" / CLASSES[str(number % 2)] / f"{number}.png")
+    run("export", f"--checkpoint={folder / 't/version_0'}", f"--out={folder / 'exported'}")
+    return folder
+
+
+@pytest.fixture(params=["t/version_0", "exported"])
+def checkpoint(trained, request) -> str:
+    return f"--checkpoint={trained / request.param}"
+
+
+def pictures(folder) -> list:
+    return sorted((folder / "set").rglob("*.png"))
+
+
+def test_towers_alone_are_what_they_were_together(trained):
+    """The run, the export and each tower by itself give the same."""
+    pair, exported = load_pair(str(trained / "t/version_0")), load_pair(str(trained / "exported"))
+    images = torch.stack([pair.prepare(path.read_bytes()) for path in pictures(trained)])
+    encoded = pair.encode("a large three above a small seven")
+    ids = torch.from_numpy(encoded.input_ids)[None]
+    image = timm.create_model(f"local-dir:{trained / 'exported/image'}", pretrained=True).eval()
+    text = dclm.load_pretrained(trained / "exported/text")
+    with torch.inference_mode():
+        seen = pair.model.see(images)
+        torch.testing.assert_close(image(images), seen.pooled)
+        torch.testing.assert_close(image.forward_features(images), seen.patches)
+        expected = pair.model.text(ids, context=Context(seen.patches[:1]))
+        torch.testing.assert_close(text(ids, context=Context(seen.patches[:1])), expected)
+        both = pair.model.embed_images(seen)
+        torch.testing.assert_close(exported.model.embed_images(exported.model.see(images)), both)
+        embedded = pair.model.encode_texts(ids, torch.tensor([encoded.end]))
+        torch.testing.assert_close(exported.model.encode_texts(ids, torch.tensor([encoded.end])), embedded)
+    assert exported.facts == pair.facts and exported.tokenizer.spec == pair.tokenizer.spec
+    torch.testing.assert_close(exported.prepare(pictures(trained)[0].read_bytes()), images[0])
+
+
+def test_captions_of_pictures(trained, checkpoint, capsys):
+    capsys.readouterr()
+    run("caption", checkpoint, "--images", str(trained / "set"), "--batch_size=2")
+    lines = dict(line.split("\t") for line in capsys.readouterr().out.splitlines() if "\t" in line)
+    assert list(lines) == [str(path) for path in pictures(trained)]
+    run("caption", checkpoint, "--images", str(pictures(trained)[3]), "--max_new_tokens=2")
+    path, text = capsys.readouterr().out.splitlines()[-1].split("\t")
+    assert lines[path].startswith(text) and len(text.split()) <= 2
+
+
+def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
+    run("embed", checkpoint, "--images", str(trained / "set"), f"--out={tmp_path / 'a/e.npy'}", "--batch_size=2")
+    found = np.load(tmp_path / "a/e.npy")
+    assert found.shape == (5, 16) and found.dtype == np.float32
+    assert (tmp_path / "a/e.txt").read_text().splitlines() == [str(path) for path in pictures(trained)]
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    pair = load_pair(str(trained / "t/version_0"))
+    with torch.inference_mode():
+        alone = pair.model.embed_images(pair.model.see(pair.prepare(pictures(trained)[4].read_bytes())[None]))
+    np.testing.assert_allclose(found[4], alone[0], atol=1e-5)
+
+
+def test_retrieval(trained, checkpoint, tmp_path, capsys):
+    texts = ["a large three above a small seven", "two small sixes", "two large fives"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    asked = ("retrieve", checkpoint, "--images", str(trained / "set"), f"--texts={tmp_path / 'texts.txt'}")
+    capsys.readouterr()
+    run(*asked, "--top=2")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert [line for line in lines if line in texts] == texts and len(lines) == 3 * 3
+    run(*asked, "--by_image=true", "--top=9")
+    by_image = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(by_image) == 5 * (1 + 3) and by_image[0] == str(pictures(trained)[0])
+    value, path = lines[1].split()
+    start = by_image.index(path)
+    assert f"    {value}  {texts[0]}" in by_image[start : start + 4]
+
+
+def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
+    (tmp_path / "templates.txt").write_text("two large {}s\na small {}\n")
+    capsys.readouterr()
+    run("classify", checkpoint, f"--images=folder:{trained / 'set'}", f"--templates={tmp_path / 'templates.txt'}")
+    printed = capsys.readouterr().out
+    pair = load_pair(str(trained / "t/version_0"))
+    means = []
+    with torch.inference_mode():
+        for name in ("one", "zero"):
+            encoded = [pair.encode(text) for text in (f"two large {name}s", f"a small {name}")]
+            ids = torch.stack([torch.from_numpy(text.input_ids) for text in encoded])
+            means.append(pair.model.encode_texts(ids, torch.tensor([text.end for text in encoded])).mean(0))
+        images = torch.stack([pair.prepare(path.read_bytes()) for path in pictures(trained)])
+        best = (pair.model.embed_images(pair.model.see(images)) @ normalize(torch.stack(means), dim=1).mT).argmax(1)
+    right = (best == torch.tensor([0, 0, 1, 1, 1])).float().mean()
+    assert f"{100 * float(right):.2f} ± " in printed and "% of 5 images, 2 classes" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["caption", "--images=none.png"], "images=none.png does not exist"),
+        (["caption", "--images=."], "hold no picture; accepted: "),
+        (["caption", "--images=bad.png"], "the picture bad.png cannot be read"),
+        (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
+        (["retrieve", "--images=bad.png"], "text and texts: accepted: one of the two"),
+        (["retrieve", "--images=bad.png", "--texts=none.txt"], "texts=none.txt cannot be read"),
+        (["classify", "--images=digits"], "images=digits does not name its classes"),
+        (["classify", "--images=digits", "--classes=two.txt"], "the set has a class 9; 2 classes are named"),
+        (["classify", "--images=digits", "--templates=two.txt"], "accepted: sentences, each with {} once"),
+    ],
+)
+def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    if "bad.png" in arguments[1]:
+        (tmp_path / "bad.png").write_bytes(b"?")
+    name, *rest = arguments
+    assert message in mistake(capsys, run, name, f"--checkpoint={trained / 't/version_0'}", *rest)
+
+
+def test_mistakes_of_models(trained, tmp_path, capsys):
+    run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.contrastive=null")
+    teller, source = f"--checkpoint={tmp_path / 't/version_0'}", str(trained / "set")
+    assert "embeds nothing" in mistake(capsys, run, "embed", teller, "--images", source)
+    run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.caption_weight=0")
+    matcher = f"--checkpoint={tmp_path / 't/version_1'}"
+    assert "tells no captions" in mistake(capsys, run, "caption", matcher, "--images", source)
+    out = f"--out={trained / 'exported'}"
+    assert "exists already; nothing was overwritten" in mistake(capsys, run, "export", matcher, out)
+    config = json.loads((trained / "exported/config.json").read_text())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"format": "x"}))
+    other = f"--checkpoint={tmp_path / 'other'}"
+    assert "is of another format" in mistake(capsys, run, "embed", other, "--images", source)
+    assert "does not exist" in mistake(capsys, run, "embed", "--checkpoint=none", "--images", source)
