@@ -14,7 +14,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms.v2 import MixUp
 
@@ -25,6 +24,7 @@ from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.sharding.tensor_parallel import Plan
 from dctrain.strategy import FSDP2Strategy
+from dctrain.weighted_mean import WeightedMean
 
 from .data import Batch
 from .data.samples import as_batch
@@ -132,7 +132,7 @@ class ImageClassifier(TrainingModule):
         cfg = getattr(self.model, "pretrained_cfg", {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         for name in ("mean", "std"):
             self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss = WeightedMean()
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
         self.val_top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes))
         self.forward_flops: int | None = None
@@ -232,7 +232,7 @@ class ImageClassifier(TrainingModule):
         counts = batch.labels >= 0
         logits, labels = logits[counts], batch.labels[counts]
         if len(labels):
-            self.val_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
+            self.val_loss.update(F.cross_entropy(logits, labels), len(labels))
             self.val_top1.update(logits, labels)
             self.val_top5.update(logits, labels)
         for name in ("loss", "top1", "top5"):

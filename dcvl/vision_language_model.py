@@ -10,7 +10,6 @@ import torch
 import torch.distributed
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from dclm import Decoder
 from dclm.config import build_config
@@ -18,6 +17,7 @@ from dclm.loss import IGNORED
 from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
+from dctrain.weighted_mean import WeightedMean
 from dcvision.classifier import build_model
 
 from .contrastive import Contrastive, Pairs, contrastive_loss
@@ -106,7 +106,7 @@ class VisionLanguageModel(TrainingModule):
         cfg = getattr(image, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
         for name in ("mean", "std"):
             self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
-        self.val_contrastive_loss, self.val_caption_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
+        self.val_contrastive_loss, self.val_caption_loss = (WeightedMean() for _ in range(2))
         self.val_retrieval = RetrievalAt1()
         self.forward_flops: int | None = None
 
@@ -220,7 +220,7 @@ class VisionLanguageModel(TrainingModule):
         if outputs.caption_loss is not None:
             count = int((texts.targets != IGNORED).sum())
             if count:
-                self.val_caption_loss.update(outputs.caption_loss / count, weight=count)
+                self.val_caption_loss.update(outputs.caption_loss / count, count)
         if outputs.images is None:
             return
         first = torch.searchsorted(texts.owners, torch.arange(len(counts), device=counts.device))
@@ -228,7 +228,7 @@ class VisionLanguageModel(TrainingModule):
         weight = _mean_over_ranks(counts.sum())
         if weight:
             loss = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
-            self.val_contrastive_loss.update(loss, weight=weight)
+            self.val_contrastive_loss.update(loss, weight)
         if counts.any():
             used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count
             owners = numbers[texts.owners[used]]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import record
@@ -23,6 +24,14 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
 
 
+def validated(folder) -> dict[str, float]:
+    """The last validation of a run."""
+    (events,) = (folder / "t/version_0").rglob("events.out.tfevents.*")
+    curves = EventAccumulator(str(events)).Reload()
+    found = {tag: curves.Scalars(tag)[-1].value for tag in curves.Tags()["scalars"]}
+    return {tag.removeprefix("val/"): value for tag, value in found.items() if tag.startswith("val/")}
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
@@ -42,6 +51,9 @@ def test_two_ranks_take_the_steps_of_one(tmp_path, strategy, kind):
     got = weights(tmp_path / "two")
     for key, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10, msg=key)
+    one, two = validated(tmp_path / "one"), validated(tmp_path / "two")
+    for curve in ("caption_loss", "image_to_text", "text_to_image"):  # of six images, which two ranks pad
+        assert two[curve] == pytest.approx(one[curve], rel=1e-6), curve
 
 
 def test_a_resumed_run_is_one_never_interrupted(tmp_path):
@@ -65,15 +77,11 @@ def test_a_resumed_run_is_one_never_interrupted(tmp_path):
     ],
 )
 def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run("fit", *small(tmp_path), "--trainer.max_steps=2", *arguments)
     content = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))
     looking = {key.split(".")[3] for key in content["state_dict"] if ".cross." in key}
     assert looking == {"1", "0"} if layers == 2 else len(looking) == layers
-    (events,) = (tmp_path / "t/version_0").rglob("events.out.tfevents.*")
-    tags = EventAccumulator(str(events)).Reload().Tags()["scalars"]
-    assert {tag.removeprefix("val/") for tag in tags if tag.startswith("val/")} == curves
+    assert set(validated(tmp_path)) == curves
 
 
 @pytest.mark.parametrize(
