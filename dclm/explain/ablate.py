@@ -19,7 +19,7 @@ def ablate(
     texts: Sequence[str] = (),
     suites: Sequence[str] = (),
     masked: Sequence[str] = (),
-    off: Sequence[str] = ("branches", "layers"),
+    off: Sequence[str] = (),
     out: str = "ablation",
     tokenizer: str | None = None,
     context_length: int | None = None,
@@ -40,12 +40,13 @@ def ablate(
         suites: Files (JSONL) of synthetic tasks, which `dclm suite` writes.
         masked: Files or folders of texts of which models that see both ways are asked for masked tokens.
         off: What is switched off, one by one: "branches" (each of the pre- and the post-composition in all layers, each
-            composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer).
+            composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer). By
+            default branches and layers, of plain attention heads.
         out: Folder of the results: MODEL.json, ablation.csv, MODEL-ablation.png.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         context_length: Most tokens that a model reads. By default the model's own.
         text_key: Key of the text in records.
-        limit: Only this many documents of each.
+        limit: Only this many documents of each, the first.
         batch_size: Texts read at a time.
         device: Where to run, such as cuda.
         dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
@@ -55,7 +56,8 @@ def ablate(
     """
     check_asked(checkpoint, [*texts, *suites, *masked], (), "texts, suites or masked")
     check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length)
-    check_kinds("off", off, KINDS)
+    if off:
+        check_kinds("off", off, KINDS)
     measures = [
         *(TextSet(name, path, text_key, PILE_KEY, None, limit) for name, path in named(texts)),
         *(SuiteFile(name, path, limit) for name, path in named(suites)),

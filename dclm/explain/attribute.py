@@ -13,12 +13,12 @@ from torch import Tensor
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
-from dctrain.explain.attribution import Credits, Parts
+from dctrain.explain.attribution import Credits, Parts, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import check_kinds
 
-from ..data.texts import find_inputs, read_documents
+from ..data.texts import find_inputs, gathered, read_documents
 from ..decoder import Decoder
 from ..evaluation.measures import PILE_KEY, windows
 from ..likelihood import Pair, Text, arrange, batches, cut_left, encode_pairs
@@ -78,17 +78,18 @@ def attribute(
     asked = locals().copy()
     _check_asked(prompt, texts, suite, target)
     kinds = KINDS if prompt is not None else KINDS[:2]
-    over = over or kinds
-    check_kinds("over", over, kinds)
+    if over:
+        check_kinds("over", over, kinds)
     check_at_least_one(steps=steps, limit=limit, batch_size=batch_size)
-    credits = Credits(over, steps, alone)
+    folder = make_folder(out)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
+    credits = Credits(over or kinds_of(model.decoder, kinds), steps, alone)
     if prompt is not None:
         found = attribution_of(model, ask(model, prompt, target), credits)
     else:
         pairs = _answers(model, suite, limit) if suite is not None else _windows(model, texts, text_key, limit)
         found = _mean_attribution(model, pairs, Path(suite or texts).name, credits, batch_size)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)], asked)
+    write_explanation(found, folder, [origin_of(checkpoint, model.decoder)], asked)
 
 
 def attribution_of(model: LoadedModel, question: Question, credits: Credits) -> Explanation:
@@ -134,7 +135,13 @@ def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) ->
     """
     tokenizer, length = model.tokenizer, model.decoder.config.context_length
     documents = (one for file in find_inputs([Path(path)]) for one in read_documents(file, text_key, PILE_KEY))
-    rows = tokenizer.encode([one.text for one in islice((one for one in documents if one.text), limit)])
+    texts, skipped = [], 0
+    for readable, unreadable in gathered(islice(documents, limit)):
+        texts += [one.text for one in readable]
+        skipped += unreadable
+    if skipped:
+        print(f"{skipped} files are no UTF-8 and were left out")
+    rows = tokenizer.encode(texts)
     begin = tokenizer.begin_ids or [tokenizer.eos_id]
     pairs = [pair for row in rows for pair in windows(row.tolist(), begin, length, length)]
     if not pairs:

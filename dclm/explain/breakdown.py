@@ -51,11 +51,12 @@ def breakdown(
         UserError: If something cannot be read, there is no such layer or token, or the model composes nothing there.
     """
     asked = locals().copy()
+    folder = make_folder(out)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     ids, words = encode(model, prompt)
     with told_as(checkpoint, ValueError):
         found = breakdown_of(model, ids, words, layer, composition, query, key)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, model.decoder)], asked)
+    write_explanation(found, folder, [origin_of(checkpoint, model.decoder)], asked)
 
 
 @torch.inference_mode()

@@ -66,6 +66,7 @@ def circuits(
         UserError: If something cannot be read, a word is not one token, or a file holds no pairs.
     """
     asked = locals().copy()
+    folder = make_folder(out)
     check_at_least_one(top=top, sample=sample)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     decoder, vocabulary = model
@@ -77,7 +78,7 @@ def circuits(
         if words:
             written += list_written(*place, words, circuit(sources), lambda token: vocabulary.decode([token]), top)
         scores += [score_head(*place, one.name, circuit(one.sources), one.targets, top) for one in pairs]
-    write_explanation(explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, decoder)], asked)
+    write_explanation(explain_circuits(scores, written, top), folder, [origin_of(checkpoint, decoder)], asked)
 
 
 def _circuits(decoder: Decoder) -> Iterator[tuple[str, int, "Circuit"]]:

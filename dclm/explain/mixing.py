@@ -54,6 +54,7 @@ def mixing(
         UserError: If something cannot be read, or the model composes nothing.
     """
     asked = locals().copy()
+    folder = make_folder(out)
     check_at_least_one(tokens=tokens, context_length=context_length, batch_size=batch_size)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     length = min(context_length or model.decoder.config.context_length, tokens)
@@ -63,7 +64,7 @@ def mixing(
             model.decoder.hidden_states(rows[start : start + batch_size].to(model.decoder.device))
     write_explanation(
         explain_mixing(meters, f"compositions over {rows.numel()} tokens of {Path(texts).name}"),
-        make_folder(out),
+        folder,
         [origin_of(checkpoint, model.decoder)],
         asked,
     )

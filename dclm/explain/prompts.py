@@ -47,7 +47,8 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
     else:
         (context, continuation), (_, spaced) = encode_pairs(tokenizer, [(prompt, target), (prompt, f" {target}")])
         if len(continuation) != 1:
-            raise UserError(_not_one(tokenizer, f"target={target!r}", continuation, target, spaced))
+            moved = "" if prompt == prompt.rstrip() else " The space that ends the prompt is the target's."
+            raise UserError(_not_one(tokenizer, f"target={target!r}", continuation, target, spaced) + moved)
         ids, words = _as_input(model, prompt, context)
         (answer,) = continuation
     return Question(ids, answer, (*words, tokenizer.decode([answer])), prompt)

@@ -12,6 +12,7 @@ from dcmha.analysis import Branch, attention_layers, composition_branches, scale
 from ..errors import told_as
 from ..evaluation.results import Measure
 from ..evaluation.run import Measurable
+from .places import is_composed
 
 KINDS = ("branches", "layers", "heads")
 WITHOUT, KIND = "without", "kind"  # settings that tell what was switched off
@@ -86,9 +87,15 @@ def without_title(part: str) -> str:
 def ablations(model: nn.Module, measures: Sequence[Measurable], kinds: Sequence[str]) -> list[Measurable]:
     """List all that is measured: the whole model, then without each part of it.
 
+    Args:
+        model: The model.
+        measures: What is measured of the whole model.
+        kinds: What is switched off; if there are none branches and layers, of plain attention heads.
+
     Raises:
         UserError: If the model has no such parts.
     """
+    kinds = kinds or (("branches", "layers") if is_composed(model) else ("heads",))
     parts = [part for kind in kinds for part in _parts(model, kind)]
     return [*measures, *(Ablated(measure, part) for part in parts for measure in measures)]
 

@@ -33,8 +33,8 @@ class Row(NamedTuple):
         without: The part; "" for none.
         value: The number.
         worse_by: By how much it is worse than that of the whole model.
-        stderr: Standard error of that, as if both were asked different questions, which is too large; None if unknown,
-            and of the whole model.
+        stderr: Standard error of that, as if all answers were independent, of both models too; None if unknown, and of
+            the whole model.
         is_main: Whether it is of all that was measured, and not of a part of that.
     """
 
@@ -57,7 +57,7 @@ def report_ablation(models: Sequence[Results], folder: Path) -> None:
 
 def explain_ablation(models: Sequence[Results]) -> Explanation:
     """Tell of models that were measured whole and without parts."""
-    rows = [row for results in models for row in _rows(results)]
+    rows = [row for results in models for row in _with_parts(_rows(results))]
     names = dict.fromkeys(row.model for row in rows)
     pictures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
     return Explanation("Without parts of the model", "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
@@ -85,6 +85,12 @@ def _rows(results: Results) -> list[Row]:
             is_main = measure.name == measures[0].name
             rows.append(Row(results.model, of, measure.name, metric, kind, without, value, worse_by, error, is_main))
     return rows
+
+
+def _with_parts(rows: Sequence[Row]) -> list[Row]:
+    """Leave out what was measured of the whole model alone, such as by `evaluate`."""
+    titles = {row.title for row in rows if row.without}
+    return [row for row in rows if row.title in titles]
 
 
 def _apart_from_part(entry: dict) -> dict:
@@ -124,25 +130,37 @@ def _cell(row: Row) -> str:
 def _of_errors(rows: Sequence[Row]) -> str:
     """Say what the standard errors are, where there are some."""
     known = any(row.stderr is not None for row in rows)
-    return ", with a standard error that is too large where answers go together" if known else ""
+    return ", with a standard error as if all answers were independent, of one model and of both" if known else ""
 
 
 def _draw(model: str, rows: Sequence[Row]) -> Figure:
-    """Draw how much worse the first metric gets: bars for branches and layers, a map of the heads."""
-    title, metric = rows[0].title, rows[0].metric
-    rows = [row for row in rows if (row.title, row.metric) == (title, metric) and row.is_main and row.kind]
+    """Draw how much worse the first metric gets, a row for each thing measured: bars for branches and layers, a map of
+    the heads.
+    """
+    titles = list(dict.fromkeys(row.title for row in rows))
+    shown = [_main_rows([row for row in rows if row.title == title]) for title in titles]
     kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
-    figure = Figure(figsize=(6 * len(kinds), 4.5), layout="constrained")
-    figure.suptitle(f"{model}, {title}: {metric}, worse by", fontsize=10, parse_math=False)
-    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        of_kind = [row for row in rows if row.kind == kind]
-        title = f"without {TITLES[kind]}"
-        if kind == "heads":
-            layers, values = by_layer(_place(row) for row in of_kind)
-            draw_map(axes, values, title, rows=layers)
-        else:
-            _draw_bars(axes, of_kind, title)
+    figure = Figure(figsize=(6 * len(kinds), 4.5 * len(shown)), layout="constrained")
+    for part, of_title in zip(figure.subfigures(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
+        part.suptitle(f"{model}, {of_title[0].title}: {of_title[0].metric}, worse by", fontsize=10, parse_math=False)
+        for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+            _draw_kind(axes, [row for row in of_title if row.kind == kind], kind)
     return figure
+
+
+def _main_rows(rows: Sequence[Row]) -> list[Row]:
+    """Leave out all metrics but the first, parts of a set, and the whole model."""
+    return [row for row in rows if row.metric == rows[0].metric and row.is_main and row.kind]
+
+
+def _draw_kind(axes: Axes, rows: Sequence[Row], kind: str) -> None:
+    if not rows:
+        axes.axis("off")
+    elif kind == "heads":
+        layers, values = by_layer(_place(row) for row in rows)
+        draw_map(axes, values, f"without {TITLES[kind]}", rows=layers)
+    else:
+        _draw_bars(axes, rows, f"without {TITLES[kind]}")
 
 
 def _place(row: Row) -> tuple[str, int, float]:

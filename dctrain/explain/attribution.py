@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from dcmha.analysis import attention_layers, composition_branches, scale_branches, scale_heads
 
-from ..errors import told_as
+from ..errors import UserError, told_as
+from .places import is_composed
 
 Objective = Callable[[], Tensor]  # calls the model, gives a scalar
 
@@ -92,6 +93,11 @@ def head_parts(model: nn.Module) -> Parts:
     return Parts("heads", layers, names, lambda f: scale_heads(model, dict(zip(counts, f.split(sizes), strict=True))))
 
 
+def kinds_of(model: nn.Module, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Leave "branches" out of some kinds of parts if the model composes nothing, and say so."""
+    return tuple(kind for kind in kinds if kind != "branches" or is_composed(model))
+
+
 class Credits(NamedTuple):
     """What is credited, and how.
 
@@ -120,12 +126,11 @@ class Credits(NamedTuple):
         """
         makers = {"branches": lambda: branch_parts(model), "heads": lambda: head_parts(model), **makers}
         device = next(model.parameters()).device
-        found = []
+        parts = []
         for kind in self.over:
             with told_as(f"over={kind}", ValueError):
-                parts = makers[kind]()
-            found.append(attribute_parts(parts, objectives, device, self.steps, self.alone))
-        return found
+                parts.append(makers[kind]())
+        return [attribute_parts(one, objectives, device, self.steps, self.alone) for one in parts]
 
 
 def attribute_parts(
@@ -139,6 +144,9 @@ def attribute_parts(
         device: Where the model is.
         steps: Points of the integral (Gauss-Legendre), each a forward and a backward pass over each batch.
         alone: Also switch off each part by itself, N forward passes over each batch.
+
+    Raises:
+        UserError: If what is computed is not finite.
     """
     ones = torch.ones(len(parts.names), device=device)
     masks = [ones, torch.zeros_like(ones), *(ones - torch.eye(len(ones), device=device) if alone else ())]
@@ -153,6 +161,8 @@ def attribute_parts(
 
             with torch.no_grad():
                 results += torch.tensor([float(compute(mask)) for mask in masks], dtype=torch.float64)
+            if not results.isfinite().all():
+                raise UserError("what the model computes is not finite: its weights are damaged, or too large.")
             values += _integrate(compute, ones, steps)
     whole, without, *rest = results.tolist()
     lost = whole - torch.tensor(rest, dtype=torch.float64) if alone else None

@@ -75,10 +75,15 @@ def record_pair(
 
     Returns:
         The layer's name, what was recorded of it, and the position of the key whose scores or weights change most.
+
+    Raises:
+        ValueError: If a layer's weights are not finite.
     """
 
     def keep(one: Recorded) -> tuple[int, float]:
         check(one)
+        if not one.maps.composed_weights.isfinite().all():
+            raise ValueError("attention is not finite: the model's weights are damaged, or too large.")
         return most_changed(one, composition, query)
 
     with record_attention(model, layers, keep) as changes:

@@ -65,7 +65,7 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
         Raises:
             UserError: If a model cannot be read or has no attention layers, or a file cannot be written.
         """
-        origins: list[Origin] = []
+        folder, origins = make_folder(out), list[Origin]()
 
         def loaded() -> Iterator[tuple[str, nn.Module]]:
             for name, path in zip(name_models(checkpoint), checkpoint, strict=True):
@@ -73,7 +73,7 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
                 origins.append(origin_of(path, model))
                 yield name, model
 
-        write_explanation(explain_diversity(loaded()), make_folder(out), origins, {"checkpoint": checkpoint})
+        write_explanation(explain_diversity(loaded()), folder, origins, {"checkpoint": checkpoint})
 
     return diversity
 

@@ -36,6 +36,15 @@ def find_layer(model: nn.Module, layer: str | None, composition: str) -> list[st
     return [name]
 
 
+def is_composed(model: nn.Module) -> bool:
+    """Tell whether a model composes heads anywhere; say so if it does not."""
+    try:
+        return bool(composed_layers(model))
+    except ValueError:
+        print("plain attention: there is no composition to look at")
+        return False
+
+
 def find_position(name: str, position: int, count: int) -> int:
     """Check a position in a sequence, of which negative ones count from the end.
 

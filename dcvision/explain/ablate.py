@@ -15,7 +15,7 @@ from ..evaluation.images import ImageSet
 def ablate(
     checkpoint: Sequence[str],
     images: Sequence[str],
-    off: Sequence[str] = ("branches", "layers"),
+    off: Sequence[str] = (),
     out: str = "ablation",
     limit: int | None = None,
     batch_size: int = 64,
@@ -32,9 +32,10 @@ def ablate(
         checkpoint: Models, as `evaluate` takes them; plain ones have heads alone.
         images: Sets of images, as `evaluate` takes them.
         off: What is switched off, one by one: "branches" (each of the pre- and the post-composition in all layers, each
-            composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer).
+            composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer). By
+            default branches and layers, of plain attention heads.
         out: Folder of the results: MODEL.json, ablation.csv, MODEL-ablation.png.
-        limit: Only this many images of each set.
+        limit: Only this many images of each set, the first.
         batch_size: Images classified at a time.
         num_workers: Processes that load images, of each rank.
         device: Where to run, such as cuda.
@@ -45,7 +46,8 @@ def ablate(
     """
     check_asked(checkpoint, images, (), "images")
     check_at_least_one(limit=limit, batch_size=batch_size)
-    check_kinds("off", off, KINDS)
+    if off:
+        check_kinds("off", off, KINDS)
     how = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "dtype": find_dtype(dtype)}
     sets = [ImageSet(name, spec, None, limit) for name, spec in zip(short_names(images), images, strict=True)]
     measure = partial(measure_network, **how, expand=partial(ablations, kinds=off))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.explain.attribution import Credits, Parts
+from dctrain.explain.attribution import Credits, Parts, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.places import check_kinds
@@ -70,20 +70,22 @@ def attribute(
     if images is not None and target is not None:
         raise UserError(f"target={target!r} is of one image; the right classes of a set are credited.")
     kinds = KINDS if images is None else KINDS[:2]
-    over = over or kinds
-    check_kinds("over", over, kinds)
+    if over:
+        check_kinds("over", over, kinds)
     check_at_least_one(steps=steps, limit=limit, batch_size=batch_size)
-    credits = Credits(over, steps, alone)
+    folder = make_folder(out)
     if image is not None:
         network, pixels = load_with_image(checkpoint, image, device)
+        credits = Credits(over or kinds_of(network.model, kinds), steps, alone)
         with torch.no_grad():
             number = find_class(network, target, network.model(pixels)[0])
         found = attribution_of(network, pixels, number, credits)
         found = found._replace(title=f"{found.title} for {Path(image).name}")
     else:
         network = load_on(checkpoint, device)
+        credits = Credits(over or kinds_of(network.model, kinds), steps, alone)
         found = _mean_attribution(network, images, credits, limit, batch_size)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, network.model)], asked)
+    write_explanation(found, folder, [origin_of(checkpoint, network.model)], asked)
 
 
 def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credits) -> Explanation:

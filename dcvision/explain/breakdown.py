@@ -48,10 +48,11 @@ def breakdown(
             its layers attend within windows.
     """
     asked = locals().copy()
+    folder = make_folder(out)
     network, pixels = load_with_image(checkpoint, image, device)
     with told_as(checkpoint, ValueError):
         found = breakdown_of(network, pixels, layer, composition, query, key)
-    write_explanation(found, make_folder(out), [origin_of(checkpoint, network.model)], asked)
+    write_explanation(found, folder, [origin_of(checkpoint, network.model)], asked)
 
 
 @torch.inference_mode()

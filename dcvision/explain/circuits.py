@@ -55,6 +55,7 @@ def circuits(
             width.
     """
     asked = locals().copy()
+    folder = make_folder(out)
     check_at_least_one(limit=limit, top=top, batch_size=batch_size)
     network = load_on(checkpoint, device)
     model = network.model
@@ -75,9 +76,7 @@ def circuits(
         of_layer = _judge(name, layers[name], torch.cat(tokens), reads, labels, names, top)
         scores += of_layer[0]
         written += of_layer[1]
-    write_explanation(
-        explain_circuits(scores, written, top), make_folder(out), [origin_of(checkpoint, network.model)], asked
-    )
+    write_explanation(explain_circuits(scores, written, top), folder, [origin_of(checkpoint, network.model)], asked)
 
 
 def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:

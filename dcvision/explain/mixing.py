@@ -36,6 +36,7 @@ def mixing(
         UserError: If something cannot be read, or the model composes nothing.
     """
     asked = locals().copy()
+    folder = make_folder(out)
     check_at_least_one(limit=limit, batch_size=batch_size)
     network = load_on(checkpoint, device)
     model = network.model
@@ -47,7 +48,7 @@ def mixing(
             count += len(batch)
     write_explanation(
         explain_mixing(meters, f"compositions over {count} images of {images}"),
-        make_folder(out),
+        folder,
         [origin_of(checkpoint, model)],
         asked,
     )

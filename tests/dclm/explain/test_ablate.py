@@ -108,9 +108,21 @@ def test_files_of_one_name_stay_apart(here, capsys):
 
 def test_plain_models_have_heads(here, capsys):
     asked = ("explain", "ablate", "--checkpoint=plain", f"--texts={TEXT}")
-    assert "off=branches: Decoder composes no heads" in mistake(capsys, run, *asked)
-    run(*asked, "--off=heads")
+    assert "off=branches: Decoder composes no heads" in mistake(capsys, run, *asked, "--off=branches")
+    run(*asked)
+    assert "plain attention: there is no composition to look at" in capsys.readouterr().out
     assert len(rows(here / "ablation/ablation.csv")) == 2 * 9
+
+
+def test_what_evaluate_measured_is_left_alone(here, capsys):
+    """Its texts are in the same file, and have no parts."""
+    run("evaluate", "--checkpoint=model", f"--texts={SOURCES[0]}", "--out=out")
+    run("explain", "ablate", "--checkpoint=model", f"--texts={TEXT}", "--off=layers", "--out=out")
+    with open(here / "out/ablation.csv") as file:
+        assert {row["title"] for row in csv.DictReader(file)} == {f"texts {TEXT}"}
+    before = (here / "out/model-ablation.png").read_bytes()
+    run("explain", "ablate", "--checkpoint=model", f"--texts={SOURCES[0]}", "--off=layers", "--out=out")
+    assert len((here / "out/model-ablation.png").read_bytes()) > 1.3 * len(before)  # a row for each text
 
 
 @pytest.mark.parametrize(

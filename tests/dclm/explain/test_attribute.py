@@ -65,6 +65,7 @@ def test_a_target_of_ones_own(here, capsys):
     [
         (["--target= selfish"], "target=' selfish' is "),
         (["--target=the"], "accepted: one; ' the' is one"),
+        ([f"--prompt={PROMPT} ", "--target=self.x"], "The space that ends the prompt is the target's."),
         (["--over=layers"], "over=['layers']; accepted: one or more of branches, heads, tokens"),
         (["--steps=0"], "steps=0 must be at least 1"),
         (["--prompt="], "prompt='' holds no token"),
@@ -139,5 +140,26 @@ def test_mistakes_with_many(here, capsys, arguments, message):
 
 def test_a_plain_model_has_no_branches(here, capsys):
     asked = ("explain", "attribute", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
-    assert "over=branches: Decoder composes no heads" in mistake(capsys, run, *asked)
-    run(*asked, "--over", "heads", "tokens")
+    refused = mistake(capsys, run, *asked, "--over", "heads", "branches")
+    assert "over=branches: Decoder composes no heads" in refused
+    run(*asked)
+    assert "plain attention: there is no composition to look at" in capsys.readouterr().out
+    assert list(credits(here / "attribution/attribution.csv")) == ["heads", "tokens"]
+
+
+def test_weights_that_are_not_finite(here, capsys):
+    decoder = dclm.load_pretrained("model")
+    decoder.blocks[1].mlp.up.weight.data[0, 0] = torch.nan
+    (here / "nan").mkdir()
+    dclm.save_pretrained(decoder, here / "nan")
+    (here / "nan/tokenizer.json").write_text((here / "model/tokenizer.json").read_text())
+    asked = ("explain", "attribute", "--checkpoint=nan", f"--prompt={PROMPT}", "--target= the", "--over=heads")
+    assert "what the model computes is not finite" in mistake(capsys, run, *asked)
+
+
+def test_texts_that_are_no_utf8_are_told(here, capsys):
+    (here / "texts").mkdir()
+    (here / "texts/a.txt").write_bytes(b"\xff\xfe\xfd")
+    (here / "texts/b.txt").write_text("def main():\n")
+    run("explain", "attribute", "--checkpoint=model", "--texts=texts", "--over=heads", "--steps=1")
+    assert "1 files are no UTF-8 and were left out" in capsys.readouterr().out
