@@ -19,7 +19,7 @@ test: $(VENV)/installed
 
 # The second tier: what `make test` leaves out, but for the long grids.
 test-slow: $(VENV)/installed
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
 
 test-all: $(VENV)/installed
 	$(PYTEST) -m "slow or not slow"

@@ -36,8 +36,7 @@ def validated(folder) -> dict[str, float]:
     ("strategy", "kind"),
     [
         ("ddp", "sigmoid"),
-        pytest.param("ddp", "softmax", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "sigmoid", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "softmax", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_take_the_steps_of_one(tmp_path, strategy, kind):

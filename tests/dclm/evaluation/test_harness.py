@@ -210,6 +210,7 @@ def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
 TABLE_4 = Path(__file__).parents[3] / "configs" / "evaluate" / "table4.yaml"
 
 
+@pytest.mark.long
 def test_the_eleven_tasks_of_table_4_are_known(tmp_path, monkeypatch):
     """Their data is not here; RACE-M's task file is asked of records in the form of its data."""
     from dclm.evaluation.harness import find_tasks
