@@ -1,13 +1,12 @@
 """Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|evaluate|compare|...`."""
 
-import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from dctrain.checkpoint import make_folder
-from dctrain.cli import TrainerCLI, run_program
+from dctrain.cli import VocabularyCLI, run_program
 from dctrain.compare import comparison
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
@@ -120,7 +119,7 @@ def suite(out: str, seed: int = 0, combinations: Literal["all", "trained", "unse
     print(f"{out}: {len(texts)} texts of {len(tasks)} tasks")
 
 
-class LanguageCLI(TrainerCLI):
+class LanguageCLI(VocabularyCLI):
     """The trainers' command line for language models."""
 
     program = "dclm"
@@ -135,6 +134,7 @@ class LanguageCLI(TrainerCLI):
         "compare": comparison("dclm", {"val/loss": "min"}),
         "explain": EXPLANATIONS,
     }
+    vocabulary_rows = staticmethod(embedding_rows)
     linked = ("context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"
@@ -144,23 +144,10 @@ class LanguageCLI(TrainerCLI):
     def __init__(self, args: list[str]) -> None:
         super().__init__(LanguageModel, TokenDataModule, args)
 
-    def add_arguments_to_parser(self, parser) -> None:
-        """Also give the model as many embedding rows as the tokenizer needs."""
-        super().add_arguments_to_parser(parser)
-        sources = tuple(f"data.{name}" for name in inspect.signature(embedding_rows).parameters)
-        parser.link_arguments(sources, "model.vocab_size", compute_fn=embedding_rows)
-
     def before_instantiate_classes(self) -> None:
         """Refuse a model and data of different objectives, of a plan too."""
         model, data = self._get(self.config, "model"), self._get(self.config, "data")
         check_objective((model.overrides or {}).get("is_causal", True), data.mask_fraction)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """List the subcommands: there is nothing to `predict` but text, which `generate` does."""
-        commands = TrainerCLI.subcommands()
-        del commands["predict"]
-        return commands
 
     def describe_score(self, score: float) -> str:
         """Write the loss in nats."""

@@ -1,6 +1,7 @@
 """The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
 
 import gc
+import inspect
 import logging
 import re
 import sys
@@ -264,6 +265,27 @@ class TrainerCLI(LightningCLI):
         path = find_checkpoint(named)
         map_checkpoint(path)
         return path
+
+
+class VocabularyCLI(TrainerCLI):
+    """The command line of a model of text: the data tell how many embedding rows it has, and there is nothing to
+    `predict`.
+    """
+
+    vocabulary_rows: Callable[..., int]  # counts them; its parameters are options of the data
+
+    def add_arguments_to_parser(self, parser) -> None:
+        """Also give the model as many embedding rows as the tokenizer needs."""
+        super().add_arguments_to_parser(parser)
+        sources = tuple(f"data.{name}" for name in inspect.signature(self.vocabulary_rows).parameters)
+        parser.link_arguments(sources, "model.vocab_size", compute_fn=self.vocabulary_rows)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands."""
+        commands = TrainerCLI.subcommands()
+        del commands["predict"]
+        return commands
 
 
 def _check_name(name: str) -> None:

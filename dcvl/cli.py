@@ -1,8 +1,6 @@
 """Command line: `python -m dcvl fit|validate|test --config FILE`, `caption|classify|retrieve|embed|export|compare`."""
 
-import inspect
-
-from dctrain.cli import TrainerCLI, run_program
+from dctrain.cli import VocabularyCLI, run_program
 from dctrain.compare import comparison
 
 from .data import CaptionDataModule
@@ -12,7 +10,7 @@ from .use import caption, classify, embed, retrieve
 from .vision_language_model import VisionLanguageModel
 
 
-class VisionLanguageCLI(TrainerCLI):
+class VisionLanguageCLI(VocabularyCLI):
     """The trainers' command line for models of images and texts."""
 
     program = "dcvl"
@@ -25,6 +23,7 @@ class VisionLanguageCLI(TrainerCLI):
         "export": export,
         "compare": comparison("dcvl", {"val/loss": "min"}),
     }
+    vocabulary_rows = staticmethod(vocabulary_rows)
     linked = ("image_size", "context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"
@@ -33,19 +32,6 @@ class VisionLanguageCLI(TrainerCLI):
 
     def __init__(self, args: list[str]) -> None:
         super().__init__(VisionLanguageModel, CaptionDataModule, args)
-
-    def add_arguments_to_parser(self, parser) -> None:
-        """Also give the text tower as many embedding rows as the tokenizer needs."""
-        super().add_arguments_to_parser(parser)
-        sources = tuple(f"data.{name}" for name in inspect.signature(vocabulary_rows).parameters)
-        parser.link_arguments(sources, "model.vocab_size", compute_fn=vocabulary_rows)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """List the subcommands; there is nothing to `predict`."""
-        commands = TrainerCLI.subcommands()
-        del commands["predict"]
-        return commands
 
     def describe_score(self, score: float) -> str:
         """Write the loss in nats."""

@@ -239,7 +239,7 @@ class CaptionDataModule(ResumableDataModule):
 
     def state_dict(self) -> dict:
         """Save the position in the training data, and the tokenizer, so that a checkpoint can be used by itself."""
-        return super().state_dict() | {"tokenizer": self.words.spec, "eos_id": self.words.eos_id}
+        return super().state_dict() | {"tokenizer": self.words.spec}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over the position of a checkpoint; refuse another tokenizer."""

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import record
 from tests.dctrain.commands import spawn as spawn_python
-from tests.dctrain.recorder import read
+from tests.dctrain.recorder import losses
 
 from .commands import run, small, spawn
 
@@ -22,12 +22,6 @@ FSDP2 = ["--trainer.strategy=fsdp2", *TWO]
 EXACT = "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"
 SHARDS = ["--trainer.callbacks+=tests.dctrain.recorder.ShardRecorder"]
 FEW = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
-
-
-def losses(file, ranks: int) -> list[float]:
-    """The mean loss over ranks of every batch."""
-    read_ranks = [read(file, rank) for rank in range(ranks)]
-    return [sum(float.fromhex(r[b]["loss"]) for r in read_ranks) / ranks for b in sorted(read_ranks[0])]
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

@@ -45,6 +45,12 @@ def read(file, rank: int = 0) -> dict[int, dict]:
         return {record["batch"]: record for record in map(json.loads, lines)}
 
 
+def losses(file, ranks: int) -> list[float]:
+    """The mean loss over ranks of every batch."""
+    read_ranks = [read(file, rank) for rank in range(ranks)]
+    return [sum(float.fromhex(r[b]["loss"]) for r in read_ranks) / ranks for b in sorted(read_ranks[0])]
+
+
 class InFloat64(Callback):
     """Casts the module to float64, also under FSDP2, for which the trainer has no such precision."""
 

@@ -6,18 +6,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dctrain.commands import record
-from tests.dctrain.recorder import read
+from tests.dctrain.recorder import losses, read
 from tests.faults.drill import mistake
 
 from .commands import run, small, spawn
 
 EXACT = "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"
-
-
-def losses(file, ranks: int) -> list[float]:
-    """The mean loss over ranks of every batch."""
-    read_ranks = [read(file, rank) for rank in range(ranks)]
-    return [sum(float.fromhex(r[b]["loss"]) for r in read_ranks) / ranks for b in sorted(read_ranks[0])]
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
