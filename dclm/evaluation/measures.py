@@ -21,6 +21,7 @@ from ..data.texts import (
     read_records,
     without_lone_surrogates,
 )
+from ..data.tokenizers import Tokenizer
 from ..likelihood import Pair
 from .scorer import Scorer
 
@@ -44,6 +45,12 @@ def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) 
     while first < len(tokens):
         yield tokens[max(0, end - length - 1) : first], tokens[first:end]
         first, end = end, min(end + stride, len(tokens))
+
+
+def text_windows(tokenizer: Tokenizer, texts: list[str], length: int, stride: int) -> list[list[Pair]]:
+    """Encode texts and cut each, after what begins a text, into `windows`."""
+    begin = tokenizer.begin_ids or [tokenizer.eos_id]
+    return [list(windows(row.tolist(), begin, length, stride)) for row in tokenizer.encode(texts)]
 
 
 class TextSet(NamedTuple):
@@ -136,11 +143,9 @@ class TextSet(NamedTuple):
                 before = document.position
 
     def _add(self, scorer: Scorer, documents: list[Document], sums: dict[str | None, "Sums"]) -> None:
-        tokenizer = scorer.tokenizer
-        begin = tokenizer.begin_ids or [tokenizer.eos_id]
         length = scorer.context_length
         texts = [document.text for document in documents]
-        rows = [list(windows(row.tolist(), begin, length, self.stride or length)) for row in tokenizer.encode(texts)]
+        rows = text_windows(scorer.tokenizer, texts, length, self.stride or length)
         scores = iter(scorer.score([pair for row in rows for pair in row], "windows"))
         for (text, _, subset), row in zip(documents, rows, strict=True):
             if not row:

@@ -20,7 +20,7 @@ from dctrain.explain.places import check_kinds
 
 from ..data.texts import find_inputs, gathered, read_documents
 from ..decoder import Decoder
-from ..evaluation.measures import PILE_KEY, windows
+from ..evaluation.measures import PILE_KEY, text_windows
 from ..likelihood import Pair, Text, arrange, batches, cut_left, encode_pairs
 from ..load import LoadedModel, load_model
 from ..loss import token_loss
@@ -133,7 +133,7 @@ def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) ->
     Raises:
         UserError: If there is none.
     """
-    tokenizer, length = model.tokenizer, model.decoder.config.context_length
+    length = model.decoder.config.context_length
     documents = (one for file in find_inputs([Path(path)]) for one in read_documents(file, text_key, PILE_KEY))
     texts, skipped = [], 0
     for readable, unreadable in gathered(islice(documents, limit)):
@@ -141,9 +141,7 @@ def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) ->
         skipped += unreadable
     if skipped:
         print(f"{skipped} files are no UTF-8 and were left out")
-    rows = tokenizer.encode(texts)
-    begin = tokenizer.begin_ids or [tokenizer.eos_id]
-    pairs = [pair for row in rows for pair in windows(row.tolist(), begin, length, length)]
+    pairs = [pair for row in text_windows(model.tokenizer, texts, length, length) for pair in row]
     if not pairs:
         raise UserError(f"texts={path} holds no text.")
     return pairs
