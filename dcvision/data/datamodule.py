@@ -7,19 +7,18 @@ from itertools import zip_longest
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
 from dctrain.strategy import FSDP2Strategy
 
-from .bad_images import BadImages
 from .decode import MAX_PIXELS, MOST_PIXELS, eval_transform, train_transform
 from .fields import Fields
-from .samples import Batch, Collate, ImageSamples
-from .sources import Source, open_source, stream_urls
-from .stream import StreamedSample, classified, stream_loader
+from .image_data import ImageData
+from .samples import Collate, ImageSamples
+from .sources import Source, open_source
+from .stream import StreamedSample, classified
 
 
-class ImageDataModule(ResumableDataModule):
+class ImageDataModule(ImageData):
     """Images for classification.
 
     Splitting: this module gives every rank its slice of one global order, so the trainer must not add a distributed
@@ -78,7 +77,8 @@ class ImageDataModule(ResumableDataModule):
         max_pixels: int = MAX_PIXELS,
         fields: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, sample_noun="images")
+        loading = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
+        super().__init__(train, val, stream_samples, max_bad_images, **loading)
         self.save_hyperparameters(logger=False)
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
@@ -92,34 +92,20 @@ class ImageDataModule(ResumableDataModule):
             raise UserError(f"{max_bad_images=} must be a number of images, or a fraction in [0, 1).")
         with told_as("data.fields"):
             self.fields = Fields(**fields or {})
-        self.train_spec, self.val_spec = train, val
-        self.num_classes, self.image_size = num_classes, image_size
-        self.stream_samples, self.max_bad_images, self.max_pixels = stream_samples, max_bad_images, max_pixels
+        self.num_classes, self.image_size, self.max_pixels = num_classes, image_size, max_pixels
         self.train_transform = train_transform(
             image_size, min_crop_area, horizontal_flip, randaugment_ops, randaugment_magnitude
         )
         self.eval_transform = eval_transform(image_size, crop_fraction)
-        self.train_source: Source | None = None
-        self.val_source: Source | None = None
-        self.bad_images: dict[bool, BadImages] = {}  # of training, and of evaluation
         self.classes: list[str] | None = None
 
-    def prepare_data(self) -> None:
-        """Download, write and index what is local and needed, once per machine."""
-        is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
-        for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
-            if stream_urls(spec) is None and (is_fit or not is_train):
-                open_source(spec, is_train, self.fields)
+    def index(self, spec: str, is_train: bool) -> None:
+        """Download, write and index a local set; its labels are checked when it is used."""
+        open_source(spec, is_train, self.fields)
 
     def setup(self, stage: str) -> None:
         """Open the data sets of a stage and check their labels."""
-        self.check_trainer()
-        if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
-            self.train_source = self._open(self.train_spec, is_train=True)
-        if stage == "fit":
-            self.check_steps()
-        if self.val_source is None and stream_urls(self.val_spec) is None:
-            self.val_source = self._open(self.val_spec, is_train=False)
+        super().setup(stage)
         self._compare_classes(None)
 
     def _compare_classes(self, trained: list[str] | None) -> None:
@@ -145,7 +131,8 @@ class ImageDataModule(ResumableDataModule):
                     f"names): class {number} is {here!r} and {there!r}."
                 )
 
-    def _open(self, spec: str, is_train: bool) -> Source:
+    def open(self, spec: str, is_train: bool) -> Source:
+        """Open a local set, and check its labels."""
         source = open_source(spec, is_train, self.fields)
         labels = source.labels()
         wrong = ((labels < 0) | (labels >= self.num_classes)).nonzero()[0]
@@ -156,15 +143,6 @@ class ImageDataModule(ResumableDataModule):
                 f"(data.num_classes={self.num_classes}). {len(wrong)} of {len(labels)} labels are."
             )
         return source
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the training set, or those that count as an epoch of a stream."""
-        if self.train_source is not None:
-            return len(self.train_source)
-        if self.stream_samples is None:
-            raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
-        return self.stream_samples
 
     def train_dataloader(self) -> DataLoader:
         """Make the training loader, from the position that training has reached."""
@@ -186,31 +164,10 @@ class ImageDataModule(ResumableDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
     def _stream(self, spec: str, transform, num_steps: int | None) -> DataLoader:
-        return stream_loader(
-            stream_urls(spec),
-            StreamedSample(
-                transform, self.seed + self.rank, self.fields, self.max_pixels, partial(classified, self.num_classes)
-            ),
-            collate=Collate(self.image_size),
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            rank=self.rank,
-            world_size=self.world_size,
-            num_steps=num_steps,
-            seed=self.seed,
+        sample = StreamedSample(
+            transform, self.seed + self.rank, self.fields, self.max_pixels, partial(classified, self.num_classes)
         )
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Report unreadable images; stop the run above the limit."""
-        is_train = self.trainer is not None and self.trainer.training
-        if is_train not in self.bad_images:
-            source = self.train_source if is_train else self.val_source
-            size = None if source is None else len(source)
-            # a rank sees other images of the training set in every epoch, of the validation set always the same
-            share = size if is_train or size is None else -(-size // self.world_size)
-            self.bad_images[is_train] = BadImages(self.max_bad_images, size, share)
-        self.bad_images[is_train].note(batch)
-        return batch
+        return self.stream(spec, sample, Collate(self.image_size), num_steps)
 
     def state_dict(self) -> dict:
         """Save the position in the training data, and the names of the classes."""

@@ -3,19 +3,17 @@
 from collections.abc import Sequence
 from functools import cached_property, partial
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dclm.data.tokenizers import Tokenizer, open_tokenizer
-from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
-from dcvision.data.bad_images import BadImages
 from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
+from dcvision.data.image_data import ImageData
 from dcvision.data.samples import Skipped, make_image
 from dcvision.data.sources import stream_urls
-from dcvision.data.stream import StreamedSample, stream_loader
+from dcvision.data.stream import StreamedSample
 
 from .captions import TEMPLATE, CaptionFields, CaptionSource, check_templates, open_captions
 from .samples import Batch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, choose_caption
@@ -40,7 +38,7 @@ def vocabulary_rows(train: str, tokenizer: str | None) -> int:
     return find_tokenizer(train, tokenizer).vocab_size
 
 
-class CaptionDataModule(ResumableDataModule):
+class CaptionDataModule(ImageData):
     """Images with captions.
 
     What is said of `dcvision.ImageDataModule` holds: splitting over ranks, epochs, resume, streams, unreadable images.
@@ -89,7 +87,8 @@ class CaptionDataModule(ResumableDataModule):
         fields: dict[str, str] | None = None,
         templates: Sequence[str] = (TEMPLATE,),
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, sample_noun="images")
+        loading = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
+        super().__init__(train, val, stream_samples, max_bad_images, **loading)
         self.save_hyperparameters(logger=False)
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
@@ -101,15 +100,11 @@ class CaptionDataModule(ResumableDataModule):
         check_templates(templates)
         with told_as("data.fields"):
             self.fields = CaptionFields(**fields or {})
-        self.train_spec, self.val_spec, self.tokenizer, self.templates = train, val, tokenizer, templates
+        self.tokenizer, self.templates = tokenizer, templates
         self.context_length, self.image_size = context_length, image_size
-        self.val_samples, self.stream_samples = val_samples, stream_samples
-        self.max_bad_images, self.max_pixels = max_bad_images, max_pixels
+        self.val_samples, self.max_pixels = val_samples, max_pixels
         self.train_transform = train_transform(image_size, min_crop_area, horizontal_flip, 0, 0)
         self.eval_transform = eval_transform(image_size, crop_fraction)
-        self.train_source: CaptionSource | None = None
-        self.val_source: CaptionSource | None = None
-        self.bad_images: dict[bool, BadImages] = {}
         self.num_cut = 0
         if self.num_val_samples is None and val.partition(":")[0] == NAME:
             raise UserError(f"data.val={val} has no end; data.val_samples must say how many count.")
@@ -147,33 +142,11 @@ class CaptionDataModule(ResumableDataModule):
             raise UserError(f"{image.name} cannot be read: {image.reason}")
         return image, captions
 
-    def prepare_data(self) -> None:
-        """Download, write and index what is local and needed, once per machine."""
-        is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
-        for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
-            if stream_urls(spec) is None and (is_fit or not is_train):
-                self.open(spec, is_train)
-
     def setup(self, stage: str) -> None:
-        """Open the data sets of a stage."""
-        self.check_trainer()
-        if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
-            self.train_source = self.open(self.train_spec, is_train=True)
-        if stage == "fit":
-            self.check_steps()
+        """Open the data sets of a stage; the validation set must be local."""
         if stream_urls(self.val_spec) is not None:
             raise UserError(f"data.val={self.val_spec} is a stream; accepted: a local set.")
-        if self.val_source is None:
-            self.val_source = self.open(self.val_spec, is_train=False)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the training set, or those that count as an epoch of a stream."""
-        if self.train_source is not None:
-            return len(self.train_source)
-        if self.stream_samples is None:
-            raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
-        return self.stream_samples
+        super().setup(stage)
 
     @property
     def num_val_samples(self) -> int | None:
@@ -201,29 +174,14 @@ class CaptionDataModule(ResumableDataModule):
         return CaptionedSamples(source, transform, self.encode, self.seed, self.max_pixels, has_all=not is_train)
 
     def _stream(self) -> DataLoader:
-        finish = partial(_captioned, self.encode, self.seed + self.rank)
         seed = self.seed + self.rank
-        return stream_loader(
-            stream_urls(self.train_spec),
-            StreamedSample(self.train_transform, seed, self.fields, self.max_pixels, finish),
-            collate=Collate(self.image_size),
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            rank=self.rank,
-            world_size=self.world_size,
-            num_steps=self.steps_per_epoch,
-            seed=self.seed,
-        )
+        finish = partial(_captioned, self.encode, seed)
+        sample = StreamedSample(self.train_transform, seed, self.fields, self.max_pixels, finish)
+        return self.stream(self.train_spec, sample, Collate(self.image_size), self.steps_per_epoch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Report unreadable images and captions that were cut; stop the run above the limit of the former."""
-        is_train = self.trainer is not None and self.trainer.training
-        if is_train not in self.bad_images:
-            source = self.train_source if is_train else self.val_source
-            size = None if source is None else len(source)
-            share = size if is_train or size is None else -(-size // self.world_size)
-            self.bad_images[is_train] = BadImages(self.max_bad_images, size, share)
-        self.bad_images[is_train].note(batch)
+        batch = super().on_before_batch_transfer(batch, dataloader_idx)
         if batch.num_cut and not self.num_cut:
             rank_zero_only(print)(
                 f"captions are longer than data.context_length={self.context_length} and lose their end; "

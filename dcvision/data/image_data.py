@@ -1,0 +1,95 @@
+"""ImageData: what every data module of images has, whatever belongs to them: sources, streams, unreadable images."""
+
+from collections.abc import Callable, Sized
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from dctrain.datamodule import ResumableDataModule
+from dctrain.errors import UserError
+
+from .bad_images import BadImages
+from .sources import stream_urls
+from .stream import StreamedSample, stream_loader
+
+
+class ImageData(ResumableDataModule):
+    """Base of the data modules of images. A subclass opens its sources, and makes samples of them.
+
+    Args:
+        train: Training set, in the notation of the subclass.
+        val: Validation set, likewise.
+        stream_samples: Samples that count as an epoch when `train` is a remote stream.
+        max_bad_images: Unreadable images that end a run: a number, or a fraction of the set.
+        **kwargs: Of `ResumableDataModule`.
+    """
+
+    def __init__(
+        self, train: str, val: str, stream_samples: int | None, max_bad_images: int | float, **kwargs: int
+    ) -> None:
+        super().__init__(sample_noun="images", **kwargs)
+        self.train_spec, self.val_spec = train, val
+        self.stream_samples, self.max_bad_images = stream_samples, max_bad_images
+        self.train_source: Sized | None = None
+        self.val_source: Sized | None = None
+        self.bad_images: dict[bool, BadImages] = {}  # of training, and of evaluation
+
+    def open(self, spec: str, is_train: bool) -> Sized:
+        """Open a local set, and check it."""
+        raise NotImplementedError
+
+    def prepare_data(self) -> None:
+        """Download, write and index what is local and needed, once per machine."""
+        is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
+        for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
+            if stream_urls(spec) is None and (is_fit or not is_train):
+                self.index(spec, is_train)
+
+    def index(self, spec: str, is_train: bool) -> None:
+        """Download, write and index a local set."""
+        self.open(spec, is_train)
+
+    def setup(self, stage: str) -> None:
+        """Open the data sets of a stage."""
+        self.check_trainer()
+        if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
+            self.train_source = self.open(self.train_spec, is_train=True)
+        if stage == "fit":
+            self.check_steps()
+        if self.val_source is None and stream_urls(self.val_spec) is None:
+            self.val_source = self.open(self.val_spec, is_train=False)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the training set, or those that count as an epoch of a stream."""
+        if self.train_source is not None:
+            return len(self.train_source)
+        if self.stream_samples is None:
+            raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
+        return self.stream_samples
+
+    def stream(self, spec: str, sample: StreamedSample, collate: Callable, num_steps: int | None) -> DataLoader:
+        """Make a loader over a remote set; arguments as of `stream_loader`."""
+        return stream_loader(
+            stream_urls(spec),
+            sample,
+            collate=collate,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            rank=self.rank,
+            world_size=self.world_size,
+            num_steps=num_steps,
+            seed=self.seed,
+        )
+
+    def on_before_batch_transfer(self, batch, dataloader_idx: int):
+        """Report unreadable images; stop the run above the limit."""
+        is_train = self.trainer is not None and self.trainer.training
+        if is_train not in self.bad_images:
+            source = self.train_source if is_train else self.val_source
+            size = None if source is None else len(source)
+            # a rank sees other images of the training set in every epoch, of the validation set always the same
+            share = size if is_train or size is None else -(-size // self.world_size)
+            self.bad_images[is_train] = BadImages(self.max_bad_images, size, share)
+        self.bad_images[is_train].note(batch)
+        return batch
