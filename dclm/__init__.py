@@ -1,5 +1,6 @@
 """Decoder language models with DCMHA: models, training, generation, and the published checkpoints."""
 
+from .beams import beam_search
 from .config import CONFIGS, DecoderConfig, decoder_config
 from .data import TokenDataModule
 from .decoder import Decoder
@@ -16,6 +17,7 @@ __all__ = [
     "DecoderConfig",
     "LanguageModel",
     "TokenDataModule",
+    "beam_search",
     "cut_left",
     "decoder_config",
     "encode_pairs",

@@ -77,6 +77,11 @@ class Clock:
             mask = self._see(num_tokens, size, window)
             self._masks.setdefault((size, window, num_tokens), mask).copy_(mask)
 
+    def take(self, rows: Tensor) -> None:
+        """Put other rows in the place of all, any number of them."""
+        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
+        self._masks.clear()
+
     def mask(self, num_tokens: int, size: int, window: int | None) -> Tensor:
         """Tell which places of ring buffers the new tokens may see [B or 1, 1, T, size]; layers alike share it."""
         return self._masks[size, window, num_tokens]
@@ -233,6 +238,24 @@ class DecodingCache:
         if self.clock.padding is None:
             return positions
         return (positions - self.clock.padding[:, None]).clamp(min=0)
+
+    def repeat(self, count: int) -> None:
+        """Put each row several times, one after the other, as beam search does with the prompts.
+
+        Args:
+            count: How many times.
+
+        Raises:
+            ValueError: If there is nothing in the cache.
+        """
+        if self.num_rows is None:
+            raise ValueError("nothing is in the cache; its rows can be repeated after the first call.")
+        rows = torch.arange(self.num_rows, device=self.clock.end.device).repeat_interleave(count)
+        for layer in self.layers:
+            layer.kept = [buffer.index_select(0, rows) for buffer in layer.kept]
+        self.clock.take(rows)
+        self.contexts = [seen if seen is None else seen.rows(rows) for seen in self.contexts]
+        self.num_rows *= count
 
     def reorder(self, rows: Tensor) -> None:
         """Put other rows in the place of each, as beam search does; buffers keep their memory.

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from dclm.beams import beam_search
 from dclm.data.tokenizers import Tokenizer
 from dclm.generate import generate
 
@@ -21,6 +22,7 @@ def tell_captions(
     *,
     top_p: float | None = None,
     seed: int | None = None,
+    num_beams: int = 1,
 ) -> list[str]:
     """Tell a caption of each image; what the layers that look at it make of an image is computed once.
 
@@ -32,20 +34,27 @@ def tell_captions(
         temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
         top_p: Sample among the likeliest tokens whose probabilities first sum to this.
         seed: Seed of the samples.
+        num_beams: More than 1 searches that many beams for the caption of the highest log-probability per token.
 
     Returns:
         The captions, what begins and what ends a text left out.
 
     Raises:
-        ValueError: If the model tells nothing, or an option is out of range.
+        ValueError: If the model tells nothing, an option is out of range, or beams are to be sampled.
     """
     if not model.is_captioner:
         raise ValueError("the model tells no captions: no layer of its text tower looks at the image.")
     begin = tokenizer.begin_ids or [tokenizer.eos_id]
     prompts = torch.tensor([begin] * len(images), device=images.device)
     context = model.context(model.see(images))
-    options = {"top_p": top_p, "stop_tokens": [tokenizer.eos_id], "context": context, "seed": seed}
-    rows = generate(model.text, prompts, max_new_tokens, temperature, **options)[:, len(begin) :].tolist()
+    shared = {"stop_tokens": [tokenizer.eos_id], "context": context}
+    if num_beams == 1:
+        found = generate(model.text, prompts, max_new_tokens, temperature, top_p=top_p, seed=seed, **shared)
+    elif temperature:
+        raise ValueError(f"{num_beams=} with {temperature=}: beams are not sampled; accepted: one of the two.")
+    else:
+        found = beam_search(model.text, prompts, max_new_tokens, num_beams, **shared)
+    rows = [row[len(begin) :].tolist() for row in found]
     ended = [row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row for row in rows]
     return [tokenizer.decode(row) for row in ended]
 

@@ -1,4 +1,4 @@
-"""Digit scenes: two handwritten digits on a canvas, and a caption that takes binding and relations to tell.
+"""Digit scenes: two handwritten digits in a grid of 2 x 2, and a caption that takes binding and relations to tell.
 
 A scene says which digit stands where and how large each is. Some combinations of relation and digits are never shown in
 training, though each digit is in each place of each relation: what is tested there is composition of known parts. Scene
@@ -21,9 +21,8 @@ from dcvision.data.sources import open_source
 NAME = "scenes"  # what `data.train` calls it
 SPLITS = ("train", "val", "unseen")  # of combinations that training shows, by other hands, and of those it does not
 ENDLESS = 2**31  # scenes of a split
-SIZE = 32
-LARGE, SMALL = (13, 16), (8, 10)  # smallest and largest side of a digit, in pixels
-ASIDE = 5  # by how much the digits' centres may miss a common line
+SIZE, CELL = 32, 16  # sides of a picture and of a cell, in pixels
+LARGE, SMALL = (13, CELL), (8, 10)  # smallest and largest side of a digit
 ABOVE, LEFT = "above", "left of"
 RELATIONS = (ABOVE, LEFT)
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -50,8 +49,13 @@ class Scene(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether training never shows these digits in this relation: a fifth of all, each digit twice a place."""
-        return (self.first.digit + 3 * self.second.digit + 2 * RELATIONS.index(self.relation)) % 5 == 0
+        """Whether training never shows these digits in this relation, or this digit twice in these sizes: a fifth,
+        each digit about as often in each place.
+        """
+        first, second = self.first, self.second
+        if first.digit == second.digit:
+            return (first.digit + 2 * (first.is_large + second.is_large)) % 5 == 0
+        return (first.digit + 3 * second.digit + 2 * RELATIONS.index(self.relation)) % 5 == 0
 
     @property
     def caption(self) -> str:
@@ -82,16 +86,14 @@ def draw_scene(rng: np.random.Generator, is_unseen: bool) -> Scene:
 
 
 def draw_picture(scene: Scene, rng: np.random.Generator, digits: "Digits") -> Tensor:
-    """Draw a scene by some hand, at some place: uint8 [3, SIZE, SIZE]."""
+    """Draw a scene by some hand, in some row or column, digits anywhere in their cells: uint8 [3, SIZE, SIZE]."""
     canvas = np.zeros((SIZE, SIZE), np.uint8)
-    sides = [int(rng.integers(*(LARGE if thing.is_large else SMALL), endpoint=True)) for thing in scene[1:]]
-    middle = rng.integers(SIZE // 4, 3 * SIZE // 4, endpoint=True)
-    for number, (thing, side) in enumerate(zip(scene[1:], sides, strict=True)):
-        along = number * SIZE // 2 + int(rng.integers(SIZE // 2 - side, endpoint=True))
-        across = int(np.clip(middle + rng.integers(-ASIDE, ASIDE, endpoint=True) - side // 2, 0, SIZE - side))
+    line = CELL * int(rng.integers(SIZE // CELL))  # where the row or the column begins that both are in
+    for number, thing in enumerate((scene.first, scene.second)):
+        side = int(rng.integers(*(LARGE if thing.is_large else SMALL), endpoint=True))
+        along, across = (begin + int(rng.integers(CELL - side, endpoint=True)) for begin in (CELL * number, line))
         top, left = (along, across) if scene.relation == ABOVE else (across, along)
-        part = canvas[top : top + side, left : left + side]
-        np.maximum(part, digits.draw(thing.digit, side, rng), out=part)
+        canvas[top : top + side, left : left + side] = digits.draw(thing.digit, side, rng)
     return torch.from_numpy(canvas).expand(3, -1, -1)
 
 

@@ -18,6 +18,7 @@ def caption(
     temperature: float = 0.0,
     top_p: float | None = None,
     seed: int | None = None,
+    num_beams: int = 1,
     batch_size: int = 16,
     device: str = "cpu",
 ) -> None:
@@ -30,16 +31,18 @@ def caption(
         temperature: 0 takes the likeliest token; else one is sampled.
         top_p: Sample among the likeliest tokens whose probabilities first sum to p.
         seed: Seed of the samples.
+        num_beams: More than 1 searches that many beams, in place of samples, for the likeliest caption per token.
         batch_size: Pictures looked at together.
         device: Where to run, such as cuda.
     """
-    check_at_least_one(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_at_least_one(max_new_tokens=max_new_tokens, batch_size=batch_size, num_beams=num_beams)
     with told_as():
         Sampling(temperature, None, top_p)  # checks both before anything is loaded
     files, pair = find_pictures(images), load_pair(checkpoint, device)
     longest = pair.encode.context_length - 1 if max_new_tokens is None else max_new_tokens
+    options = {"top_p": top_p, "seed": seed, "num_beams": num_beams}
     for part, pictures in batches(pair, files, batch_size):
         with told_as(of=ValueError):
-            told = tell_captions(pair.model, pictures, pair.tokenizer, longest, temperature, top_p=top_p, seed=seed)
+            told = tell_captions(pair.model, pictures, pair.tokenizer, longest, temperature, **options)
         for file, text in zip(part, told, strict=True):
             print(f"{file}\t{text}", flush=True)

@@ -37,13 +37,14 @@ def test_scenes():
     again, (same,) = SceneSource("train").read(7)
     assert torch.equal(image, again) and caption == same and image.shape == (3, 32, 32) and image.dtype == torch.uint8
     captions = {name: {s.read(i)[1][0] for i in range(1500)} for name, s in (("train", train), ("unseen", unseen))}
-    relational = {name: {c for c in found if not c.startswith("two")} for name, found in captions.items()}
-    assert not relational["train"] & relational["unseen"]
+    assert not captions["train"] & captions["unseen"]
     seen = [
         Scene(relation, Thing(a, True), Thing(b, False)) for relation in RELATIONS for a in range(10) for b in range(10)
     ]
     seen = [scene for scene in seen if not scene.is_unseen]
     assert len(seen) == 160
+    plural = {caption.split()[-1] for caption in captions["train"] if caption.startswith("two")}
+    assert len(plural) == 11  # of ten digits, and "one"
     for relation in RELATIONS:
         for place in (1, 2):
             assert {scene[place].digit for scene in seen if scene.relation == relation} == set(range(10))
@@ -159,6 +160,24 @@ def test_captions_are_told_greedily():
     assert len(set(told)) > 1
     with pytest.raises(ValueError, match="tells no captions"):
         tell_captions(made(context_dim=None, cross_layers=0, cross_compose=False), images, tokenizer, 6)
+
+
+def test_captions_are_searched_by_beams():
+    """No beam is worse than the greedy one, per token; what ends a caption counts."""
+    model, tokenizer = made(), scene_tokenizer()
+    images = torch.randn(8, 3, 32, 32)
+
+    def score(image, caption):
+        ids = [tokenizer.eos_id, *tokenizer.encode([caption])[0].tolist(), tokenizer.eos_id][:7]
+        logits = model.text(torch.tensor([ids[:-1]]), context=model.context(model.see(image[None])))
+        return float(logits[0].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).mean())
+
+    with torch.no_grad():
+        told = {beams: tell_captions(model, images, tokenizer, 6, num_beams=beams) for beams in (1, 8)}
+        gains = [score(i, b) - score(i, a) for i, a, b in zip(images, told[1], told[8], strict=True)]
+    assert sum(gains) > 0.1 and told[1] != told[8]
+    with pytest.raises(ValueError, match="num_beams=8 with temperature=0.5: beams are not sampled"):
+        tell_captions(model, images, tokenizer, 6, 0.5, num_beams=8)
 
 
 def test_towers_whose_widths_do_not_meet():

@@ -1,0 +1,117 @@
+"""Beam search: of the likeliest beginnings of continuations some are kept at each step, and the best that ends wins."""
+
+# B prompts, T tokens of a prompt, K beams, V vocabulary
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import Context
+from .decoder import Decoder
+from .generate import check_prompts
+
+
+@torch.no_grad()
+def beam_search(
+    decoder: Decoder,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    num_beams: int,
+    *,
+    length_penalty: float = 1.0,
+    stop_tokens: Sequence[int] = (),
+    context: Context | None = None,
+) -> list[Tensor]:
+    """Find a continuation of each prompt whose log-probability over (number of new tokens)^`length_penalty` is highest.
+
+    Args:
+        decoder: The model.
+        input_ids: Prompts of one length [B, T].
+        max_new_tokens: Most tokens to add to each, at least 1.
+        num_beams: Beginnings K that are kept at each step.
+        length_penalty: 0 compares log-probabilities, so that short ones win; 1 their means per token.
+        stop_tokens: A continuation ends with the first of these that it makes.
+        context: What the last layers look at too, a row for each prompt; for a model with `cross_layers` alone.
+
+    Returns:
+        Prompts with their continuations, each as long as it is.
+
+    Raises:
+        ValueError: As `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
+        MemoryError: If there is no room for the cache.
+    """
+    if num_beams < 1 or max_new_tokens < 1 or not 0 <= length_penalty < float("inf"):
+        raise ValueError(
+            f"{num_beams=} and {max_new_tokens=} must be at least 1, {length_penalty=} not negative, and finite."
+        )
+    prompts = torch.stack(check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)).to(decoder.device)
+    cache = decoder.make_cache(prompts.shape[1] + max_new_tokens, context=context)
+    beams = _Beams(len(prompts), num_beams, max_new_tokens, length_penalty, stop_tokens, decoder.device)
+    logits = decoder.decode(prompts, cache, last_only=True)
+    cache.repeat(num_beams)
+    rows = beams.grow(logits[:, -1].repeat_interleave(num_beams, 0))
+    while not beams.are_done():
+        cache.reorder(rows)
+        rows = beams.grow(decoder.decode(beams.last[:, None], cache)[:, -1])
+    return [torch.cat([prompt, new]).to(input_ids.device) for prompt, new in zip(prompts, beams.ended, strict=True)]
+
+
+class _Beams:
+    """Beginnings that go on, and the best continuation that has ended, of each prompt.
+
+    Attributes:
+        tokens: New tokens of the beginnings [B, K, steps].
+        scores: Their log-probabilities [B, K]; -inf where there is none.
+        ended: The best continuation of each prompt that has ended.
+    """
+
+    def __init__(
+        self, rows: int, num_beams: int, longest: int, penalty: float, stops: Sequence[int], device: torch.device
+    ) -> None:
+        self.longest, self.penalty = longest, penalty
+        self.stops = torch.tensor(list(stops), dtype=torch.long, device=device)
+        self.tokens = torch.empty(rows, num_beams, 0, dtype=torch.long, device=device)
+        self.scores = torch.full((rows, num_beams), -torch.inf, device=device)
+        self.scores[:, 0] = 0.0  # all begin alike
+        self.ended = [self.tokens[0, 0]] * rows
+        self.ended_scores = torch.full((rows,), -torch.inf, device=device)
+
+    @property
+    def last(self) -> Tensor:
+        """The newest token of each beginning [B K]."""
+        return self.tokens[..., -1].flatten()
+
+    def grow(self, logits: Tensor) -> Tensor:
+        """Go on by a token, given logits [B K, V]; return the row that each beginning was made of [B K]."""
+        B, K, steps = self.tokens.shape
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if logits.isnan().any():
+            raise ValueError(f"the logits of new token {steps} hold NaN: the weights are damaged, or too large.")
+        found = self.scores.to(logits.dtype)[..., None] + logits.log_softmax(-1).unflatten(0, (B, K))
+        V = found.shape[-1]
+        scores, places = found.flatten(1).topk(min(K * (1 + len(self.stops)), K * V))
+        parents, chosen = places // V, places % V
+        tokens = torch.cat([self.tokens.gather(1, parents[..., None].expand(-1, -1, steps)), chosen[..., None]], -1)
+        ends = torch.isin(chosen, self.stops)
+        self._end(tokens, scores.masked_fill(~ends, -torch.inf))
+        going = scores.masked_fill(ends, -torch.inf).topk(min(K, scores.shape[1]))
+        self.scores = F.pad(going.values, (0, K - going.values.shape[1]), value=-torch.inf)
+        kept = F.pad(going.indices, (0, K - going.indices.shape[1]))
+        self.tokens = tokens.gather(1, kept[..., None].expand(-1, -1, steps + 1))
+        if steps + 1 == self.longest:
+            self._end(self.tokens, self.scores)
+        return (parents.gather(1, kept) + K * torch.arange(B, device=parents.device)[:, None]).flatten()
+
+    def _end(self, tokens: Tensor, scores: Tensor) -> None:
+        """Keep the best of continuations that have ended [B, candidates, steps], by their scores; -inf is none."""
+        best, places = (scores / tokens.shape[-1] ** self.penalty).max(1)
+        for row in (best > self.ended_scores).nonzero().flatten().tolist():
+            self.ended[row] = tokens[row, places[row]]
+        self.ended_scores = torch.maximum(self.ended_scores, best)
+
+    def are_done(self) -> bool:
+        """Tell whether no beginning can lead to a better end."""
+        bound = self.scores.amax(1) / self.longest**self.penalty  # scores only fall
+        return self.tokens.shape[-1] == self.longest or bool((self.ended_scores >= bound).all())

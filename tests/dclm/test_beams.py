@@ -1,0 +1,84 @@
+"""Beam search: against all continuations there are, and greedy decoding."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import dclm
+from dclm.blocks import Context
+
+V, LONGEST = 5, 4
+
+
+def made(**overrides) -> dclm.Decoder:
+    torch.manual_seed(0)
+    shape = {"dim": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 48, "vocab_size": V, "context_length": 16}
+    config = dclm.decoder_config("dcformer_pp_debug", **shape | {"windows": (3, None), "init_std": 0.3} | overrides)
+    return dclm.Decoder(config, dtype=torch.float64).eval()
+
+
+def prompts(rows: int) -> torch.Tensor:
+    return torch.randint(V, (rows, 3), generator=torch.Generator().manual_seed(1))
+
+
+def every_continuation(stops: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Those that end with their first stop token, or are as long as they may be."""
+    found = dict.fromkeys(product(range(V), repeat=LONGEST))
+    cut = (
+        next((tokens[: number + 1] for number, token in enumerate(tokens) if token in stops), tokens)
+        for tokens in found
+    )
+    return list(dict.fromkeys(cut))
+
+
+def log_probability(decoder: dclm.Decoder, prompt: torch.Tensor, tokens: tuple[int, ...], context) -> float:
+    ids = torch.cat([prompt, torch.tensor(tokens)])
+    logs = decoder(ids[None], context=context)[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    return float(logs.gather(1, ids[len(prompt) :, None]).sum())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("penalty", "stops"), [(0.0, (2,)), (1.0, (2,)), (0.7, (1, 3)), (1.0, ())])
+def test_many_beams_find_the_best_of_all(penalty, stops):
+    decoder = made(context_dim=12, cross_layers=1)
+    ids, context = prompts(3), Context(torch.randn(3, 7, 12, dtype=torch.float64))
+    found = dclm.beam_search(decoder, ids, LONGEST, V**3, length_penalty=penalty, stop_tokens=stops, context=context)
+    for row, (prompt, got) in enumerate(zip(ids, found, strict=True)):
+        own = Context(context.tokens[row : row + 1])
+        scores = {
+            tokens: log_probability(decoder, prompt, tokens, own) / len(tokens) ** penalty
+            for tokens in every_continuation(stops)
+        }
+        assert tuple(got[len(prompt) :].tolist()) == max(scores, key=scores.get)
+
+
+@torch.no_grad()
+def test_it_is_never_worse_than_greedy():
+    decoder, ids = made(), prompts(6)
+
+    def scores(found):
+        new = [tuple(row[ids.shape[1] :].tolist()) for row in found]
+        return torch.tensor([log_probability(decoder, prompt, row, None) for prompt, row in zip(ids, new, strict=True)])
+
+    greedy = scores(dclm.generate(decoder, list(ids), LONGEST, stop_tokens=(4,)))
+    one, four = (
+        scores(dclm.beam_search(decoder, ids, LONGEST, beams, stop_tokens=(4,), length_penalty=0.0)) for beams in (1, 4)
+    )
+    assert (one >= greedy).all() and (four >= greedy).all() and four.sum() > one.sum()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((LONGEST, 0), {}, "num_beams=0 and max_new_tokens=4 must be at least 1"),
+        ((0, 2), {}, "max_new_tokens=0 must be at least 1"),
+        ((LONGEST, 2), {"length_penalty": -1.0}, "length_penalty=-1.0 not negative"),
+        ((LONGEST, 2), {"stop_tokens": (V,)}, "stop_tokens holds 5"),
+    ],
+)
+def test_mistakes_are_named(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        dclm.beam_search(made(), prompts(1), *arguments, **options)
+    with pytest.raises(ValueError, match="nothing is in the cache"):
+        made().make_cache(4).repeat(2)
