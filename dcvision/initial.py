@@ -16,7 +16,7 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     """Read weights for a model, and the names of those that are drawn anew.
 
     Position embeddings and patches are resampled to the model's sizes, as timm does. The head is drawn anew where the
-    classes are others in number, and composition where there was none.
+    classes are others in number, and composition where there was none; a model without a head takes none.
 
     Args:
         source: A checkpoint or run of `dcvision`, a folder that `export` wrote, or a timm name with pretrained weights.
@@ -27,18 +27,19 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     """
     is_run = Path(source).exists() and not is_exported(source)
     network = load_network(source)[0] if is_run else load_pretrained(source)
-    _compare_heads(source, network, model)
+    compare_heads(source, network, model)
     name = str(getattr(model, "pretrained_cfg", {}).get("architecture", ""))
     with told_as(f"init={source} does not fit the model"):
         weights = fit_weights(dict(network.state_dict()), model, name)
     head = _head(model)
     ours = model.state_dict()
     others = [key for key in head if key in weights and key in ours and weights[key].shape != ours[key].shape]
-    kept = {key: weight for key, weight in weights.items() if not others or key not in head}
+    unused = head if others else _head(network) - set(ours)
+    kept = {key: weight for key, weight in weights.items() if key not in unused}
     return kept, check_initial(source, kept, model, lambda key: is_of_composition(key) or key in head)
 
 
-def _compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
+def compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
     """Refuse weights of attention with another number of heads, which have the same shapes."""
     theirs = {name: module.num_heads for name, module in network.named_modules() if hasattr(module, "num_heads")}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Trainer callbacks for captions: how many are told exactly, with some pictures beside what is told of them."""
+"""Trainer callbacks for captions: how many are told exactly, and where words look."""
 
 # B images
 
@@ -8,7 +8,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from dctrain.errors import UserError
@@ -16,8 +15,8 @@ from dctrain.strategy import FSDP2Strategy
 
 from .captioning import exact_matches, tell_captions
 from .data.captions import CaptionSource
+from .drawing import beside, draw_captions, draw_words
 
-SHADES = " .:-=+*#%@"
 SHOWN, IN_TERMINAL = 8, 2  # pictures
 
 
@@ -66,8 +65,8 @@ class ExactCaptions(Callback):
             return
         told, captions, images = self._tell(trainer, pl_module, 0, min(SHOWN, self.count))
         for number in range(min(IN_TERMINAL, len(told))):
-            print("\n".join(_beside(images[number], [told[number], f"(is: {captions[number][0]})"])), end="\n\n")
-        figure = _draw(images, told, captions)
+            print("\n".join(beside(images[number], [told[number], f"(is: {captions[number][0]})"])), end="\n\n")
+        figure = draw_captions(images, told, captions)
         if trainer.log_dir is not None:
             figure.savefig(Path(trainer.log_dir) / f"captions-{self.name}.png", dpi=120)
         if isinstance(trainer.logger, TensorBoardLogger):
@@ -88,22 +87,41 @@ class ExactCaptions(Callback):
         return told, [captions for _, captions in found], images
 
 
-def _beside(image: Tensor, said: list[str]) -> list[str]:
-    """Draw an image in letters, with some lines beside it."""
-    grey = image.float().mean(0)
-    rows = torch.nn.functional.adaptive_avg_pool2d(grey[None], (grey.shape[0] // 2, grey.shape[1]))[0]
-    lines = ["".join(SHADES[int(value) * len(SHADES) // 256] for value in row) for row in rows.tolist()]
-    middle = (len(lines) - len(said)) // 2
-    return [f"{line}  {said[n - middle] if 0 <= n - middle < len(said) else ''}" for n, line in enumerate(lines)]
+class CrossAttentionImages(Callback):
+    """Draws into TensorBoard, at every validation, where each word of a caption looks when it is told, before and after
+    composition; a picture for each layer that looks at the image.
 
+    Args:
+        data: A set, in the notation of `dcvl.data.captions`.
+        index: Which of its images; its first caption is told.
 
-def _draw(images: Tensor, told: list[str], captions: list[list[str]]) -> Figure:
-    """Draw images with what is told of them, in red where it is not one of their captions."""
-    figure = Figure(figsize=(12, 2.4 * -(-len(told) // 4)), layout="constrained")
-    cells = figure.subplots(-(-len(told) // 4), 4, squeeze=False).flat
-    for axes in cells:
-        axes.axis("off")
-    for axes, image, caption, known in zip(figure.axes, images, told, captions, strict=False):
-        axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
-        axes.set_title(caption, fontsize=7, color="black" if caption in known else "C3", parse_math=False)
-    return figure
+    Raises:
+        UserError: Before training starts, if there is no such image, the model tells nothing, or the run has no
+            TensorBoard logger.
+    """
+
+    def __init__(self, data: str = "scenes:unseen", index: int = 0) -> None:
+        self.data, self.index = data, index
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Read the image; see whether there is something to draw, and a place for it."""
+        if not pl_module.model.is_captioner:
+            raise UserError("CrossAttentionImages is for a model that tells captions (model.caption_weight above 0).")
+        if not trainer.fast_dev_run and not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            raise UserError("CrossAttentionImages needs a TensorBoard logger; leave trainer.logger as it is.")
+        data = trainer.datamodule
+        source = data.open(self.data, is_train=False)
+        if not 0 <= self.index < len(source):
+            raise UserError(f"CrossAttentionImages's index={self.index}; accepted: 0 to {len(source) - 1}.")
+        self._image, captions = data.read(source, self.index)
+        self._caption = data.encode(captions[0])
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw: all ranks compute, for they may hold the weights together, and the first one writes."""
+        normalised = pl_module.normalise(self._image[None].to(pl_module.device))[0]
+        with trainer.precision_plugin.forward_context():
+            figures = draw_words(pl_module.model, self._image, normalised, self._caption, trainer.datamodule.words)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, TensorBoardLogger):
+                for name, figure in figures.items():
+                    logger.experiment.add_figure(f"words/{name}", figure, trainer.global_step)

@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvl fit|validate|test --config FILE`, `caption|classify|retrieve|embed|export|compare`."""
+"""Command line: `python -m dcvl fit|validate|test`, `caption|look|classify|retrieve|embed|export|compare`."""
 
 from dctrain.cli import VocabularyCLI, run_program
 from dctrain.compare import comparison
@@ -6,7 +6,7 @@ from dctrain.compare import comparison
 from .data import CaptionDataModule
 from .data.datamodule import vocabulary_rows
 from .load import export
-from .use import caption, classify, embed, retrieve
+from .use import caption, classify, embed, look, retrieve
 from .vision_language_model import VisionLanguageModel
 
 
@@ -20,6 +20,7 @@ class VisionLanguageCLI(VocabularyCLI):
         "classify": classify,
         "retrieve": retrieve,
         "embed": embed,
+        "look": look,
         "export": export,
         "compare": comparison("dcvl", {"val/loss": "min"}),
     }
@@ -27,7 +28,10 @@ class VisionLanguageCLI(VocabularyCLI):
     linked = ("image_size", "context_length", "seed")
     monitor = "val/loss"
     monitor_mode = "min"
-    init_sources = "a checkpoint or run of dcvl"
+    init_sources = (
+        "a checkpoint, run or export of dcvl, or image=SOURCE,text=SOURCE (or one of them) with what dcvision and dclm "
+        "start from"
+    )
     best_name = "best-step={step}-loss={val/loss:.4f}"
 
     def __init__(self, args: list[str]) -> None:

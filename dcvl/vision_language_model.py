@@ -176,6 +176,12 @@ class VisionLanguageModel(TrainingModule):
         self.forward_flops = self.count_flops(self.model, *self.example(1).args)
         self.shard_and_compile(self.model.blocks)
 
+    def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
+        """Read both towers, or each by itself."""
+        from .initial import read_initial  # which loads runs, by what is defined here
+
+        return read_initial(source, self.model)
+
     def forward(self, images: Tensor) -> Tensor:
         """Embed uint8 images [B, 3, size, size]; returns [B, embed_dim] of length 1."""
         return self.model.embed_images(self.model.see(self.normalise(images)))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property, partial
 
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -62,6 +63,7 @@ class CaptionDataModule(ImageData):
         max_pixels: Images of more count as unreadable, before they are decoded.
         fields: Names of the fields of WebDataset samples, {image: "jpg;png", text: caption} if they differ.
         templates: Sentences with {} for the name of a class, which caption "classes:SPEC".
+        hide_images: Show black in place of every image: the baseline that captions are guessed by.
 
     Raises:
         UserError: If an argument is out of range, or a data set cannot be opened.
@@ -86,6 +88,7 @@ class CaptionDataModule(ImageData):
         max_pixels: int = MAX_PIXELS,
         fields: dict[str, str] | None = None,
         templates: Sequence[str] = (TEMPLATE,),
+        hide_images: bool = False,
     ) -> None:
         loading = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
         super().__init__(train, val, stream_samples, max_bad_images, **loading)
@@ -105,6 +108,8 @@ class CaptionDataModule(ImageData):
         self.val_samples, self.max_pixels = val_samples, max_pixels
         self.train_transform = train_transform(image_size, min_crop_area, horizontal_flip, 0, 0)
         self.eval_transform = eval_transform(image_size, crop_fraction)
+        if hide_images:
+            self.train_transform = self.eval_transform = partial(_black, image_size)
         self.num_cut = 0
         if self.num_val_samples is None and val.partition(":")[0] == NAME:
             raise UserError(f"data.val={val} has no end; data.val_samples must say how many count.")
@@ -204,6 +209,11 @@ class CaptionDataModule(ImageData):
         if state_dict.get("tokenizer", self.words.spec) != self.words.spec:
             raise UserError("the checkpoint was trained with another data.tokenizer.")
         super().load_state_dict(state_dict if "epoch" in state_dict else {})
+
+
+def _black(size: int, image: Tensor) -> Tensor:
+    """Make a black image, uint8 [3, size, size]."""
+    return torch.zeros(3, size, size, dtype=torch.uint8)
 
 
 def _captioned(

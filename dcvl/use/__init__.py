@@ -3,6 +3,7 @@
 from .caption import caption
 from .classify import classify
 from .embed import embed
+from .look import look
 from .retrieve import retrieve
 
-__all__ = ["caption", "classify", "embed", "retrieve"]
+__all__ = ["caption", "classify", "embed", "look", "retrieve"]

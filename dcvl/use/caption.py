@@ -8,7 +8,7 @@ from dctrain.evaluation.run import check_at_least_one
 
 from ..captioning import tell_captions
 from ..load import load_pair
-from .pictures import batches, find_pictures
+from .pictures import batches, check_tells, find_pictures
 
 
 def caption(
@@ -41,6 +41,7 @@ def caption(
     files, pair = find_pictures(images), load_pair(checkpoint, device)
     longest = pair.encode.context_length - 1 if max_new_tokens is None else max_new_tokens
     options = {"top_p": top_p, "seed": seed, "num_beams": num_beams}
+    check_tells(pair)
     for part, pictures in batches(pair, files, batch_size):
         with told_as(of=ValueError):
             told = tell_captions(pair.model, pictures, pair.tokenizer, longest, temperature, **options)

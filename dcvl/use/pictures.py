@@ -60,6 +60,16 @@ def check_contrasts(pair: LoadedPair) -> None:
         raise UserError("the model embeds nothing: it was trained to tell captions alone (model.contrastive null).")
 
 
+def check_tells(pair: LoadedPair) -> None:
+    """Refuse towers that tell no captions.
+
+    Raises:
+        UserError: If it is so.
+    """
+    if not pair.model.is_captioner:
+        raise UserError("the model tells no captions: no layer of its text tower looks at the image.")
+
+
 @torch.inference_mode()
 def embed_pictures(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Tensor:
     """Embed pictures [N, E], of length 1, on the CPU."""

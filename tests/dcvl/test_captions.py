@@ -127,6 +127,18 @@ def test_an_unreadable_image_leaves_its_place(tmp_path, capsys):
     assert "skipped an unreadable image (1 so far)" in capsys.readouterr().out
 
 
+def test_images_may_be_hidden():
+    seen, hidden = (CaptionDataModule(batch_size=4, val_samples=6, hide_images=hides) for hides in (False, True))
+    for data in (seen, hidden):
+        data.setup("fit")
+    for loader in ("train_dataloader", "val_dataloader"):
+        shown, black = (next(iter(getattr(data, loader)())) for data in (seen, hidden))
+        assert not black.images.any() and shown.images.flatten(1).any(1).all() and black.counts.all()
+        assert torch.equal(black.texts.input_ids, shown.texts.input_ids)
+    source = hidden.open("scenes:unseen", is_train=False)
+    assert not hidden.read(source, 3)[0].any() and seen.read(source, 3)[0].any()
+
+
 def test_classes_become_captions(tmp_path):
     for name in ("fire_truck", "dog"):
         (tmp_path / name).mkdir()

@@ -1,0 +1,77 @@
+"""Towers that start from weights: of both together, and of each by itself."""
+
+import pytest
+import torch
+
+import dclm
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from tests.dcvision.commands import run as run_vision
+from tests.faults.drill import mistake
+
+from .commands import run, small
+
+STILL = ("--model.lr=0", "--trainer.max_steps=1")
+PLAIN = ("--model.model=mhavit_small_patch4_32", "--model.cross_compose=false")
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_checkpoint(find_checkpoint(str(folder / "t/version_0")))["state_dict"]
+
+
+def test_a_plain_pair_is_continued_with_composition(tmp_path, capsys):
+    run("fit", *small(tmp_path / "plain"), *PLAIN, "--trainer.max_steps=1")
+    exported = f"--out={tmp_path / 'exported'}"
+    run("export", f"--checkpoint={tmp_path / 'plain/t/version_0'}", exported)
+    before = weights(tmp_path / "plain")
+    for number, source in enumerate(("plain/t/version_0", "exported")):
+        run("fit", *small(tmp_path / str(number)), *STILL, f"--init={tmp_path / source}")
+        now = weights(tmp_path / str(number))
+        assert all(torch.equal(now[name], weight) for name, weight in before.items())
+        new = now.keys() - before.keys()
+        assert new and all(".compose." in name for name in new)
+    assert capsys.readouterr().out.count(f"; {len(new)} tensors are drawn anew, the first is image.blocks.0.") == 2
+
+
+def test_towers_of_their_own(tmp_path):
+    """Of an image model with a head, and of a language model that has seen no image."""
+    quiet = [argument for argument in small(tmp_path / "image") if argument.startswith(("--trainer", "--name"))]
+    image = ["--model.model=dcvit_small_patch4_32", "--model.model_kwargs={embed_dim: 32, depth: 2, num_heads: 4}"]
+    data = ["--data.train=digits", "--data.val=digits", "--data.image_size=32", "--data.batch_size=8"]
+    run_vision("fit", *quiet, *image, *data, "--trainer.max_steps=1", "--trainer.limit_val_batches=1")
+    shape = {"dim": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 48, "windows": (None,), "vocab_size": 257}
+    decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", context_length=64, **shape))
+    dclm.save_pretrained(decoder, tmp_path / "text", native=True)
+    source = f"image={tmp_path / 'image/t/version_0'},text={tmp_path / 'text'}"
+    run("fit", *small(tmp_path / "new"), *STILL, "--data.tokenizer=bytes", f"--init={source}")
+    now = weights(tmp_path / "new")
+    expected = {
+        name.replace("model.", "model.image.", 1): weight
+        for name, weight in weights(tmp_path / "image").items()
+        if name.startswith("model.") and not name.startswith("model.head")
+    }
+    expected |= {f"model.text.{name}": weight for name, weight in decoder.state_dict().items()}
+    assert all(torch.equal(now[name], weight) for name, weight in expected.items())
+    assert "model.text.blocks.1.cross.q.weight" in now.keys() - expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("none", "none does not exist"),
+        ("image=none", "none"),
+        ("text=none", "none does not exist"),
+        ("image=a,image=b", "accepted: a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"),
+        ("text=a,b", "each once"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, source, message):
+    assert message in mistake(capsys, run, "fit", *small(tmp_path), f"--init={source}")
+
+
+def test_other_heads_are_another_model(tmp_path, capsys):
+    run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
+    source = f"--init={tmp_path / 'a/t/version_0'}"
+    image = "--model.model_kwargs={embed_dim: 32, depth: 2, num_heads: 2}"
+    assert "4 heads in blocks.0.attn; the model has 2" in mistake(capsys, run, "fit", *small(tmp_path), image, source)
+    text = "--model.text_overrides={dim: 32, num_layers: 2, num_heads: 2, mlp_dim: 48, windows: [null]}"
+    assert "num_heads=4, here 2" in mistake(capsys, run, "fit", *small(tmp_path), text, source)
