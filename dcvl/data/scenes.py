@@ -23,6 +23,7 @@ SPLITS = ("train", "val", "unseen")  # of combinations that training shows, by o
 ENDLESS = 2**31  # scenes of a split
 SIZE, CELL = 32, 16  # sides of a picture and of a cell, in pixels
 LARGE, SMALL = (13, CELL), (8, 10)  # smallest and largest side of a digit
+ASIDE = 2  # by how much it may miss the middle of its cell
 ABOVE, LEFT = "above", "left of"
 RELATIONS = (ABOVE, LEFT)
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -49,13 +50,13 @@ class Scene(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether training never shows these digits in this relation, or this digit twice in these sizes: a fifth,
-        each digit about as often in each place.
+        """Whether training never shows these digits in this relation, or this digit twice in these sizes: a tenth, each
+        digit about once in each place.
         """
         first, second = self.first, self.second
         if first.digit == second.digit:
-            return (first.digit + 2 * (first.is_large + second.is_large)) % 5 == 0
-        return (first.digit + 3 * second.digit + 2 * RELATIONS.index(self.relation)) % 5 == 0
+            return (first.digit + 3 * (first.is_large + second.is_large)) % 10 == 0
+        return (first.digit + 3 * second.digit + 5 * RELATIONS.index(self.relation)) % 10 == 0
 
     @property
     def caption(self) -> str:
@@ -86,15 +87,21 @@ def draw_scene(rng: np.random.Generator, is_unseen: bool) -> Scene:
 
 
 def draw_picture(scene: Scene, rng: np.random.Generator, digits: "Digits") -> Tensor:
-    """Draw a scene by some hand, in some row or column, digits anywhere in their cells: uint8 [3, SIZE, SIZE]."""
+    """Draw a scene by some hand, in some row or column: uint8 [3, SIZE, SIZE]."""
     canvas = np.zeros((SIZE, SIZE), np.uint8)
     line = CELL * int(rng.integers(SIZE // CELL))  # where the row or the column begins that both are in
     for number, thing in enumerate((scene.first, scene.second)):
         side = int(rng.integers(*(LARGE if thing.is_large else SMALL), endpoint=True))
-        along, across = (begin + int(rng.integers(CELL - side, endpoint=True)) for begin in (CELL * number, line))
+        along, across = (begin + _within_cell(side, rng) for begin in (CELL * number, line))
         top, left = (along, across) if scene.relation == ABOVE else (across, along)
         canvas[top : top + side, left : left + side] = digits.draw(thing.digit, side, rng)
     return torch.from_numpy(canvas).expand(3, -1, -1)
+
+
+def _within_cell(side: int, rng: np.random.Generator) -> int:
+    """Draw where in its cell a digit begins."""
+    begin = (CELL - side) // 2 + int(rng.integers(-ASIDE, ASIDE, endpoint=True))
+    return min(max(begin, 0), CELL - side)
 
 
 class Digits:

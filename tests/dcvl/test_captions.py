@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
+from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
 from dcvision.classifier import build_model
@@ -18,6 +20,7 @@ from dcvl.captioning import exact_matches, tell_captions
 from dcvl.data.captions import open_captions
 from dcvl.data.samples import CaptionedSamples, CaptionEncoder
 from dcvl.data.scenes import RELATIONS, Scene, SceneSource, Thing, scene_tokenizer
+from dcvl.drawing import draw_words
 from tests.conftest import write_shard
 from tests.faults.drill import mistake
 
@@ -42,12 +45,11 @@ def test_scenes():
         Scene(relation, Thing(a, True), Thing(b, False)) for relation in RELATIONS for a in range(10) for b in range(10)
     ]
     seen = [scene for scene in seen if not scene.is_unseen]
-    assert len(seen) == 160
-    plural = {caption.split()[-1] for caption in captions["train"] if caption.startswith("two")}
-    assert len(plural) == 11  # of ten digits, and "one"
-    for relation in RELATIONS:
-        for place in (1, 2):
-            assert {scene[place].digit for scene in seen if scene.relation == relation} == set(range(10))
+    assert len(seen) == 180
+    told = {
+        name: {word.strip(",") for caption in found for word in caption.split()} for name, found in captions.items()
+    }
+    assert told["unseen"] < told["train"]
     tokenizer = scene_tokenizer()
     for caption in captions["train"] | captions["unseen"]:
         (ids,) = tokenizer.encode([caption])
@@ -96,6 +98,32 @@ def test_shards_of_captions(tmp_path):
     samples = CaptionedSamples(source, data.train_transform, data.encode, 0, 100, has_all=False)
     drawn = {tuple(samples[SampleRef(0, epoch)].captions[0].input_ids) for epoch in range(20)}
     assert drawn == {tuple(data.encode(caption).input_ids) for caption in ("one", "two")}
+
+
+def test_streamed_shards_hold_what_indexed_ones_do(tmp_path):
+    """Each sample once in an epoch, of its captions one, whichever worker reads it; what cannot be read is counted."""
+    for part in range(2):
+        samples = [
+            {"__key__": f"{i}", "png": image_bytes(i) if i != 5 else b"?", "txt": f"{i} a\n{i} b"}
+            for i in range(4 * part, 4 * part + 4)
+        ]
+        write_shard(tmp_path / f"{part}.tar", samples)
+    local = f"shards:{tmp_path}/{{0..1}}.tar"
+    url = f"shards:pipe:cat {tmp_path}/{{0..1}}.tar"
+    common = {"tokenizer": "bytes", "image_size": 8, "batch_size": 4, "num_workers": 2, "max_bad_images": 9}
+    data = CaptionDataModule(url, local, stream_samples=8, **common)
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    read = data.words.decode
+    texts = [read(row[1:end].tolist()) for b in batches for row, end in zip(*b.texts[0:3:2], strict=True)]
+    values = [int(image[0, 0, 0]) for batch in batches for image in batch.images]
+    counts = [bool(count) for batch in batches for count in batch.counts]
+    assert sorted(int(text[0]) for text in texts) == list(range(8)) and {text[-1] for text in texts} <= {"a", "b"}
+    for text, value, count in zip(texts, values, counts, strict=True):
+        assert (value, count) == ((0, False) if text[0] == "5" else (int(text[0]), True))
+    with pytest.raises(UserError, match="is a stream; accepted: a local set"):
+        CaptionDataModule(local, url, **common).setup("fit")
+    assert all((b.texts.owners == torch.arange(len(b.images))).all() for b in batches)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +241,48 @@ def test_some_captions_are_shown(tmp_path, capsys):
     assert (tmp_path / "t/version_0/captions-unseen.png").stat().st_size > 10_000
 
 
-def test_mistakes_of_the_callback(tmp_path, capsys):
+def test_where_words_look_is_drawn(tmp_path):
+    """A picture for each layer that looks at the image, at each validation; the training is as without."""
+    draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
+    few = ["--trainer.max_steps=2", "--trainer.val_check_interval=1", "--model.cross_layers=2"]
+    run("fit", *small(tmp_path / "a"), *few, draws)
+    run("fit", *small(tmp_path / "b"), *few)
+    (events,) = (tmp_path / "a/t/version_0").rglob("events.out.tfevents.*")
+    images = EventAccumulator(str(events), size_guidance={"images": 0}).Reload()
+    names = [f"words/text.blocks.{layer}.cross" for layer in (0, 1)]
+    assert sorted(images.Tags()["images"]) == names
+    assert [[image.step for image in images.Images(name)] for name in names] == [[0, 1, 2]] * 2
+    a, b = (load_checkpoint(find_checkpoint(str(tmp_path / run)))["state_dict"] for run in "ab")
+    assert all(torch.equal(a[name], weight) for name, weight in b.items())
+
+
+def test_words_look_where_the_layer_does():
+    """Rows are the words that are told, in order, with what ends them; columns the heads, before and after."""
+    model, tokenizer = made(cross_layers=2), scene_tokenizer()
+    image, caption = torch.zeros(3, 32, 32, dtype=torch.uint8), "a large three above a small seven"
+    encoded = CaptionEncoder(tokenizer, 16)(caption)
+    figures = draw_words(model, image, torch.randn(3, 32, 32), encoded, tokenizer)
+    assert list(figures) == ["text.blocks.0.cross", "text.blocks.1.cross"]
+    for figure in figures.values():
+        titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+        assert titles == [*caption.split(), "(end)"]
+        maps = [axes for axes in figure.axes if axes.images and axes.images[0].get_array().shape == (8, 8)]
+        assert len(maps) == 8 * 2 * 4
+        before = [np.asarray(axes.images[0].get_array()) for axes in maps[: 2 * 4]]
+        assert [round(float(values.sum()), 4) for values in before[:4]] == [1.0] * 4  # weights of all patches
+        assert all(abs(float(values.sum()) - 1) > 1e-3 for values in before[4:])
+    plain = draw_words(made(cross_compose=False), image, torch.randn(3, 32, 32), encoded, tokenizer)
+    assert len([axes for axes in plain["text.blocks.1.cross"].axes if axes.images]) == 8 * (1 + 4)
+
+
+def test_mistakes_of_the_callbacks(tmp_path, capsys):
+    draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
+    said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--model.caption_weight=0")
+    assert "CrossAttentionImages is for a model that tells captions" in said
+    said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.callbacks.index=-1")
+    assert "CrossAttentionImages's index=-1; accepted: 0 to " in said
+    said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.logger=false")
+    assert "CrossAttentionImages needs a TensorBoard logger" in said
     said = mistake(capsys, run, "fit", *small(tmp_path), *EXACT, "--model.caption_weight=0")
     assert "ExactCaptions is for a model that tells captions" in said
     none = [*EXACT[:1], "--trainer.callbacks.count=0"]

@@ -1,5 +1,7 @@
 """Training of both towers: one process or several, stopped and resumed."""
 
+import json
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -74,6 +76,8 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
     content = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))
     looking = {key.split(".")[3] for key in content["state_dict"] if ".cross." in key}
     assert looking == {"1", "0"} if layers == 2 else len(looking) == layers
+    (where,) = json.loads((tmp_path / "t/version_0/environment.json").read_text())
+    assert where["torch"] == torch.__version__ and "commit" in where
     assert set(validated(tmp_path)) == curves
 
 

@@ -74,6 +74,24 @@ def test_captions_of_pictures(trained, checkpoint, capsys):
     run("caption", checkpoint, "--images", str(pictures(trained)[3]), "--max_new_tokens=2")
     path, text = capsys.readouterr().out.splitlines()[-1].split("\t")
     assert lines[path].startswith(text) and len(text.split()) <= 2
+    run("caption", checkpoint, "--images", str(pictures(trained)[3]), "--num_beams=3")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{path}\t")
+    beams = ["--num_beams=3", "--temperature=1"]
+    said = mistake(capsys, run, "caption", checkpoint, "--images", str(pictures(trained)[3]), *beams)
+    assert "beams are not sampled" in said
+
+
+def test_where_words_look(trained, checkpoint, tmp_path, capsys):
+    """What is drawn is what the model tells, or what is asked for."""
+    picture = str(pictures(trained)[2])
+    run("caption", checkpoint, "--images", picture)
+    told = capsys.readouterr().out.splitlines()[-1].split("\t")[1]
+    for asked, text in (([], told), (["--text=two small sixes"], "two small sixes")):
+        run("look", checkpoint, f"--image={picture}", f"--out={tmp_path / 'look'}", *asked)
+        assert capsys.readouterr().out.splitlines()[-2:] == [text, str(tmp_path / "look/text.blocks.1.cross.png")]
+        assert (tmp_path / "look/text.blocks.1.cross.png").stat().st_size > 10_000
+    said = mistake(capsys, run, "look", checkpoint, f"--image={trained / 'set'}", f"--out={tmp_path / 'look'}")
+    assert "holds 5 pictures; accepted: one" in said
 
 
 def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
@@ -129,6 +147,7 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
         (["caption", "--images=."], "hold no picture; accepted: "),
         (["caption", "--images=bad.png"], "the picture bad.png cannot be read"),
         (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
+        (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
         (["retrieve", "--images=bad.png"], "text and texts: accepted: one of the two"),
         (["retrieve", "--images=bad.png", "--texts=none.txt"], "texts=none.txt cannot be read"),
         (["classify", "--images=digits"], "images=digits does not name its classes"),
@@ -152,6 +171,8 @@ def test_mistakes_of_models(trained, tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.caption_weight=0")
     matcher = f"--checkpoint={tmp_path / 't/version_1'}"
     assert "tells no captions" in mistake(capsys, run, "caption", matcher, "--images", source)
+    picture = f"--image={pictures(trained)[0]}"
+    assert "tells no captions" in mistake(capsys, run, "look", matcher, picture, f"--out={tmp_path / 'look'}")
     out = f"--out={trained / 'exported'}"
     assert "exists already; nothing was overwritten" in mistake(capsys, run, "export", matcher, out)
     config = json.loads((trained / "exported/config.json").read_text())
