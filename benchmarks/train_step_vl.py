@@ -1,0 +1,93 @@
+"""One training step of two towers, composed everywhere, against the same without any composition, interleaved.
+
+python benchmarks/train_step_vl.py --overrides '{"num_layers": 4, "dim": 512, "num_heads": 8, "mlp_dim": 1408}'
+python benchmarks/train_step_vl.py --batch-size 256 --device cuda --dtype bfloat16 --compile
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+from measure import measure, save, show
+
+from dctrain.environment import environment
+from dcvl import VisionLanguageModel
+from dcvl.contrastive import Pairs, contrastive_loss
+from dcvl.network import Texts
+
+PLAIN = {"pre_compose": False, "post_compose": False}
+
+
+def make_step(options: argparse.Namespace, is_composed: bool) -> Callable[[], None]:
+    """Make a training step: both losses, backward, AdamW."""
+    torch.manual_seed(0)
+    image = options.image if is_composed else options.image.replace("dcvit_", "mhavit_")
+    module = VisionLanguageModel(
+        image,
+        options.image_size,
+        json.loads(options.image_kwargs),
+        text_model=options.text,
+        text_overrides=json.loads(options.overrides) | ({} if is_composed else PLAIN),
+        vocab_size=options.vocab_size,
+        context_length=options.tokens,
+        cross_compose=is_composed,
+    )
+    model = module.model.to(options.device)
+    if options.compile:
+        model.compile()
+    size, rows = options.image_size, options.batch_size
+    images = torch.randn(rows, 3, size, size, device=options.device)
+    ids = torch.randint(options.vocab_size, (rows, options.tokens), device=options.device)
+    owners = torch.arange(rows, device=options.device)
+    texts = Texts(ids, ids.roll(-1, 1), torch.full_like(owners, options.tokens - 1), owners)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    dtype = getattr(torch, options.dtype)
+
+    def step() -> None:
+        with torch.autocast(options.device, dtype, enabled=dtype != torch.float32):
+            outputs = model(images, texts)
+            pairs = Pairs(outputs.images, outputs.texts, ids, torch.ones_like(owners, dtype=torch.bool))
+            loss = contrastive_loss("sigmoid", pairs, outputs.scale, outputs.bias) + outputs.caption_loss / ids.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", default="dcvit_small_patch16_224", help="a dcvit_* model; its twin is mhavit_*")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--image-kwargs", default="{}", help="JSON: more arguments for the image tower")
+    parser.add_argument("--text", default="dcformer_pp_405m", help="a composed decoder")
+    parser.add_argument("--overrides", default="{}", help="JSON: other fields of its DecoderConfig")
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=64, help="of a text")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of autocast")
+    parser.add_argument("--compile", action="store_true", help="compile both")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="file for the raw result")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    results = measure(
+        {"composed": (make_step, options, True), "plain": (make_step, options, False)}, options.repeats, device
+    )
+    ratio = results["composed"].ratio(results["plain"])
+    for name, result in results.items():
+        print(
+            f"{name:10} {show(result.median and 1e3 * result.median, '9.1f', ' ms')}"
+            f" {show(result.peak_mib, '8.0f', ' MiB')}"
+        )
+    print(f"{show(ratio, '.3f', ' x the time of the plain one')}, medians of {options.repeats} rounds")
+    record = {"environment": environment(device), "options": vars(options), "time_ratio": ratio}
+    seconds = {name: result.seconds for name, result in results.items()}
+    save(options.json, record | {"seconds": seconds, "peak_mib": {n: r.peak_mib for n, r in results.items()}})
+
+
+if __name__ == "__main__":
+    main()
