@@ -31,14 +31,16 @@ def beside(image: Tensor, said: list[str]) -> list[str]:
 
 
 def draw_captions(images: Tensor, told: list[str], captions: list[list[str]]) -> Figure:
-    """Draw images with what is told of them, in red where it is not one of their captions."""
+    """Draw images with what is told of them; where it is none of their captions in red, with one that is."""
     figure = Figure(figsize=(12, 2.4 * -(-len(told) // 4)), layout="constrained")
     cells = figure.subplots(-(-len(told) // 4), 4, squeeze=False).flat
     for axes in cells:
         axes.axis("off")
     for axes, image, caption, known in zip(figure.axes, images, told, captions, strict=False):
         axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
-        axes.set_title(caption, fontsize=7, color="black" if caption in known else "C3", parse_math=False)
+        is_right = caption in known
+        said = caption if is_right else f"{caption}\n(is: {known[0]})"
+        axes.set_title(said, fontsize=7, color="black" if is_right else "C3", parse_math=False)
     return figure
 
 
@@ -77,29 +79,37 @@ def draw_words(
 def _draw_layer(
     name: str, recorded: Recorded, image: Tensor, places: list[int], words: Sequence[str], prefix: int
 ) -> Figure:
-    """Draw one layer: a row for each word; per head, where it looks before any composition and after all."""
+    """Draw one layer: the image, and where each head looks, a row for each word; before any composition, and after."""
     maps = {"before composition": recorded.uncomposed_weights, "after": recorded.maps.composed_weights}
     if recorded.pre is None and recorded.post is None:
         maps = {"plain": recorded.maps.weights}
-    looks = {label: _on_grid(weights[0, :, places, prefix:].float().cpu()) for label, weights in maps.items()}
-    H = len(recorded.maps.scores[0])
-    figure = Figure(figsize=(1.6 + 0.8 * H * len(looks), 0.5 + 0.85 * len(words)), layout="constrained")
-    figure.suptitle(f"{name}: where each word looks when it is told (red: positive, blue: negative)", fontsize=10)
-    cells = figure.subplots(len(words), 1 + H * len(looks), squeeze=False)
-    for row, (line, word) in enumerate(zip(cells, words, strict=True)):
-        line[0].imshow(image.permute(1, 2, 0).numpy())
-        line[0].set_title(word, fontsize=9, parse_math=False)
-        for column, (label, head) in enumerate((label, head) for label in looks for head in range(H)):
-            cell = line[1 + column]
-            limit = float(looks[label].abs().max())
-            drawn = cell.imshow(looks[label][head, row].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
-            if row == 0:
-                cell.set_title(f"{label if head == 0 else ''}\nhead {head}", fontsize=8, loc="left")
-            if row == 0 and head == H - 1:
-                figure.colorbar(drawn, ax=cells[:, 1 + column].tolist(), shrink=0.5)
-        for cell in line:
-            cell.set(xticks=[], yticks=[])
+    H, rows = len(recorded.maps.scores[0]), len(words)
+    wide, high = 0.45 * H + 1.4, 0.45 * rows + 0.9
+    figure = Figure(figsize=(2.4 + wide * len(maps), high), layout="constrained")
+    figure.suptitle(f"{name}: where words look when they are told", fontsize=10)
+    picture, *blocks = figure.subplots(1, 1 + len(maps), width_ratios=[2.4, *[wide] * len(maps)])
+    picture.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
+    picture.set_axis_off()
+    for axes, (label, weights) in zip(blocks, maps.items(), strict=True):
+        looks = _on_grid(weights[0, :, places, prefix:].float().cpu())
+        side, limit = looks.shape[-1], float(looks.abs().max())
+        drawn = axes.imshow(_tiled(looks).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
+        axes.set_facecolor("0.6")
+        middle = (side - 1) / 2
+        axes.set_xticks([middle + (side + 1) * head for head in range(H)], range(H), fontsize=8)
+        axes.set_yticks([middle + (side + 1) * row for row in range(rows)], words, fontsize=8, parse_math=False)
+        axes.tick_params(length=0)
+        axes.set(xlabel="head")
+        axes.set_title(f"{label} (red: positive, blue: negative)", fontsize=8)
+        figure.colorbar(drawn, ax=axes)
     return figure
+
+
+def _tiled(looks: Tensor) -> Tensor:
+    """Lay out maps [H, T, side, side] as one, a row for each T and a column for each H, with NaN between them."""
+    H, T, side, _ = looks.shape
+    framed = torch.nn.functional.pad(looks, (0, 1, 0, 1), value=torch.nan)
+    return framed.permute(1, 2, 0, 3).reshape(T * (side + 1), H * (side + 1))[:-1, :-1]
 
 
 def _on_grid(weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Digit scenes: two handwritten digits in a grid of 2 x 2, and a caption that takes binding and relations to tell.
+"""Digit scenes: two handwritten digits, one above or left of the other, and a caption that takes binding to tell.
 
 A scene says which digit stands where and how large each is. Some combinations of relation and digits are never shown in
 training, though each digit is in each place of each relation: what is tested there is composition of known parts. Scene
@@ -21,7 +21,7 @@ from dcvision.data.sources import open_source
 NAME = "scenes"  # what `data.train` calls it
 SPLITS = ("train", "val", "unseen")  # of combinations that training shows, by other hands, and of those it does not
 ENDLESS = 2**31  # scenes of a split
-SIZE, CELL = 32, 16  # sides of a picture and of a cell, in pixels
+SIZE, CELL = 32, 16  # sides of a picture, and of a cell of the column or row in its middle, in pixels
 LARGE, SMALL = (13, CELL), (8, 10)  # smallest and largest side of a digit
 ASIDE = 2  # by how much it may miss the middle of its cell
 ABOVE, LEFT = "above", "left of"
@@ -87,12 +87,11 @@ def draw_scene(rng: np.random.Generator, is_unseen: bool) -> Scene:
 
 
 def draw_picture(scene: Scene, rng: np.random.Generator, digits: "Digits") -> Tensor:
-    """Draw a scene by some hand, in some row or column: uint8 [3, SIZE, SIZE]."""
+    """Draw a scene by some hand: uint8 [3, SIZE, SIZE]."""
     canvas = np.zeros((SIZE, SIZE), np.uint8)
-    line = CELL * int(rng.integers(SIZE // CELL))  # where the row or the column begins that both are in
     for number, thing in enumerate((scene.first, scene.second)):
         side = int(rng.integers(*(LARGE if thing.is_large else SMALL), endpoint=True))
-        along, across = (begin + _within_cell(side, rng) for begin in (CELL * number, line))
+        along, across = (begin + _within_cell(side, rng) for begin in (CELL * number, (SIZE - CELL) // 2))
         top, left = (along, across) if scene.relation == ABOVE else (across, along)
         canvas[top : top + side, left : left + side] = digits.draw(thing.digit, side, rng)
     return torch.from_numpy(canvas).expand(3, -1, -1)

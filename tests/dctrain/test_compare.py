@@ -85,6 +85,7 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     ]
     steps += ["--trainer.log_every_n_steps=1", "--checkpoint_every_n_steps=1"]
     command = [sys.executable, "-m", "dcvision", "compare", "--config", CONFIG, "--models", MODELS[0]]
+    alone = [*command, "--seeds", "0", "--out"]
     command += ["--seeds", "0", "1", "--jobs", "2", "--out"]
     options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*command, str(tmp_path / "part"), "--", *steps], **options, stderr=subprocess.STDOUT)
@@ -96,8 +97,8 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     if number == signal.SIGTERM:
         assert process.returncode == 2 and "stopped; the same command goes on" in said
     # else its runs go on by themselves: the next command waits for them
-    for folder in ("part", "whole"):
-        done = subprocess.run([*command, str(tmp_path / folder), "--", *steps], **options, timeout=120)
+    for folder, asked in (("part", command), ("whole", alone)):
+        done = subprocess.run([*asked, str(tmp_path / folder), "--", *steps], **options, timeout=120)
         assert done.returncode == 0, done.stdout
     part, whole = (json.loads((tmp_path / folder / "results.json").read_text())["runs"] for folder in ("part", "whole"))
     for key, result in whole.items():

@@ -264,15 +264,20 @@ def test_words_look_where_the_layer_does():
     figures = draw_words(model, image, torch.randn(3, 32, 32), encoded, tokenizer)
     assert list(figures) == ["text.blocks.0.cross", "text.blocks.1.cross"]
     for figure in figures.values():
-        titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-        assert titles == [*caption.split(), "(end)"]
-        maps = [axes for axes in figure.axes if axes.images and axes.images[0].get_array().shape == (8, 8)]
-        assert len(maps) == 8 * 2 * 4
-        before = [np.asarray(axes.images[0].get_array()) for axes in maps[: 2 * 4]]
-        assert [round(float(values.sum()), 4) for values in before[:4]] == [1.0] * 4  # weights of all patches
-        assert all(abs(float(values.sum()) - 1) > 1e-3 for values in before[4:])
+        _, before, after = (axes for axes in figure.axes if axes.get_xlabel() == "head" or not axes.axison)
+        for axes in (before, after):
+            assert [label.get_text() for label in axes.get_yticklabels()] == [*caption.split(), "(end)"]
+            assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3"]
+        maps = [np.asarray(axes.images[0].get_array().filled(np.nan)) for axes in (before, after)]
+        assert maps[0].shape == maps[1].shape == (8 * 9 - 1, 4 * 9 - 1)
+        sums = [
+            float(values[9 * row : 9 * row + 8, 9 * head : 9 * head + 8].sum())
+            for values in maps
+            for row, head in ((0, 0), (7, 3), (3, 2))
+        ]
+        assert sums[:3] == pytest.approx([1.0] * 3) and all(abs(value - 1) > 1e-3 for value in sums[3:])
     plain = draw_words(made(cross_compose=False), image, torch.randn(3, 32, 32), encoded, tokenizer)
-    assert len([axes for axes in plain["text.blocks.1.cross"].axes if axes.images]) == 8 * (1 + 4)
+    assert [axes.get_xlabel() for axes in plain["text.blocks.1.cross"].axes].count("head") == 1
 
 
 def test_mistakes_of_the_callbacks(tmp_path, capsys):

@@ -157,6 +157,7 @@ def test_the_command_asks_tasks_by_name_and_shots(tasks, tmp_path, capsys):
     assert entry["measures"][0]["stderr"] > 0
 
 
+@pytest.mark.long
 def test_what_was_asked_is_not_asked_again_unless_the_questions_change(tasks, tmp_path, monkeypatch):
     from dclm.evaluation import harness
 
