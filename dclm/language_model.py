@@ -110,13 +110,15 @@ class LanguageModel(TrainingModule):
             check_objective(self.config.is_causal, self.trainer.datamodule.mask_fraction)
 
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
-        """Compare a checkpoint with this module: its tensors, and which way it sees, which no tensor tells."""
+        """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
         super().check_architecture(theirs, trained)
-        was_causal = (trained.get("overrides") or {}).get("is_causal", True)
-        if was_causal != self.config.is_causal:
-            raise UserError(
-                f"the checkpoint was trained with model.overrides.is_causal={was_causal}, here {self.config.is_causal}."
-            )
+        names = ("model", "vocab_size", "context_length")
+        others = differing_fields(
+            build_config(*(trained[name] for name in names), trained["overrides"] or {}), self.config
+        )
+        if others:
+            said = ", ".join(f"{name}={before!r}, here {now!r}" for name, (before, now) in others.items())
+            raise UserError(f"the checkpoint was trained with another model: {said} (model.model, model.overrides).")
 
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""

@@ -101,7 +101,7 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
     path = find_checkpoint(str(checkpoint))
     content = load_checkpoint(path)
     hp, data = content.get("hyper_parameters", {}), content.get("TokenDataModule", {})
-    if "model" not in hp or "context_length" not in hp or "state_dict" not in content:
+    if not {"model", "context_length", "overrides"} <= hp.keys() or "state_dict" not in content:
         raise UserError(f"{path} is no checkpoint of dclm.")
     decoder = Decoder(build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {}))
     weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}

@@ -39,7 +39,7 @@ def token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, chunk_logits:
     size = max(1, chunk_logits // output.shape[0])
     hidden, output, split = _as_computed(hidden, output)
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
-    with _without_autocast(hidden):
+    with without_autocast(hidden):
         if len(chunks) == 1:
             losses = [_summed_loss(hidden, output, targets, split)]
         else:
@@ -71,7 +71,7 @@ def score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> Likelihood
     parts = []
     size = max(1, CHUNK_LOGITS // output.shape[0])
     hidden, output, split = _as_computed(hidden, output)
-    with _without_autocast(hidden):
+    with without_autocast(hidden):
         for chunk, wanted in zip(hidden.split(size), targets.split(size), strict=True):
             logits = wide_logits(chunk, output)
             parts.append(score_logits(logits if split is None else split.joined(logits).full_tensor(), wanted))
@@ -95,7 +95,7 @@ def _as_computed(hidden: Tensor, output: Tensor) -> tuple[Tensor, Tensor, "_Spli
     return (hidden, output, split) if dtype is None else (hidden.to(dtype), output.to(dtype), split)
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager:
+def without_autocast(x: Tensor) -> AbstractContextManager:
     """Keep autocast, where it is on, from rounding logits."""
     if autocast_dtype(x.device.type) is None:
         return nullcontext()

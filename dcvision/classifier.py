@@ -4,6 +4,7 @@
 
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dctrain.weighted_mean import WeightedMean
 
 from .data import Batch
 from .data.samples import as_batch
+from .heads import compare_heads
 from .parallel import split_vit
 from .swap import swap_attention
 
@@ -166,6 +168,16 @@ class ImageClassifier(TrainingModule):
         if self.ema is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
             raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))
+
+    def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
+        """Compare a checkpoint with this module: its tensors, and the number of heads, which no tensor tells."""
+        super().check_architecture(theirs, trained)
+        named = {name: trained.get(name) for name in ("model", "model_kwargs")}
+        if any(named[name] != self.hparams.get(name) for name in named) and timm.is_model(named["model"] or ""):
+            kwargs = {name: value for name, value in (named["model_kwargs"] or {}).items() if name != "pretrained"}
+            with torch.device("meta"):
+                network = build_model(named["model"], trained["num_classes"], trained["image_size"], kwargs)
+            compare_heads("the checkpoint", network, self.model)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read the weights of a run, of an exported folder, or timm's own."""

@@ -47,7 +47,7 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int, li
     path = find_checkpoint(checkpoint)
     content = load_checkpoint(path)
     hp = content.get("hyper_parameters", {})
-    if "image_size" not in hp or "state_dict" not in content:
+    if "image_size" not in hp or "state_dict" not in content or "text_model" in hp:
         raise UserError(f"{path} is no checkpoint of dcvision: it holds no image model.")
     if "model" not in hp:
         raise UserError(f"{path} does not name its model: a module was trained; build it and load the weights into it.")

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import told_as
 from dctrain.initial import check_initial, is_of_composition
 
 from .export import load_network
+from .heads import compare_heads
 from .pretrained import is_exported, load_pretrained
 from .swap import fit_weights
 
@@ -27,7 +28,7 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     """
     is_run = Path(source).exists() and not is_exported(source)
     network = load_network(source)[0] if is_run else load_pretrained(source)
-    compare_heads(source, network, model)
+    compare_heads(f"init={source}", network, model)
     name = str(getattr(model, "pretrained_cfg", {}).get("architecture", ""))
     with told_as(f"init={source} does not fit the model"):
         weights = fit_weights(dict(network.state_dict()), model, name)
@@ -37,14 +38,6 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     unused = head if others else _head(network) - set(ours)
     kept = {key: weight for key, weight in weights.items() if key not in unused}
     return kept, check_initial(source, kept, model, lambda key: is_of_composition(key) or key in head)
-
-
-def compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
-    """Refuse weights of attention with another number of heads, which have the same shapes."""
-    theirs = {name: module.num_heads for name, module in network.named_modules() if hasattr(module, "num_heads")}
-    for name, module in model.named_modules():
-        if name in theirs and getattr(module, "num_heads", theirs[name]) != theirs[name]:
-            raise UserError(f"init={source} has {theirs[name]} heads in {name}; the model has {module.num_heads}.")
 
 
 def _head(model: nn.Module) -> set[str]:

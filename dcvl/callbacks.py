@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from dctrain.errors import UserError
@@ -15,6 +16,7 @@ from dctrain.strategy import FSDP2Strategy
 
 from .captioning import exact_matches, tell_captions
 from .data.captions import CaptionSource
+from .data.datamodule import CaptionDataModule
 from .drawing import beside, draw_captions, draw_words
 
 SHOWN, IN_TERMINAL = 8, 2  # pictures
@@ -24,7 +26,7 @@ class ExactCaptions(Callback):
     """Tells captions of a set at every validation, greedily, and logs how many are one of the image's own.
 
     At the end some are printed, and drawn beside the pictures (`captions-NAME.png` in the run's folder, TensorBoard).
-    Every rank tells all. Not under FSDP.
+    Every rank tells all. Images that cannot be read are left out, and named. Not under FSDP.
 
     Args:
         data: The set, in the notation of `dcvl.data.captions`.
@@ -32,7 +34,7 @@ class ExactCaptions(Callback):
         count: Images, the first of the set.
 
     Raises:
-        UserError: If there are none.
+        UserError: If there are none, or none that can be read.
     """
 
     def __init__(self, data: str = "scenes:unseen", name: str = "unseen", count: int = 256) -> None:
@@ -40,6 +42,7 @@ class ExactCaptions(Callback):
             raise UserError(f"ExactCaptions's {count=} must be at least 1.")
         self.data, self.name, self.count = data, name, count
         self.source: CaptionSource | None = None
+        self._unreadable: set[int] = set()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Open the set; refuse a model that tells nothing, or whose weights are spread over ranks."""
@@ -56,6 +59,8 @@ class ExactCaptions(Callback):
         for start in range(0, self.count, data.batch_size):
             told, captions, _ = self._tell(trainer, pl_module, start, min(start + data.batch_size, self.count))
             is_exact += exact_matches(told, captions, data.words)
+        if not is_exact:
+            raise UserError(f"ExactCaptions: of the first {self.count} images of {self.data} none can be read.")
         share = sum(is_exact) / len(is_exact)
         pl_module.log(f"{self.name}/exact_match", share, prog_bar=True, sync_dist=True)
 
@@ -64,6 +69,7 @@ class ExactCaptions(Callback):
         if not trainer.is_global_zero:
             return
         told, captions, images = self._tell(trainer, pl_module, 0, min(SHOWN, self.count))
+        print(f"captions of {self.data}, told by this model:")
         for number in range(min(IN_TERMINAL, len(told))):
             print("\n".join(beside(images[number], [told[number], f"(is: {captions[number][0]})"])), end="\n\n")
         figure = draw_captions(images, told, captions)
@@ -77,7 +83,9 @@ class ExactCaptions(Callback):
     ) -> tuple[list[str], list[list[str]], Tensor]:
         """Tell captions of some images; return them, those that the images have, and the images, uint8."""
         data = trainer.datamodule
-        found = [data.read(self.source, index) for index in range(start, end)]
+        found = [pair for index in range(start, end) if (pair := self._read(data, index)) is not None]
+        if not found:
+            return [], [], torch.empty(0, 3, data.image_size, data.image_size, dtype=torch.uint8)
         images = torch.stack([image for image, _ in found])
         was_training = pl_module.training
         pl_module.eval()
@@ -85,6 +93,16 @@ class ExactCaptions(Callback):
         told = tell_captions(pl_module.model, normalised, data.words, data.context_length - 1)
         pl_module.train(was_training)
         return told, [captions for _, captions in found], images
+
+    def _read(self, data: CaptionDataModule, index: int) -> tuple[Tensor, list[str]] | None:
+        """Read an image and its captions; None, which is said once, if it cannot be."""
+        try:
+            return data.read(self.source, index)
+        except UserError as error:
+            if index not in self._unreadable:
+                rank_zero_only(print)(f"ExactCaptions leaves out an image: {error}", flush=True)
+            self._unreadable.add(index)
+            return None
 
 
 class CrossAttentionImages(Callback):

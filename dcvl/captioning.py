@@ -50,8 +50,8 @@ def tell_captions(
     shared = {"stop_tokens": [tokenizer.eos_id], "context": context}
     if num_beams == 1:
         found = generate(model.text, prompts, max_new_tokens, temperature, top_p=top_p, seed=seed, **shared)
-    elif temperature:
-        raise ValueError(f"{num_beams=} with {temperature=}: beams are not sampled; accepted: one of the two.")
+    elif temperature or top_p is not None:
+        raise ValueError(f"{num_beams=} with {temperature=}, {top_p=}: beams are not sampled; accepted: one way.")
     else:
         found = beam_search(model.text, prompts, max_new_tokens, num_beams, **shared)
     rows = [row[len(begin) :].tolist() for row in found]

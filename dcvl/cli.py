@@ -5,6 +5,7 @@ from dctrain.compare import comparison
 
 from .data import CaptionDataModule
 from .data.datamodule import vocabulary_rows
+from .initial import check_tokenizer
 from .load import export
 from .use import caption, classify, embed, look, retrieve
 from .vision_language_model import VisionLanguageModel
@@ -36,6 +37,13 @@ class VisionLanguageCLI(VocabularyCLI):
 
     def __init__(self, args: list[str]) -> None:
         super().__init__(VisionLanguageModel, CaptionDataModule, args)
+
+    def fit(self, model: VisionLanguageModel, **kwargs) -> None:
+        """Train; a run that starts from a text tower has its tokenizer."""
+        source = self._get(self.config, "init")
+        if source is not None and self.resume_from is None:
+            check_tokenizer(source, self.datamodule.words)
+        super().fit(model, **kwargs)
 
     def describe_score(self, score: float) -> str:
         """Write the loss in nats."""

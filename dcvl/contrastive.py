@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
+from dclm.loss import without_autocast
+
 Contrastive = Literal["sigmoid", "softmax"]
 
 
@@ -48,6 +50,11 @@ def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tenso
     Returns:
         A scalar, 0 if no pair counts.
     """
+    with without_autocast(pairs.images):
+        return _loss(kind, pairs, scale, bias)
+
+
+def _loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tensor | None) -> Tensor:
     everyone, first = _gathered(pairs)
     own = first + torch.arange(len(pairs.counts), device=pairs.counts.device)
     offset = 0.0 if bias is None else bias
@@ -65,8 +72,8 @@ def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tenso
 
 def _used(pairs: Pairs, everyone: Pairs, own: Tensor) -> Tensor:
     """Tell which pairs of a row of this rank and one of all count [B, N]."""
-    same = (pairs.input_ids[:, None] == everyone.input_ids[None]).all(-1)
-    different = ~same.scatter(1, own[:, None], False)
+    texts = everyone.input_ids.unique(dim=0, return_inverse=True)[1]  # a number for each
+    different = ~(texts[own, None] == texts).scatter(1, own[:, None], False)
     return different & pairs.counts[:, None] & everyone.counts[None]
 
 

@@ -1,17 +1,19 @@
 """Weights that two towers start from: of both together, or of each by itself."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
 
 from dclm.config import DecoderConfig, differing_fields
-from dclm.load import load_decoder
+from dclm.data.tokenizers import Tokenizer
+from dclm.load import load_decoder, load_model
 from dctrain.errors import UserError
 from dctrain.initial import check_initial, is_of_composition
-from dcvision.initial import compare_heads
+from dcvision.heads import compare_heads
 from dcvision.initial import read_initial as read_image_tower
 
-from .load import load_pair
+from .load import is_pair, load_pair
 from .network import ImageText
 
 
@@ -20,32 +22,76 @@ def read_initial(source: str, model: ImageText) -> tuple[dict[str, Tensor], list
 
     Args:
         source: A checkpoint, run or export of `dcvl`; or "image=SOURCE", "text=SOURCE" or both, separated by a comma,
-            with what `dcvision` and `dclm` start from. What joins the towers is drawn anew then.
+            with such a one, of which that tower is taken, or with what `dcvision` and `dclm` start from. What joins the
+            towers is drawn anew then.
         model: What they are for.
 
     Raises:
         UserError: If there are no weights, or they do not fit.
     """
-    named = [part.partition("=")[::2] for part in source.split(",")]
-    if not any(tower in TOWERS for tower, _ in named):
+    named = _towers(source)
+    if named is None:
         theirs = load_pair(source).model
-        compare_heads(source, theirs.image, model.image)
+        compare_heads(f"init={source}", theirs.image, model.image)
         _compare_decoders(source, theirs.text.config, model.text.config)
         return theirs.state_dict(), check_initial(source, theirs.state_dict(), model, is_of_composition)
-    if len(dict(named)) < len(named) or not dict(named).keys() <= TOWERS.keys():
-        accepted = "a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"
-        raise UserError(f"init={source}; accepted: {accepted}.")
-    found = {f"{tower}.{name}": weight for tower, own in named for name, weight in TOWERS[tower](own, model).items()}
+    found = {f"{tower}.{name}": x for tower, own in named.items() for name, x in TOWERS[tower](own, model).items()}
     return found, [name for name in model.state_dict() if name not in found]
 
 
+def check_tokenizer(source: str, tokenizer: Tokenizer) -> None:
+    """Refuse a text tower that was trained with another tokenizer, if one lies with it.
+
+    Args:
+        source: As in `read_initial`.
+        tokenizer: That of the run.
+
+    Raises:
+        UserError: If it is so.
+    """
+    named = _towers(source)
+    if named is not None and "text" not in named:
+        return
+    theirs = _tokenizer_of(source if named is None else named["text"])
+    if theirs is not None and theirs.spec != tokenizer.spec:
+        raise UserError(
+            f"init={source} was trained with another tokenizer; accepted: that of this run (data.tokenizer)."
+        )
+
+
+def _towers(source: str) -> dict[str, str] | None:
+    """Read image=SOURCE,text=SOURCE; None for the source of both."""
+    named = [part.partition("=")[::2] for part in source.split(",")]
+    if not any(tower in TOWERS for tower, _ in named):
+        return None
+    if len(dict(named)) < len(named) or not dict(named).keys() <= TOWERS.keys() or not all(dict(named).values()):
+        accepted = "a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"
+        raise UserError(f"init={source}; accepted: {accepted}.")
+    return dict(named)
+
+
+def _tokenizer_of(source: str) -> Tokenizer | None:
+    """Find the tokenizer of a text tower; None if none lies with it."""
+    if is_pair(source):
+        return load_pair(source).tokenizer
+    with suppress(UserError):  # what else is wrong with it is told when it is read
+        return load_model(source).tokenizer
+    return None
+
+
 def _image_tower(source: str, model: ImageText) -> dict[str, Tensor]:
-    return read_image_tower(source, model.image)[0]
+    """Read an image tower; of a pair its own."""
+    if not is_pair(source):
+        return read_image_tower(source, model.image)[0]
+    tower = load_pair(source).model.image
+    compare_heads(f"init=image={source}", tower, model.image)
+    check_initial(source, tower.state_dict(), model.image, is_of_composition)
+    return tower.state_dict()
 
 
 def _text_tower(source: str, model: ImageText) -> dict[str, Tensor]:
     """Read a decoder for the text tower; the layers that look at images may be missing."""
-    decoder, ours = load_decoder(source), model.text.config
+    decoder, ours = load_pair(source).model.text if is_pair(source) else load_decoder(source), model.text.config
     if not decoder.config.cross_layers:
         ours = replace(ours, context_dim=None, cross_layers=0, cross_compose=decoder.config.cross_compose)
     _compare_decoders(source, decoder.config, ours)

@@ -21,9 +21,10 @@ from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
 from dcvision.pretrained import load_pretrained
 
+from .data.captions import TEMPLATE
 from .data.samples import CaptionEncoder
 from .network import ImageText
-from .vision_language_model import VisionLanguageModel
+from .vision_language_model import VisionLanguageModel, without_weights
 
 FORMAT = "dcvl-1"
 IMAGE, TEXT, CONFIG, JOINT = "image", "text", "config.json", "joint.safetensors"
@@ -67,6 +68,16 @@ def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair
     return pair
 
 
+def is_pair(source: str) -> bool:
+    """Tell whether something is a checkpoint or run of `dcvl fit`, or a folder that `dcvl export` wrote."""
+    if (Path(source) / CONFIG).is_file():
+        with told_as(f"{Path(source) / CONFIG} is damaged"):
+            return json.loads((Path(source) / CONFIG).read_text()).get("format") == FORMAT
+    if not Path(source).exists():
+        return False
+    return "text_model" in load_checkpoint(find_checkpoint(source)).get("hyper_parameters", {})
+
+
 def export(checkpoint: str, out: str) -> None:
     """Write trained towers: image/ is a timm model folder, text/ one of dclm's own format, beside them what joins them.
 
@@ -103,7 +114,7 @@ def _of_run(checkpoint: str) -> LoadedPair:
     hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})
     if "text_model" not in hp or "tokenizer" not in data:
         raise UserError(f"{path} is no checkpoint of dcvl, or holds no tokenizer.")
-    kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
+    kwargs = without_weights(hp["model_kwargs"])
     names = inspect.signature(VisionLanguageModel).parameters
     module = VisionLanguageModel(**{name: hp[name] for name in names} | {"model_kwargs": kwargs})
     weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
@@ -114,6 +125,7 @@ def _of_run(checkpoint: str) -> LoadedPair:
         "context_length": hp["context_length"],
         "embed_dim": module.model.embed_dim,
         "contrastive": hp["contrastive"],
+        "templates": list(content.get("datamodule_hyper_parameters", {}).get("templates", [TEMPLATE])),
         "crop_fraction": content.get("datamodule_hyper_parameters", {}).get("crop_fraction", 1.0),
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
         **{name: (getattr(module, name).flatten() / 255).tolist() for name in ("mean", "std")},

@@ -11,19 +11,27 @@ from torch import Tensor, nn
 
 from dclm import Decoder
 from dclm.blocks import Context, make_norm
-from dclm.loss import IGNORED, token_loss
+from dclm.loss import IGNORED, token_loss, without_autocast
+from dctrain.errors import UserError, told_as
 
 from .contrastive import Contrastive
 
 SCALES = {"sigmoid": 10.0, "softmax": 1 / 0.07}  # that multiply cosines at first: SigLIP's and CLIP's
 SIGMOID_BIAS = -10.0
+MAX_SOFTMAX_SCALE = 100.0  # as CLIP has it
+UNPOOLED = ("attn_pool", "fc_norm", "head")  # of timm's models: what only their pooled output takes
 
 
 class Seen(NamedTuple):
-    """What the image tower makes of images: its patches [B, S, width] and all of it together [B, width]."""
+    """What the image tower makes of images.
+
+    Attributes:
+        patches: Its patches, and the tokens that it puts before them [B, S, width].
+        pooled: All of it together [B, width]; None where nothing is contrasted.
+    """
 
     patches: Tensor
-    pooled: Tensor
+    pooled: Tensor | None
 
 
 class Texts(NamedTuple):
@@ -85,13 +93,27 @@ class ImageText(nn.Module):
                 f"context_dim={width} of the text tower; the image tower's patches have {image.num_features}."
             )
         self.image, self.text, self.embed_dim = image, text, embed_dim
+        self._freeze_unused()
         if embed_dim is None:
             return
-        self.image_proj = nn.Linear(image.num_features, embed_dim, bias=False)
+        if self.is_captioner and text.config.cross_layers == text.config.num_layers:
+            raise ValueError(
+                f"cross_layers={text.config.cross_layers}: a text is embedded before the layers that look at the "
+                f"image, and all {text.config.num_layers} of the text tower do."
+            )
+        self.image_proj = nn.Linear(getattr(image, "head_hidden_size", image.num_features), embed_dim, bias=False)
         self.text_norm = make_norm(text.config)
         self.text_proj = nn.Linear(text.config.dim, embed_dim, bias=False)
         self.log_scale = nn.Parameter(torch.tensor([math.log(SCALES[contrastive])]))
         self.bias = nn.Parameter(torch.tensor([SIGMOID_BIAS])) if contrastive == "sigmoid" else None
+
+    def _freeze_unused(self) -> None:
+        """Train nothing that the losses leave out: data-parallel training waits for every gradient."""
+        unused = [] if self.is_captioner else [self.text.norm, self.text.output]
+        if self.embed_dim is None:
+            unused += [module for name in UNPOOLED if isinstance(module := getattr(self.image, name, None), nn.Module)]
+        for module in unused:
+            module.requires_grad_(False)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -100,8 +122,9 @@ class ImageText(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass, and compute the rest again, in both towers."""
-        for tower in (self.image, self.text):
-            tower.set_grad_checkpointing(enable)
+        with told_as(f"model.recompute='block': {type(self.image).__name__} cannot"):
+            self.image.set_grad_checkpointing(enable)
+        self.text.set_grad_checkpointing(enable)
 
     @property
     def is_captioner(self) -> bool:
@@ -111,16 +134,17 @@ class ImageText(nn.Module):
     def see(self, images: Tensor) -> Seen:
         """Look at normalised images [B, 3, size, size]."""
         features = self.image.forward_features(images)
-        return Seen(_as_tokens(features, self.image.num_features), self.image.forward_head(features, pre_logits=True))
+        pooled = None if self.embed_dim is None else self.image.forward_head(features, pre_logits=True)
+        return Seen(_as_tokens(features, self.image.num_features), pooled)
 
     def embed_images(self, seen: Seen) -> Tensor:
         """Embed images [B, E], of length 1."""
-        return F.normalize(self.image_proj(seen.pooled), dim=-1)
+        return _of_length_one(self.image_proj(seen.pooled))
 
     def embed_texts(self, before: Tensor, ends: Tensor) -> Tensor:
         """Embed texts [M, E], of length 1, by their states before the layers that look at the image [M, T, C]."""
         at_end = before[torch.arange(len(ends), device=ends.device), ends]
-        return F.normalize(self.text_proj(self.text_norm(at_end)), dim=-1)
+        return _of_length_one(self.text_proj(self.text_norm(at_end)))
 
     def encode_texts(self, input_ids: Tensor, ends: Tensor) -> Tensor:
         """Embed texts [M, E], of length 1, by their tokens [M, T]."""
@@ -144,11 +168,28 @@ class ImageText(nn.Module):
             return Outputs(None, None, None, None, caption_loss)
         bias = None if self.bias is None else self.bias.clone()  # what FSDP2 gathers is gone after this call
         embedded = (self.embed_images(seen), self.embed_texts(before, texts.ends))
-        return Outputs(*embedded, self.log_scale.exp(), bias, caption_loss)
+        return Outputs(*embedded, self._scale(), bias, caption_loss)
+
+    def _scale(self) -> Tensor:
+        """What multiplies cosines; CLIP's has a limit, SigLIP's none."""
+        scale = self.log_scale.exp()
+        return scale.clamp(max=MAX_SOFTMAX_SCALE) if self.bias is None else scale
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    """Scale vectors to length 1, in float32 at least: cosines of half precision are too coarse to be contrasted."""
+    with without_autocast(x):
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
 def _as_tokens(features: Tensor, width: int) -> Tensor:
-    """Put a tower's features, a map or tokens, as tokens [B, S, width]."""
+    """Put a tower's features, a map or tokens, as tokens [B, S, width].
+
+    Raises:
+        UserError: If they are neither.
+    """
+    if not isinstance(features, Tensor):
+        raise UserError(f"the image tower makes {type(features).__name__}s of features; accepted: a map, or tokens.")
     if features.dim() == 3:
         return features
     return features.flatten(2).mT if features.shape[1] == width else features.flatten(1, 2)

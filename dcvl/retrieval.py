@@ -35,21 +35,22 @@ class RetrievalAt1(Metric):
         self.counts.append(torch.tensor([[len(images), len(texts)]], device=images.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the share of images whose nearest text is theirs, and of texts whose nearest image is."""
+        """Return the share of images whose nearest text is theirs, and of texts whose nearest image is; NaN of none."""
         images, texts, keys, owners, counts = (
             torch.cat(list(part)) if isinstance(part, list) else part
             for part in (self.images, self.texts, self.keys, self.owners, self.counts)
         )
         starts = counts[:, 0].cumsum(0) - counts[:, 0]
         owners = owners + starts.repeat_interleave(counts[:, 1])
+        if len(images) == 0:
+            return dict.fromkeys(("image_to_text", "text_to_image"), torch.tensor(torch.nan, device=images.device))
         kinds = keys.unique(dim=0, return_inverse=True)[1]
-        has = torch.zeros(len(images), int(kinds.max()) + 1, dtype=torch.bool, device=images.device)
-        has[owners, kinds] = True
-        best_text = kinds[_nearest(images, texts)]
-        best_image = _nearest(texts, images)
+        own = owners * len(kinds) + kinds  # a number for each pair of an image and a text of its own
+        best_text = torch.arange(len(images), device=images.device) * len(kinds) + kinds[_nearest(images, texts)]
+        best_image = _nearest(texts, images) * len(kinds) + kinds
         return {
-            "image_to_text": has.gather(1, best_text[:, None]).float().mean(),
-            "text_to_image": has[best_image, kinds].float().mean(),
+            "image_to_text": torch.isin(best_text, own).float().mean(),
+            "text_to_image": torch.isin(best_image, own).float().mean(),
         }
 
 

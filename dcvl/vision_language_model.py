@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from dclm import Decoder
-from dclm.config import build_config
+from dclm.config import build_config, differing_fields
 from dclm.loss import IGNORED
 from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.weighted_mean import WeightedMean
 from dcvision.classifier import build_model
+from dcvision.heads import compare_heads
 
 from .contrastive import Contrastive, Pairs, contrastive_loss
 from .data import Batch
@@ -108,6 +110,7 @@ class VisionLanguageModel(TrainingModule):
             self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
         self.val_contrastive_loss, self.val_caption_loss = (WeightedMean() for _ in range(2))
         self.val_retrieval = RetrievalAt1()
+        self.num_cut: Tensor | float = 0.0  # captions of all ranks that were too long
         self.forward_flops: int | None = None
 
     def _check_losses(self) -> None:
@@ -141,6 +144,11 @@ class VisionLanguageModel(TrainingModule):
         if layers is None:
             layers = 0 if not hp.caption_weight else config.num_layers
             layers = layers if hp.contrastive is None else layers // 2
+        if hp.caption_weight and not layers:
+            raise UserError(
+                f"the text tower has num_layers={config.num_layers}; both losses take two: a text is embedded before "
+                "the layers that look at the image."
+            )
         if layers:
             looks = {"context_dim": width, "cross_layers": layers, "cross_compose": hp.cross_compose}
             config = build_config(hp.text_model, hp.vocab_size, hp.context_length, overrides | looks)
@@ -166,7 +174,7 @@ class VisionLanguageModel(TrainingModule):
     def setup(self, stage: str) -> None:
         """Refuse to contrast a pair with none."""
         data = self.trainer.datamodule
-        if stage == "fit" and self.hparams.contrastive and data is not None and data.batch_size * data.world_size < 2:
+        if self.hparams.contrastive and data is not None and data.batch_size * data.world_size < 2:
             raise UserError("data.batch_size=1 on one rank: a contrastive loss takes two pairs at least.")
 
     def configure_model(self) -> None:
@@ -196,8 +204,8 @@ class VisionLanguageModel(TrainingModule):
         losses = self._losses(outputs, batch)
         for name, loss in losses.items():
             self.log(f"train/{name}_loss", loss, batch_size=len(batch.images))
-        if self.trainer.datamodule is not None:
-            self.log("train/cut_captions", float(self.trainer.datamodule.num_cut), batch_size=len(batch.images))
+        self.num_cut = self.num_cut + _mean_over_ranks(torch.tensor(batch.num_cut, device=self.device)) * _num_ranks()
+        self.log("train/cut_captions", self.num_cut.float(), batch_size=len(batch.images))
         total = sum(self.hparams[f"{name}_weight"] * loss for name, loss in losses.items())
         return self.log_step(total, batch_size=len(batch.images))
 
@@ -224,21 +232,17 @@ class VisionLanguageModel(TrainingModule):
         texts, counts = batch.texts, batch.counts
         outputs = self.model(self.normalise(batch.images), texts)
         if outputs.caption_loss is not None:
-            count = int((texts.targets != IGNORED).sum())
-            if count:
-                self.val_caption_loss.update(outputs.caption_loss / count, count)
+            count = (texts.targets != IGNORED).sum()
+            self.val_caption_loss.update(outputs.caption_loss / count.clamp(min=1), count)
         if outputs.images is None:
             return
         first = torch.searchsorted(texts.owners, torch.arange(len(counts), device=counts.device))
         pairs = Pairs(outputs.images, outputs.texts[first], texts.input_ids[first], counts)
-        weight = _mean_over_ranks(counts.sum())
-        if weight:
-            loss = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
-            self.val_contrastive_loss.update(loss, weight)
-        if counts.any():
-            used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count
-            owners = numbers[texts.owners[used]]
-            self.val_retrieval.update(outputs.images[counts], outputs.texts[used], texts.input_ids[used], owners)
+        loss = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
+        self.val_contrastive_loss.update(loss, _mean_over_ranks(counts.sum()))
+        used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count
+        owners = numbers[texts.owners[used]]
+        self.val_retrieval.update(outputs.images[counts], outputs.texts[used], texts.input_ids[used], owners)
 
     def on_validation_epoch_end(self) -> None:
         """Log the losses: per token of all captions, per pair of an image and its first caption (the other pairs are of
@@ -251,24 +255,50 @@ class VisionLanguageModel(TrainingModule):
         self._log_metrics("test")
 
     def _log_metrics(self, prefix: str) -> None:
-        means = {"contrastive": self.val_contrastive_loss, "caption": self.val_caption_loss}
-        losses = {name: mean.compute() for name, mean in means.items() if mean.update_called}
+        means = {"caption": self.val_caption_loss} if self.model.is_captioner else {}
+        means |= {} if self.model.embed_dim is None else {"contrastive": self.val_contrastive_loss}
+        losses = {name: mean.compute() for name, mean in means.items()}
         metrics = {f"{name}_loss": loss for name, loss in losses.items()}
         metrics["loss"] = sum(self.hparams[f"{name}_weight"] * loss for name, loss in losses.items())
-        if self.val_retrieval.update_called:
-            metrics |= self.val_retrieval.compute()
+        metrics |= {} if self.model.embed_dim is None else self.val_retrieval.compute()
         for metric in (*means.values(), self.val_retrieval):
             metric.reset()
         self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)
 
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Also keep the count of captions that were too long."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["cut_captions"] = float(self.num_cut)
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Also take up that count."""
+        super().on_load_checkpoint(checkpoint)
+        self.num_cut = checkpoint.get("cut_captions", 0.0)
+
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
-        """Compare a checkpoint with this module: its tensors, and the contrastive loss, which few of them tell."""
+        """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
         super().check_architecture(theirs, trained)
         if trained.get("contrastive") != self.hparams.contrastive:
             raise UserError(
                 f"the checkpoint was trained with contrastive={trained.get('contrastive')!r}, here "
                 f"{self.hparams.contrastive!r}."
             )
+        with torch.device("meta"):
+            image = _image_tower(trained["model"], trained["image_size"], without_weights(trained["model_kwargs"]))
+        compare_heads("the checkpoint", image, self.model.image)
+        names = ("text_model", "vocab_size", "context_length", "text_overrides")
+        text = build_config(*(trained[name] for name in names[:3]), trained["text_overrides"] or {})
+        own = ("context_dim", "cross_layers", "cross_compose")
+        ours = replace(self.model.text.config, **{name: getattr(text, name) for name in own})
+        others = differing_fields(text, ours)
+        if others:
+            said = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
+            raise UserError(f"the checkpoint has another text tower: {said} (model.text_model, model.text_overrides).")
+
+
+def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Leave out that a model of timm brings weights of its own."""
+    return {name: value for name, value in (model_kwargs or {}).items() if name != "pretrained"}
 
 
 def _image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn.Module:
@@ -283,10 +313,13 @@ def _image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn
     return tower
 
 
+def _num_ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
 def _mean_over_ranks(count: Tensor) -> Tensor:
     """Average a count over the ranks, in float64."""
     count = count.double()
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if _num_ranks() > 1:
         torch.distributed.all_reduce(count)
-        count = count / torch.distributed.get_world_size()
-    return count
+    return count / _num_ranks()

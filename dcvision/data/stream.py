@@ -12,7 +12,7 @@ from itertools import islice
 
 import webdataset as wds
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from dctrain.errors import UserError, told_as
 
@@ -50,9 +50,11 @@ class StreamedSample:
         sample = {field: value for field, value in raw.items() if not field.startswith("__")}
         encoded, field, content = self.fields.pick(sample, name)
         other = self.fields.parse(content, field, name)
+        worker = get_worker_info()
         self.count += 1
-        image = make_image(encoded, name, self.transform, self.max_pixels, self.seed, self.count)
-        return self.finish(image, other, name, self.count)
+        number = self.count if worker is None else self.count * worker.num_workers + worker.id
+        image = make_image(encoded, name, self.transform, self.max_pixels, self.seed, number)
+        return self.finish(image, other, name, number)
 
 
 def classified(

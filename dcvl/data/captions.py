@@ -137,7 +137,12 @@ class TemplateSource:
     def read(self, index: int) -> tuple[bytes | Tensor, list[str]]:
         """Return an image, and a caption by each template."""
         image, label = self.source.read(index)
-        return image, [template.format(self.names[label]) for template in self.templates]
+        return image, [in_template(template, self.names[label]) for template in self.templates]
+
+
+def in_template(template: str, name: str) -> str:
+    """Put a name in a sentence with {} for it."""
+    return template.replace("{}", name)
 
 
 def check_templates(templates: Sequence[str]) -> None:

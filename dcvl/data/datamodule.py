@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -54,8 +53,9 @@ class CaptionDataModule(ImageData):
         batch_size: Images of one rank in a step.
         num_workers: Loader processes of a rank; 0 loads in the main process.
         seed: Seed of order, augmentation and the choice of captions.
-        min_crop_area: Smallest part of the image a training crop may cover; 1.0 resizes without cropping.
-        horizontal_flip: Flip half of the training images; captions that tell left from right forbid it.
+        min_crop_area: Smallest part of the image a training crop may cover; 1.0 squashes the whole image to a square
+            (an evaluation resizes the smaller side and takes the middle). Not below 1.0 for scenes.
+        horizontal_flip: Flip half of the training images; not for scenes, whose captions tell left from right.
         crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
         val_samples: Only this many images of the validation set; None for all.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
@@ -108,9 +108,11 @@ class CaptionDataModule(ImageData):
         self.val_samples, self.max_pixels = val_samples, max_pixels
         self.train_transform = train_transform(image_size, min_crop_area, horizontal_flip, 0, 0)
         self.eval_transform = eval_transform(image_size, crop_fraction)
+        if train.partition(":")[0] == NAME and (horizontal_flip or min_crop_area < 1):
+            raise UserError(f"{horizontal_flip=}, {min_crop_area=}: scenes would not be what their captions say.")
         if hide_images:
             self.train_transform = self.eval_transform = partial(_black, image_size)
-        self.num_cut = 0
+        self._has_told_of_cuts = False
         if self.num_val_samples is None and val.partition(":")[0] == NAME:
             raise UserError(f"data.val={val} has no end; data.val_samples must say how many count.")
 
@@ -187,13 +189,9 @@ class CaptionDataModule(ImageData):
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Report unreadable images and captions that were cut; stop the run above the limit of the former."""
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
-        if batch.num_cut and not self.num_cut:
-            rank_zero_only(print)(
-                f"captions are longer than data.context_length={self.context_length} and lose their end; "
-                "train/cut_captions counts them.",
-                flush=True,
-            )
-        self.num_cut += batch.num_cut
+        if batch.num_cut and not self._has_told_of_cuts:
+            self._has_told_of_cuts = True
+            print(f"captions are longer than data.context_length={self.context_length} and lose their end", flush=True)
         return batch
 
     def fixed(self) -> dict[str, object]:

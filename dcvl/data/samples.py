@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from dclm.data.tokenizers import Tokenizer
 from dclm.loss import IGNORED
-from dctrain.errors import reason
+from dctrain.errors import reason, told_as
 from dctrain.order import SampleRef
 from dcvision.data.decode import Transform
 from dcvision.data.samples import Skipped, make_image
@@ -26,7 +26,7 @@ class EncodedCaption(NamedTuple):
 
     Attributes:
         input_ids: What begins a text, the tokens, what ends it, and padding [T].
-        targets: The next token at each place [T]; -100 does not count.
+        targets: The next token at each place [T]; -100 does not count, nor does the end of a caption that is cut.
         end: Where the text ends.
         is_cut: Whether it was too long.
     """
@@ -49,16 +49,24 @@ class CaptionEncoder:
         self.tokenizer, self.context_length = tokenizer, context_length
 
     def __call__(self, caption: str) -> EncodedCaption:
-        """Encode a caption."""
+        """Encode a caption.
+
+        Raises:
+            UserError: If the tokenizer cannot.
+        """
         eos, begin = self.tokenizer.eos_id, self.tokenizer.begin_ids or [self.tokenizer.eos_id]
-        ids = [*begin, *self.tokenizer.encode([caption])[0].tolist()]
+        with told_as(f"{caption!r} holds what the tokenizer has no token for"):
+            ids = [*begin, *self.tokenizer.encode([caption])[0].tolist()]
         kept = ids[: self.context_length - 1]
         input_ids = np.full(self.context_length, eos, dtype=np.int64)
         input_ids[: len(kept)] = kept
         targets = np.full(self.context_length, IGNORED, dtype=np.int64)
         end = len(kept)
         targets[len(begin) - 1 : end] = input_ids[len(begin) : end + 1]
-        return EncodedCaption(input_ids, targets, end, len(kept) < len(ids))
+        is_cut = len(kept) < len(ids)
+        if is_cut:
+            targets[end - 1] = IGNORED  # it does not end there
+        return EncodedCaption(input_ids, targets, end, is_cut)
 
 
 class Batch(NamedTuple):
@@ -68,7 +76,7 @@ class Batch(NamedTuple):
         images: uint8 [B, 3, size, size]; black where one could not be read.
         texts: Their captions, M of them: in training one of each image, in an evaluation all.
         counts: Which images count [B], boolean: not those that could not be read, or only pad a rank's share.
-        names: Of the images.
+        names: Of the images that could be read.
         num_cut: Captions that were too long.
         skipped: Images that could not be read, as (name, reason).
     """
@@ -152,5 +160,5 @@ class Collate:
         texts = Texts(ids, targets, torch.tensor([caption.end for caption in captions]), torch.tensor(owners))
         skipped = [tuple(sample.image) for sample, is_bad in zip(samples, are_bad, strict=True) if is_bad]
         num_cut = sum(caption.is_cut for caption in captions)
-        names = [sample.name for sample in samples]
+        names = [sample.name for sample, is_bad in zip(samples, are_bad, strict=True) if not is_bad]
         return Batch(torch.stack(images), texts, torch.tensor(counts), names, num_cut, skipped)

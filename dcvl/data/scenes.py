@@ -18,6 +18,7 @@ from dctrain.errors import UserError
 from dcvision.data.decode import decode
 from dcvision.data.sources import open_source
 
+UNKNOWN = "a word that no scene is told by"  # and that has no token: encoding one is an error
 NAME = "scenes"  # what `data.train` calls it
 SPLITS = ("train", "val", "unseen")  # of combinations that training shows, by other hands, and of those it does not
 ENDLESS = 2**31  # scenes of a split
@@ -164,7 +165,7 @@ def scene_tokenizer() -> SubwordTokenizer:
     scenes = [Scene(relation, first, second) for relation in RELATIONS for first in things for second in things]
     known = {word for scene in scenes for word in scene.caption.replace(",", " ,").split()}
     vocabulary = {word: number for number, word in enumerate([END_TOKENS[0], *sorted(known)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END_TOKENS[0]))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     split = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
     tokenizer.decoder = decoders.WordPiece(cleanup=True)

@@ -30,7 +30,7 @@ def caption(
         max_new_tokens: Most tokens of a caption; as many as the context takes if left out.
         temperature: 0 takes the likeliest token; else one is sampled.
         top_p: Sample among the likeliest tokens whose probabilities first sum to p.
-        seed: Seed of the samples.
+        seed: Seed of the samples, which depend on `batch_size` too.
         num_beams: More than 1 searches that many beams, in place of samples, for the likeliest caption per token.
         batch_size: Pictures looked at together.
         device: Where to run, such as cuda.
@@ -40,9 +40,9 @@ def caption(
         Sampling(temperature, None, top_p)  # checks both before anything is loaded
     files, pair = find_pictures(images), load_pair(checkpoint, device)
     longest = pair.encode.context_length - 1 if max_new_tokens is None else max_new_tokens
-    options = {"top_p": top_p, "seed": seed, "num_beams": num_beams}
     check_tells(pair)
-    for part, pictures in batches(pair, files, batch_size):
+    for number, (part, pictures) in enumerate(batches(pair, files, batch_size)):
+        options = {"top_p": top_p, "seed": None if seed is None else seed + number, "num_beams": num_beams}
         with told_as(of=ValueError):
             told = tell_captions(pair.model, pictures, pair.tokenizer, longest, temperature, **options)
         for file, text in zip(part, told, strict=True):

@@ -15,7 +15,7 @@ from dctrain.evaluation.run import check_at_least_one
 from dcvision.data.decode import BadImage
 from dcvision.data.sources import Source, open_source
 
-from ..data.captions import TEMPLATE, check_templates
+from ..data.captions import TEMPLATE, check_templates, in_template
 from ..load import LoadedPair, load_pair
 from .pictures import check_contrasts, embed_texts
 
@@ -36,22 +36,28 @@ def classify(
     Args:
         checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
         images: A labelled set, in the notation of `dcvision.data.sources`.
-        templates: A file of sentences, one a line, each with {} for the name of the class; one of our own if left out.
+        templates: A file of sentences, one a line, each with {} for the name of the class; those that the model was
+            trained with if left out.
         classes: A file of names, one a line, in the order of the classes; those of the set if left out.
         limit: Only this many images, drawn from all of the set.
         batch_size: Images or texts embedded together.
         device: Where to run, such as cuda.
     """
     check_at_least_one(limit=limit, batch_size=batch_size)
-    sentences = _lines("templates", templates) if templates is not None else [TEMPLATE]
-    check_templates(sentences)
+    sentences = None if templates is None else _lines("templates", templates)
+    check_templates([TEMPLATE] if sentences is None else sentences)
     source = open_source(images, is_train=False)
     names = _lines("classes", classes) if classes is not None else source.classes
     if not names:
         raise UserError(f"images={images} does not name its classes; classes must name a file of them.")
+    if source.classes and len(names) != len(source.classes):
+        raise UserError(f"classes={classes} names {len(names)} classes; images={images} has {len(source.classes)}.")
+    if source.labels().max() >= len(names):
+        raise UserError(f"the set has a class {source.labels().max()}; {len(names)} classes are named.")
     pair = load_pair(checkpoint, device)
     check_contrasts(pair)
-    texts = [sentence.format(name.replace("_", " ")) for name in names for sentence in sentences]
+    sentences = pair.facts["templates"] if sentences is None else sentences
+    texts = [in_template(sentence, name.replace("_", " ")) for name in names for sentence in sentences]
     means = embed_texts(pair, texts, batch_size).unflatten(0, (len(names), -1)).mean(1)
     is_right, lost = _judge(pair, source, F.normalize(means, dim=1), limit, batch_size)
     if not is_right:
@@ -64,9 +70,9 @@ def classify(
 
 def _lines(name: str, path: str) -> list[str]:
     with told_as(f"{name}={path} cannot be read"):
-        found = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not found:
-        raise UserError(f"{name}={path} holds nothing.")
+        found = [line.strip() for line in Path(path).read_text(encoding="utf-8").rstrip().splitlines()]
+    if not all(found) or not found:
+        raise UserError(f"{name}={path} holds {'an empty line' if found else 'nothing'}.")
     return found
 
 
@@ -74,15 +80,9 @@ def _lines(name: str, path: str) -> list[str]:
 def _judge(
     pair: LoadedPair, source: Source, classes: Tensor, limit: int | None, batch_size: int
 ) -> tuple[list[bool], int]:
-    """Tell of each image whether its class [K, E] is the nearest, and how many cannot be read.
-
-    Raises:
-        UserError: If a label has no class.
-    """
+    """Tell of each image whether its class [K, E] is the nearest, and how many cannot be read."""
     model, device = pair.model, next(pair.model.parameters()).device
     labels = source.labels()
-    if labels.max() >= len(classes):
-        raise UserError(f"the set has a class {labels.max()}; {len(classes)} classes are named.")
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit].tolist()
     is_right: list[bool] = []
     lost = 0

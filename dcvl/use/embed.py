@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from dctrain.checkpoint import make_folder
+from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.files import written_whole
 
@@ -26,8 +27,10 @@ def embed(
         device: Where to run, such as cuda.
     """
     check_at_least_one(batch_size=batch_size)
-    files, pair = find_pictures(images), load_pair(checkpoint, device)
     path = Path(out)
+    if path.suffix != ".npy":
+        raise UserError(f"out={out}; accepted: a file whose name ends in .npy.")
+    files, pair = find_pictures(images), load_pair(checkpoint, device)
     make_folder(str(path.parent))
     found = embed_pictures(pair, files, batch_size).numpy()
     with written_whole(path) as file:

@@ -26,6 +26,8 @@ def look(checkpoint: str, image: str, out: str, text: str | None = None, device:
         raise UserError(f"image={image} holds {len(files)} pictures; accepted: one.")
     pair = load_pair(checkpoint, device)
     check_tells(pair)
+    if text is not None and pair.encode(text).is_cut:
+        raise UserError(f"text is longer than the {pair.encode.context_length} tokens that the model takes.")
     ((_, normalised),) = batches(pair, files, 1)
     if text is None:
         (text,) = tell_captions(pair.model, normalised, pair.tokenizer, pair.encode.context_length - 1)

@@ -12,9 +12,11 @@ from PIL import Image
 from dctrain.errors import UserError
 from dcvision import ImageDataModule
 from dcvision.data.decode import decode, eval_transform, sample_rng, train_transform
+from dcvision.data.fields import Fields
 from dcvision.data.samples import IGNORED
 from dcvision.data.shards import ShardSource, expand_urls, index_shard
 from dcvision.data.sources import open_source
+from dcvision.data.stream import StreamedSample, stream_loader
 from tests.conftest import encode, numbered_samples, write_shard
 
 PLAIN = {"image_size": 8, "min_crop_area": 1.0, "horizontal_flip": False, "crop_fraction": 1.0}
@@ -278,6 +280,19 @@ def test_streams(shards):
     assert all(len(b.labels) == 6 for b in first)
     assert numbers(first) != numbers(second)
     assert sorted(numbers(data.val_dataloader())) == list(range(40))
+
+
+def test_no_two_samples_of_a_stream_share_their_random_numbers(shards):
+    """Whichever worker makes them."""
+
+    def finish(image, label, name, number):
+        return number
+
+    sample = StreamedSample(train_transform(8, 1.0, False, 0, 0), 0, Fields(), 1000, finish)
+    options = {"rank": 0, "world_size": 1, "seed": 0, "batch_size": 4, "num_steps": 10}
+    loader = stream_loader(expand_urls(f"pipe:cat {shards}"), sample, collate=list, num_workers=2, **options)
+    numbers = [number for batch in loader for number in batch]
+    assert len(numbers) == len(set(numbers)) == 40
 
 
 def test_mistakes_in_streams(shards, tmp_path):

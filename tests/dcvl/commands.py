@@ -1,9 +1,15 @@
 """Running the command line of dcvl."""
 
+import io
+import json
 from functools import partial
 from pathlib import Path
 
+from PIL import Image
+
 from dcvl.cli import main
+from dcvl.data.scenes import scene_tokenizer
+from tests.conftest import write_shard
 from tests.dctrain.commands import spawn as spawn_python
 
 SMALL = [
@@ -18,6 +24,23 @@ SMALL = [
 def small(root: Path) -> list[str]:
     """Arguments of a tiny run on digit scenes: six batches of four."""
     return [*SMALL, f"--trainer.default_root_dir={root}"]
+
+
+def captioned_shard(path: Path, captions: list[str]) -> str:
+    """Write a shard of small images with captions; return its path."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "white").save(buffer, "PNG")
+    samples = [{"__key__": f"{n}", "png": buffer.getvalue(), "txt": caption} for n, caption in enumerate(captions)]
+    return str(write_shard(path, samples))
+
+
+def other_words(path: Path) -> Path:
+    """Write a tokenizer of the scenes' words in which two of them have changed places."""
+    words = json.loads(scene_tokenizer().spec)
+    vocabulary = words["model"]["vocab"]
+    vocabulary["four"], vocabulary["nine"] = vocabulary["nine"], vocabulary["four"]
+    path.write_text(json.dumps(words))
+    return path
 
 
 def run(*args: str) -> None:

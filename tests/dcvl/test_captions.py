@@ -76,7 +76,7 @@ def test_encoded_captions():
     assert targets.tolist() == [97, 98, 256, -100, -100, -100]
     ids, targets, end, is_cut = encode("abcdef")
     assert ids.tolist() == [256, 97, 98, 99, 100, 256] and end == 5 and is_cut
-    assert targets.tolist() == [97, 98, 99, 100, 256, -100]
+    assert targets.tolist() == [97, 98, 99, 100, -100, -100]  # it does not end there
 
 
 def test_shards_of_captions(tmp_path):
@@ -177,13 +177,13 @@ def test_classes_become_captions(tmp_path):
         open_captions("classes:digits", is_train=True)
 
 
-def made(**overrides) -> ImageText:
+def made(embed_dim: int | None = 8, **overrides) -> ImageText:
     torch.manual_seed(0)
     tower = build_model("dcvit_small_patch4_32", 0, 32, {"embed_dim": 32, "depth": 1, "num_heads": 4})
     shape = {"dim": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 48, "vocab_size": 32, "context_length": 16}
     looks = {"context_dim": 32, "cross_layers": 1, "cross_compose": True, "init_std": 0.3}
     text = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", **shape | looks | overrides))
-    return ImageText(tower, text, 8).eval()
+    return ImageText(tower, text, embed_dim).eval()
 
 
 def test_captions_are_told_greedily():
@@ -216,13 +216,15 @@ def test_captions_are_searched_by_beams():
         told = {beams: tell_captions(model, images, tokenizer, 6, num_beams=beams) for beams in (1, 8)}
         gains = [score(i, b) - score(i, a) for i, a, b in zip(images, told[1], told[8], strict=True)]
     assert sum(gains) > 0.1 and told[1] != told[8]
-    with pytest.raises(ValueError, match="num_beams=8 with temperature=0.5: beams are not sampled"):
+    with pytest.raises(ValueError, match="num_beams=8 with temperature=0.5, top_p=None: beams are not sampled"):
         tell_captions(model, images, tokenizer, 6, 0.5, num_beams=8)
 
 
 def test_towers_whose_widths_do_not_meet():
     with pytest.raises(ValueError, match="context_dim=24 of the text tower; the image tower's patches have 32"):
         made(context_dim=24)
+    with pytest.raises(ValueError, match="cross_layers=2: a text is embedded before the layers that look at the image"):
+        made(cross_layers=2)
 
 
 def test_exact_matches():
@@ -244,7 +246,7 @@ def test_some_captions_are_shown(tmp_path, capsys):
 def test_where_words_look_is_drawn(tmp_path):
     """A picture for each layer that looks at the image, at each validation; the training is as without."""
     draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
-    few = ["--trainer.max_steps=2", "--trainer.val_check_interval=1", "--model.cross_layers=2"]
+    few = ["--trainer.max_steps=2", "--trainer.val_check_interval=1", "--model.contrastive=null"]
     run("fit", *small(tmp_path / "a"), *few, draws)
     run("fit", *small(tmp_path / "b"), *few)
     (events,) = (tmp_path / "a/t/version_0").rglob("events.out.tfevents.*")
@@ -258,7 +260,7 @@ def test_where_words_look_is_drawn(tmp_path):
 
 def test_words_look_where_the_layer_does():
     """Rows are the words that are told, in order, with what ends them; columns the heads, before and after."""
-    model, tokenizer = made(cross_layers=2), scene_tokenizer()
+    model, tokenizer = made(embed_dim=None, cross_layers=2), scene_tokenizer()
     image, caption = torch.zeros(3, 32, 32, dtype=torch.uint8), "a large three above a small seven"
     encoded = CaptionEncoder(tokenizer, 16)(caption)
     figures = draw_words(model, image, torch.randn(3, 32, 32), encoded, tokenizer)
@@ -278,6 +280,32 @@ def test_words_look_where_the_layer_does():
         assert sums[:3] == pytest.approx([1.0] * 3) and all(abs(value - 1) > 1e-3 for value in sums[3:])
     plain = draw_words(made(cross_compose=False), image, torch.randn(3, 32, 32), encoded, tokenizer)
     assert [axes.get_xlabel() for axes in plain["text.blocks.1.cross"].axes].count("head") == 1
+
+
+def test_captions_of_images_that_cannot_be_read_are_left_out(tmp_path, capsys):
+    captions = ["two small sixes", "two large ones", "two small sevens"]
+    samples = [{"__key__": str(i), "png": image_bytes(i), "txt": caption} for i, caption in enumerate(captions)]
+    samples[1]["png"] = b"?"
+    spec = f"shards:{write_shard(tmp_path / 'a.tar', samples)}"
+    run("fit", *small(tmp_path), "--trainer.max_steps=1", EXACT[0], f"--trainer.callbacks.data={spec}")
+    printed = capsys.readouterr().out
+    assert printed.count("ExactCaptions leaves out an image") == 1 and printed.count("(is: ") == 2
+
+
+def test_embeddings_are_as_long_under_autocast():
+    """Half precision would make cosines coarse."""
+    model, images = made(), torch.randn(3, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        embedded = model.embed_images(model.see(images))
+    assert embedded.dtype == torch.float32
+    torch.testing.assert_close(embedded.norm(dim=1), torch.ones(3), rtol=1e-6, atol=1e-6)
+
+
+def test_templates_hold_what_they_hold(tmp_path):
+    (tmp_path / "dog").mkdir()
+    (tmp_path / "dog/0.png").write_bytes(image_bytes())
+    source = open_captions(f"classes:folder:{tmp_path}", True, templates=["a {} of {0}"])
+    assert source.read(0)[1] == ["a dog of {0}"]
 
 
 def test_mistakes_of_the_callbacks(tmp_path, capsys):

@@ -8,7 +8,7 @@ from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from tests.dcvision.commands import run as run_vision
 from tests.faults.drill import mistake
 
-from .commands import run, small
+from .commands import other_words, run, small
 
 STILL = ("--model.lr=0", "--trainer.max_steps=1")
 PLAIN = ("--model.model=mhavit_small_patch4_32", "--model.cross_compose=false")
@@ -54,6 +54,33 @@ def test_towers_of_their_own(tmp_path):
     assert "model.text.blocks.1.cross.q.weight" in now.keys() - expected.keys()
 
 
+def test_one_tower_of_a_pair(tmp_path):
+    run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
+    before = weights(tmp_path / "a")
+    for tower, other in (("image", "text"), ("text", "image")):
+        source = f"--init={tower}={tmp_path / 'a/t/version_0'}"
+        run("fit", *small(tmp_path / tower), *STILL, "--seed_everything=5", source)
+        now = weights(tmp_path / tower)
+        kept = {name for name, weight in before.items() if torch.equal(now[name], weight) and weight.std() > 0}
+        assert {name for name in before if name.startswith(f"model.{tower}.")} - kept <= {
+            name for name, weight in before.items() if not weight.std() > 0
+        }
+        assert not any(name.startswith(f"model.{other}.") for name in kept)
+
+
+def test_a_text_tower_has_the_tokenizer_of_its_words(tmp_path, capsys):
+    """Of another with as many tokens each row of the embeddings would mean another word."""
+    run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
+    run("export", f"--checkpoint={tmp_path / 'a/t/version_0'}", f"--out={tmp_path / 'exported'}")
+    other = f"--data.tokenizer={other_words(tmp_path / 'other.json')}"
+    for source in ("a/t/version_0", "exported", "text=a/t/version_0", "text=exported/text"):
+        tower, _, path = source.rpartition("=")
+        named = f"--init={tower}{'=' if tower else ''}{tmp_path / path}"
+        said = mistake(capsys, run, "fit", *small(tmp_path / "b"), *STILL, other, named)
+        assert "was trained with another tokenizer" in said
+    run("fit", *small(tmp_path / "b"), *STILL, other, f"--init=image={tmp_path / 'a/t/version_0'}")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -62,6 +89,7 @@ def test_towers_of_their_own(tmp_path):
         ("text=none", "none does not exist"),
         ("image=a,image=b", "accepted: a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"),
         ("text=a,b", "each once"),
+        ("image=", "each once"),
     ],
 )
 def test_mistakes(tmp_path, capsys, source, message):

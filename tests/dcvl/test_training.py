@@ -1,17 +1,20 @@
 """Training of both towers: one process or several, stopped and resumed."""
 
+import itertools
 import json
 
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
-from tests.dctrain.commands import record
+from dcvl import CaptionDataModule
+from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import losses, read
 from tests.faults.drill import mistake
 
-from .commands import run, small, spawn
+from .commands import captioned_shard, other_words, run, small, spawn
 
 EXACT = "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"
 
@@ -63,6 +66,88 @@ def test_a_resumed_run_is_one_never_interrupted(tmp_path):
     assert all(torch.equal(got[key], value) for key, value in expected.items())
 
 
+def test_captions_that_are_cut_are_counted_and_a_tokenizer_stays(tmp_path, capsys):
+    run("fit", *small(tmp_path), "--trainer.max_steps=2", "--data.context_length=9")
+    printed = capsys.readouterr().out
+    assert printed.count("captions are longer than data.context_length=9 and lose their end") == 1
+    (events,) = (tmp_path / "t/version_0").rglob("events.out.tfevents.*")
+    cut = EventAccumulator(str(events)).Reload().Scalars("train/cut_captions")
+    whole = CaptionDataModule(batch_size=4, val_samples=6)
+    whole.setup("fit")
+    batches = itertools.islice(whole.train_dataloader(), 2)
+    long = list(itertools.accumulate(int((batch.texts.ends > 8).sum()) for batch in batches))
+    assert [scalar.value for scalar in cut] == long and 0 < long[1] < 8
+    resumed = [*small(tmp_path), f"--resume={tmp_path / 't/version_0'}", "--data.context_length=9"]
+    other = f"--data.tokenizer={other_words(tmp_path / 'other.json')}"
+    assert "trained with another data.tokenizer" in mistake(capsys, run, "fit", *resumed, other)
+    run("fit", *resumed, "--trainer.max_steps=4")
+    events = sorted((tmp_path / "t/version_0").rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
+    assert EventAccumulator(str(events[-1])).Reload().Scalars("train/cut_captions")[0].value >= long[1]
+
+
+def test_captions_that_an_evaluation_cuts_do_not_count(tmp_path, capsys):
+    spec = f"shards:{captioned_shard(tmp_path / 'long.tar', ['a long caption'] * 4)}"
+    data = ["--data.train=scenes", f"--data.val={spec}", "--data.tokenizer=bytes", "--data.val_samples=null"]
+    scenes = f"shards:{captioned_shard(tmp_path / 'short.tar', ['short'] * 4)}"
+    run("fit", *small(tmp_path), "--trainer.max_steps=2", *data, f"--data.train={scenes}", "--data.context_length=9")
+    (events,) = (tmp_path / "t/version_0").rglob("events.out.tfevents.*")
+    cut = EventAccumulator(str(events)).Reload().Scalars("train/cut_captions")
+    assert [scalar.value for scalar in cut] == [0, 0]
+    assert "captions are longer than data.context_length=9" in capsys.readouterr().out
+
+
+def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
+    """Their tensors have the same shapes."""
+    plain = ["--model.model=mhavit_small_patch4_32", "--model.text_model=transformer_pp_debug"]
+    run("fit", *small(tmp_path), *plain, "--trainer.max_steps=1", "--model.cross_compose=false")
+    asked = [argument for argument in small(tmp_path) if not argument.startswith(("--trainer.max", "--trainer.grad"))]
+    asked = ["validate", *asked, *plain, "--model.cross_compose=false", f"--checkpoint={tmp_path / 't/version_0'}"]
+    run(*asked)
+    image = "--model.model_kwargs.num_heads=2"
+    assert "the checkpoint has 4 heads in blocks.0.attn; the model has 2" in mistake(capsys, run, *asked, image)
+    text = "--model.text_overrides.num_heads=2"
+    assert "another text tower: num_heads=4, here 2" in mistake(capsys, run, *asked, text)
+    assert "batch_size=1 on one rank" in mistake(capsys, run, *asked, "--data.batch_size=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("losses", ["--model.caption_weight=0", "--model.contrastive=null"])
+def test_two_ranks_with_one_loss_and_nothing_to_evaluate_on_one_of_them(tmp_path, losses):
+    """Data-parallel training waits for every gradient; metrics are brought together by all ranks."""
+    run("fit", *small(tmp_path / "one"), losses, "--data.val_samples=1", "--trainer.max_steps=1", EXACT)
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2", "--trainer.max_steps=1", EXACT]
+    finished = spawn("fit", *small(tmp_path / "two"), losses, "--data.val_samples=1", *two)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    one, two = validated(tmp_path / "one"), validated(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for curve in {"caption_loss", "image_to_text"} & one.keys():
+        assert two[curve] == pytest.approx(one[curve], rel=1e-6)
+
+
+def test_a_tower_whose_pooled_output_is_wider_than_its_patches(tmp_path):
+    """MobileNetV3's head widens what it has pooled."""
+    tower = ["--model.model=mobilenetv3_small_050", "--model.model_kwargs={}", "--trainer.max_steps=1"]
+    run("fit", *small(tmp_path), *tower)
+    shapes = {name: list(weight.shape) for name, weight in weights(tmp_path / "t/version_0").items()}
+    assert shapes["model.image_proj.weight"] == [16, 1024] and shapes["model.text.blocks.1.cross.kv.weight"][1] == 288
+
+
+@pytest.mark.slow
+def test_models_are_compared(tmp_path):
+    """Composed everywhere and nowhere, and with hidden images, by the experiment of the scenes."""
+    tiny = ["--trainer.accelerator=cpu", "--data.val_samples=8", "--data.batch_size=8"]
+    experiment = yaml.safe_load((ROOT / "configs/experiments/scenes.yaml").read_text())
+    kept = {name: experiment["models"][name] for name in ("plain", "all", "all, images hidden")}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(experiment | {"models": kept, "seeds": [0]}))
+    asked = [f"--experiment={tmp_path / 'a.yaml'}", f"--out={tmp_path / 'out'}"]
+    finished = spawn("compare", *asked, "--", *tiny, "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    runs = json.loads((tmp_path / "out/results.json").read_text())["runs"]
+    assert len(runs) == 3 and all(len(run["curves"]["unseen/exact_match"]) == 1 for run in runs.values())
+    parameters = {key: run["parameters"] for key, run in runs.items()}
+    assert parameters["all | seed 0"] == parameters["all, images hidden | seed 0"] > parameters["plain | seed 0"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "layers", "curves"),
     [
@@ -88,6 +173,11 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
         (["--model.contrastive=null", "--model.caption_weight=0"], "leave no loss"),
         (["--model.contrastive_weight=0"], "contrastive_weight=0 trains nothing of what is contrasted"),
         (["--model.cross_layers=0"], "cross_layers=0 with caption_weight=1.0"),
+        (["--model.cross_layers=2"], "cross_layers=2: a text is embedded before the layers that look at the image"),
+        (["--model.text_overrides.num_layers=1"], "num_layers=1; both losses take two"),
+        (["--data.horizontal_flip=true"], "horizontal_flip=True, min_crop_area=1.0: scenes would not be what their"),
+        (["--data.min_crop_area=0.5"], "min_crop_area=0.5: scenes would not be what their captions say"),
+        (["--model.model=dla34", "--model.model_kwargs={}", "--model.recompute=block"], "model.recompute='block': DLA"),
         (["--model.cross_layers=3"], "cross_layers=3 must be from 0 to num_layers=2"),
         (["--model.text_overrides.context_dim=8"], "text_overrides must not hold ['context_dim']"),
         (["--model.text_overrides.is_causal=false"], "text_overrides.is_causal=false"),

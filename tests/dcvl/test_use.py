@@ -148,6 +148,11 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
         (["caption", "--images=bad.png"], "the picture bad.png cannot be read"),
         (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
         (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
+        (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; accepted: a file whose name ends in .npy"),
+        (["look", "--image=bad.png", "--out=o", f"--text={' '.join(['small'] * 20)}"], "longer than the 16 tokens"),
+        (["look", "--image=bad.png", "--out=o", "--text=a small dog"], "holds what the tokenizer has no token for"),
+        (["classify", "--images=digits", "--classes=ten.txt"], "'a photo of a a' holds what the tokenizer has no"),
+        (["classify", "--images=digits", "--classes=gap.txt"], "classes=gap.txt holds an empty line"),
         (["retrieve", "--images=bad.png"], "text and texts: accepted: one of the two"),
         (["retrieve", "--images=bad.png", "--texts=none.txt"], "texts=none.txt cannot be read"),
         (["classify", "--images=digits"], "images=digits does not name its classes"),
@@ -158,6 +163,8 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
 def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.txt").write_text("a\nb\n")
+    (tmp_path / "ten.txt").write_text("a\n" * 10)
+    (tmp_path / "gap.txt").write_text("a\n\nb\n")
     if "bad.png" in arguments[1]:
         (tmp_path / "bad.png").write_bytes(b"?")
     name, *rest = arguments
