@@ -15,7 +15,7 @@ from .results import Results
 from .scaling import Point, fit_scaling, plot_scaling, scaling_table
 from .statistics import Difference, paired_difference, spread
 
-PERCENT = ("top1", "top5", "accuracy")  # what metrics are called that are told in percent
+PERCENT = ("top1", "top5", "accuracy", "exact_match", "to_text", "to_image")  # what is told in percent
 MOST_POINTS = 1000  # of a curve in curves.csv
 LOSS = "val/loss"  # that scaling laws are of
 

@@ -147,7 +147,8 @@ def _read(folder: Path, metrics: Sequence[str]) -> dict:
     if missing:
         logged = ", ".join(tag for tag in tags if tag.startswith("val/")) or "no validation"
         return {"error": f"{missing[0]} was not logged, but {logged} (see {folder})"}
-    curves = {tag: _curve(log, tag) for tag in tags if tag == TRAIN_LOSS or tag.startswith("val/")}
+    kept = {TRAIN_LOSS, *metrics}
+    curves = {tag: _curve(log, tag) for tag in tags if tag in kept or tag.startswith("val/")}
     speeds = [event.value for tag in tags if tag.endswith(PER_SECOND) for event in log.Scalars(tag)]
     return {
         "environment": read_environments(folder / "environment.json"),
