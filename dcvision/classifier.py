@@ -172,12 +172,13 @@ class ImageClassifier(TrainingModule):
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
         """Compare a checkpoint with this module: its tensors, and the number of heads, which no tensor tells."""
         super().check_architecture(theirs, trained)
-        named = {name: trained.get(name) for name in ("model", "model_kwargs")}
-        if any(named[name] != self.hparams.get(name) for name in named) and timm.is_model(named["model"] or ""):
-            kwargs = {name: value for name, value in (named["model_kwargs"] or {}).items() if name != "pretrained"}
-            with torch.device("meta"):
-                network = build_model(named["model"], trained["num_classes"], trained["image_size"], kwargs)
-            compare_heads("the checkpoint", network, self.model)
+        name, theirs, ours = trained.get("model"), trained.get("model_kwargs") or {}, self.hparams.model_kwargs or {}
+        if (name, theirs) == (self.hparams.get("model"), ours) or not isinstance(name, str) or not timm.is_model(name):
+            return
+        kwargs = {name: value for name, value in theirs.items() if name != "pretrained"}
+        with torch.device("meta"):
+            network = build_model(name, trained["num_classes"], trained["image_size"], kwargs)
+        compare_heads("the checkpoint", network, self.model)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read the weights of a run, of an exported folder, or timm's own."""

@@ -55,6 +55,14 @@ def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
     assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "new").items())
 
 
+def test_a_checkpoint_with_other_heads_is_refused(plain, capsys):
+    """Its tensors have the same shapes."""
+    asked = ["validate", f"--config={plain / 'config.yaml'}", f"--checkpoint={plain}"]
+    run(*asked)
+    said = mistake(capsys, run, *asked, "--model.overrides.num_heads=2")
+    assert "the checkpoint was trained with another model: num_heads=4, here 2" in said
+
+
 @pytest.mark.slow
 def test_shards_start_from_the_same_weights(corpus, plain, tmp_path):
     two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]

@@ -50,6 +50,14 @@ def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
             torch.testing.assert_close(weight, now[name.replace("ema.module.", "model.")])
 
 
+def test_a_checkpoint_with_other_heads_is_refused(trained, capsys):
+    """Its tensors have the same shapes."""
+    asked = ["validate", f"--config={trained / 'config.yaml'}", f"--checkpoint={trained}"]
+    run(*asked)
+    said = mistake(capsys, run, *asked, "--model.model_kwargs.num_heads=2")
+    assert "the checkpoint has 4 heads in blocks.0.attn; the model has 2" in said
+
+
 def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
     run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'exported'}")
     other = ["--model.model=mhavit_digits_patch2_8", "--data.image_size=12", "--data.num_classes=12"]
