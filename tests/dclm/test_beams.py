@@ -32,10 +32,15 @@ def every_continuation(stops: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(cut))
 
 
-def log_probability(decoder: dclm.Decoder, prompt: torch.Tensor, tokens: tuple[int, ...], context) -> float:
-    ids = torch.cat([prompt, torch.tensor(tokens)])
-    logs = decoder(ids[None], context=context)[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    return float(logs.gather(1, ids[len(prompt) :, None]).sum())
+def log_probabilities(decoder: dclm.Decoder, prompt: torch.Tensor, rows: list[tuple[int, ...]], context) -> list[float]:
+    """Of each row of tokens after the prompt; all at once, padded."""
+    lengths = torch.tensor([len(tokens) for tokens in rows])
+    ids = torch.tensor([[*prompt.tolist(), *tokens, *[0] * (LONGEST - len(tokens))] for tokens in rows])
+    if context is not None:
+        context = Context(context.tokens.expand(len(rows), -1, -1))
+    logs = decoder(ids, context=context).log_softmax(-1)[:, len(prompt) - 1 : -1]
+    found = logs.gather(2, ids[:, len(prompt) :, None])[..., 0]
+    return found.masked_fill(torch.arange(LONGEST) >= lengths[:, None], 0.0).sum(1).tolist()
 
 
 @torch.no_grad()
@@ -46,10 +51,9 @@ def test_many_beams_find_the_best_of_all(penalty, stops):
     found = dclm.beam_search(decoder, ids, LONGEST, V**3, length_penalty=penalty, stop_tokens=stops, context=context)
     for row, (prompt, got) in enumerate(zip(ids, found, strict=True)):
         own = Context(context.tokens[row : row + 1])
-        scores = {
-            tokens: log_probability(decoder, prompt, tokens, own) / len(tokens) ** penalty
-            for tokens in every_continuation(stops)
-        }
+        every = every_continuation(stops)
+        logs = log_probabilities(decoder, prompt, every, own)
+        scores = {tokens: value / len(tokens) ** penalty for tokens, value in zip(every, logs, strict=True)}
         assert tuple(got[len(prompt) :].tolist()) == max(scores, key=scores.get)
 
 
@@ -59,7 +63,7 @@ def test_it_is_never_worse_than_greedy():
 
     def scores(found):
         new = [tuple(row[ids.shape[1] :].tolist()) for row in found]
-        return torch.tensor([log_probability(decoder, prompt, row, None) for prompt, row in zip(ids, new, strict=True)])
+        return torch.tensor([log_probabilities(decoder, p, [row], None)[0] for p, row in zip(ids, new, strict=True)])
 
     greedy = scores(dclm.generate(decoder, list(ids), LONGEST, stop_tokens=(4,)))
     one, four = (

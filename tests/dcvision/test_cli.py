@@ -162,7 +162,7 @@ def test_limited_epochs_are_all_trained(shards, tmp_path, limit):
         assert len(set(names)) == 24
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_training_keeps_clean_keys(shards, tmp_path):
     extra = [
         "--model.compile=true",

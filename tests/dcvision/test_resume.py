@@ -121,7 +121,7 @@ def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signal
         assert read(tmp_path / "parts", rank) == read(tmp_path / "whole", rank)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
     stopped = spawn("fit", *small(shards, tmp_path), *two, *record(tmp_path / "a", signum=int(signal.SIGTERM), at=25))

@@ -34,7 +34,7 @@ def validated(folder) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
-        ("ddp", "sigmoid"),
+        pytest.param("ddp", "sigmoid", marks=pytest.mark.slow),
         pytest.param("fsdp2", "softmax", marks=pytest.mark.slow),
     ],
 )
@@ -110,8 +110,13 @@ def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
     assert "batch_size=1 on one rank" in mistake(capsys, run, *asked, "--data.batch_size=1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("losses", ["--model.caption_weight=0", "--model.contrastive=null"])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param("--model.caption_weight=0", marks=pytest.mark.slow),
+        pytest.param("--model.contrastive=null", marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_with_one_loss_and_nothing_to_evaluate_on_one_of_them(tmp_path, losses):
     """Data-parallel training waits for every gradient; metrics are brought together by all ranks."""
     run("fit", *small(tmp_path / "one"), losses, "--data.val_samples=1", "--trainer.max_steps=1", EXACT)
