@@ -286,8 +286,8 @@ class VisionLanguageModel(TrainingModule):
         with torch.device("meta"):
             image = _image_tower(trained["model"], trained["image_size"], without_weights(trained["model_kwargs"]))
         compare_heads("the checkpoint", image, self.model.image)
-        names = ("text_model", "vocab_size", "context_length", "text_overrides")
-        text = build_config(*(trained[name] for name in names[:3]), trained["text_overrides"] or {})
+        named = [trained[name] for name in ("text_model", "vocab_size", "context_length")]
+        text = build_config(*named, trained["text_overrides"] or {})
         own = ("context_dim", "cross_layers", "cross_compose")
         ours = replace(self.model.text.config, **{name: getattr(text, name) for name in own})
         others = differing_fields(text, ours)
