@@ -112,10 +112,10 @@ class LanguageModel(TrainingModule):
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
         """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
         super().check_architecture(theirs, trained)
-        names = ("model", "vocab_size", "context_length")
-        others = differing_fields(
-            build_config(*(trained[name] for name in names), trained["overrides"] or {}), self.config
-        )
+        if "overrides" not in trained:  # saved by a subclass with arguments of its own
+            return
+        named = [trained[name] for name in ("model", "vocab_size", "context_length")]
+        others = differing_fields(build_config(*named, trained["overrides"] or {}), self.config)
         if others:
             said = ", ".join(f"{name}={before!r}, here {now!r}" for name, (before, now) in others.items())
             raise UserError(f"the checkpoint was trained with another model: {said} (model.model, model.overrides).")
