@@ -62,6 +62,11 @@ def build_model(
         return model if swap is None else swap_attention(model, **swap)
 
 
+def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Leave out that a model of timm brings weights of its own."""
+    return {name: value for name, value in (model_kwargs or {}).items() if name != "pretrained"}
+
+
 class ImageClassifier(TrainingModule):
     """Trains a timm classifier on uint8 images, of `ImageDataModule` or of any loader of (images, labels).
 
@@ -175,9 +180,8 @@ class ImageClassifier(TrainingModule):
         name, theirs, ours = trained.get("model"), trained.get("model_kwargs") or {}, self.hparams.model_kwargs or {}
         if (name, theirs) == (self.hparams.get("model"), ours) or not isinstance(name, str) or not timm.is_model(name):
             return
-        kwargs = {name: value for name, value in theirs.items() if name != "pretrained"}
         with torch.device("meta"):
-            network = build_model(name, trained["num_classes"], trained["image_size"], kwargs)
+            network = build_model(name, trained["num_classes"], trained["image_size"], without_weights(theirs))
         compare_heads("the checkpoint", network, self.model)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:

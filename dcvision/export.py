@@ -9,7 +9,7 @@ from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole
 
-from .classifier import build_model
+from .classifier import build_model, without_weights
 
 
 def export(checkpoint: str, out: str, raw: bool = False) -> Path:
@@ -51,7 +51,7 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int, li
         raise UserError(f"{path} is no checkpoint of dcvision: it holds no image model.")
     if "model" not in hp:
         raise UserError(f"{path} does not name its model: a module was trained; build it and load the weights into it.")
-    kwargs = {name: value for name, value in (hp["model_kwargs"] or {}).items() if name != "pretrained"}
+    kwargs = without_weights(hp["model_kwargs"])
     model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
     averaged = hp["ema_decay"] is not None and not raw
     prefix = "ema.module." if averaged else "model."

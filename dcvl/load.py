@@ -17,6 +17,7 @@ from dclm.data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_fro
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole, write_json
+from dcvision.classifier import without_weights
 from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
 from dcvision.pretrained import load_pretrained
@@ -24,7 +25,7 @@ from dcvision.pretrained import load_pretrained
 from .data.captions import TEMPLATE
 from .data.samples import CaptionEncoder
 from .network import ImageText
-from .vision_language_model import VisionLanguageModel, without_weights
+from .vision_language_model import VisionLanguageModel
 
 FORMAT = "dcvl-1"
 IMAGE, TEXT, CONFIG, JOINT = "image", "text", "config.json", "joint.safetensors"

@@ -19,7 +19,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.weighted_mean import WeightedMean
-from dcvision.classifier import build_model
+from dcvision.classifier import build_model, without_weights
 from dcvision.heads import compare_heads
 
 from .contrastive import Contrastive, Pairs, contrastive_loss
@@ -294,11 +294,6 @@ class VisionLanguageModel(TrainingModule):
         if others:
             said = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
             raise UserError(f"the checkpoint has another text tower: {said} (model.text_model, model.text_overrides).")
-
-
-def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Leave out that a model of timm brings weights of its own."""
-    return {name: value for name, value in (model_kwargs or {}).items() if name != "pretrained"}
 
 
 def _image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn.Module:
