@@ -39,6 +39,22 @@ class Measurement:
         return statistics.median(a / b for a, b in zip(self.seconds, base.seconds, strict=True))
 
 
+def training_step(
+    model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor], device: str, dtype: torch.dtype
+) -> Step:
+    """Make a training step: a loss under autocast, backward, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            loss = compute_loss()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def measure(makers: dict[str, tuple], repeats: int, device: torch.device) -> dict[str, Measurement]:
     """Time steps in turn, over and over, so that a noisy machine disturbs all alike.
 

@@ -11,7 +11,7 @@ from typing import get_args
 
 import timm
 import torch
-from measure import measure, save, show
+from measure import measure, save, show, training_step
 
 import dcvision  # noqa: F401  registers the models
 from dctrain.environment import environment
@@ -30,16 +30,7 @@ def make_step(
     size = model.pretrained_cfg["input_size"][-1]
     images = torch.randn(batch_size, 3, size, size, device=device)
     labels = torch.randint(model.num_classes, (batch_size,), device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-            loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return training_step(model, lambda: torch.nn.functional.cross_entropy(model(images).float(), labels), device, dtype)
 
 
 def main() -> None:

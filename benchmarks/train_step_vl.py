@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 
 import torch
-from measure import measure, save, show
+from measure import measure, save, show, training_step
 
 from dctrain.environment import environment
 from dcvl import VisionLanguageModel
@@ -41,19 +41,13 @@ def make_step(options: argparse.Namespace, is_composed: bool) -> Callable[[], No
     ids = torch.randint(options.vocab_size, (rows, options.tokens), device=options.device)
     owners = torch.arange(rows, device=options.device)
     texts = Texts(ids, ids.roll(-1, 1), torch.full_like(owners, options.tokens - 1), owners)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    dtype = getattr(torch, options.dtype)
 
-    def step() -> None:
-        with torch.autocast(options.device, dtype, enabled=dtype != torch.float32):
-            outputs = model(images, texts)
-            pairs = Pairs(outputs.images, outputs.texts, ids, torch.ones_like(owners, dtype=torch.bool))
-            loss = contrastive_loss("sigmoid", pairs, outputs.scale, outputs.bias) + outputs.caption_loss / ids.numel()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def compute_loss() -> torch.Tensor:
+        outputs = model(images, texts)
+        pairs = Pairs(outputs.images, outputs.texts, ids, torch.ones_like(owners, dtype=torch.bool))
+        return contrastive_loss("sigmoid", pairs, outputs.scale, outputs.bias) + outputs.caption_loss / ids.numel()
 
-    return step
+    return training_step(model, compute_loss, options.device, getattr(torch, options.dtype))
 
 
 def main() -> None:
