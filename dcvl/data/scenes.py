@@ -127,7 +127,7 @@ class Digits:
 
 
 class SceneSource:
-    """Scenes drawn one by one; a source as `dcvl.data.sources` has them.
+    """Scenes drawn one by one; a source as `dcvl.data.captions` has them.
 
     Args:
         split: One of `SPLITS`.

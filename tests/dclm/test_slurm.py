@@ -38,7 +38,7 @@ def test_a_requeued_job_goes_on_where_it_was_stopped(corpus, tmp_path):
     assert [path.name for path in (tmp_path / "parts/t").iterdir()] == ["version_0"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("job")
 def test_the_batch_script_queues_a_job_again_until_it_is_done(corpus, tmp_path):
     """With programs in the place of srun and scontrol."""

@@ -31,7 +31,7 @@ def stop_at(file: Path, at: int) -> list[str]:
     return record(file, signum=int(signal.SIGTERM), at=at)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_that_start_together_get_folders_of_their_own(shards, tmp_path):
     command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--trainer.max_epochs=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -207,7 +207,7 @@ TWO_SHARDS = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_s
         pytest.param(
             seed,
             strategy,
-            marks=pytest.mark.slow if seed == 0 and strategy else pytest.mark.long,
+            marks=pytest.mark.slow if seed == 0 and not strategy else pytest.mark.long,
             id=f"{seed}-{'sharded' if strategy else 'whole'}",
         )
         for seed in range(8)
