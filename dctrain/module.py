@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from dcmha import ComposedLayer
+from dcmha.weights import ComposeProjection
 
 from .errors import Diverged, UserError, told_as
 from .flops import forward_flops
@@ -281,14 +282,15 @@ class TrainingModule(L.LightningModule):
         return trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
 
     def _parameter_groups(self) -> list[dict]:
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        gates = {id(m.gate) for m in self.model.modules() if isinstance(m, ComposeProjection)}
 
-        def decays(name: str, p: nn.Parameter) -> bool:
-            return self.hparams.decay_all or (p.ndim > 1 and not name.endswith("compose.gate"))
+        def decays(p: nn.Parameter) -> bool:
+            return self.hparams.decay_all or (p.ndim > 1 and id(p) not in gates)
 
         groups = [
-            {"params": [p for n, p in named if decays(n, p)], "weight_decay": self.hparams.weight_decay},
-            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+            {"params": [p for p in trained if decays(p)], "weight_decay": self.hparams.weight_decay},
+            {"params": [p for p in trained if not decays(p)], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 

@@ -18,7 +18,7 @@ from .contrastive import Contrastive
 
 SCALES = {"sigmoid": 10.0, "softmax": 1 / 0.07}  # that multiply cosines at first: SigLIP's and CLIP's
 SIGMOID_BIAS = -10.0
-MAX_SOFTMAX_SCALE = 100.0  # as CLIP has it
+MAX_SOFTMAX_SCALE = 100.0  # CLIP's; SigLIP's has no limit
 UNPOOLED = ("attn_pool", "fc_norm", "head")  # of timm's models: what only their pooled output takes
 
 
@@ -168,12 +168,13 @@ class ImageText(nn.Module):
             return Outputs(None, None, None, None, caption_loss)
         bias = None if self.bias is None else self.bias.clone()  # what FSDP2 gathers is gone after this call
         embedded = (self.embed_images(seen), self.embed_texts(before, texts.ends))
-        return Outputs(*embedded, self._scale(), bias, caption_loss)
+        return Outputs(*embedded, self.log_scale.exp(), bias, caption_loss)
 
-    def _scale(self) -> Tensor:
-        """What multiplies cosines; CLIP's has a limit, SigLIP's none."""
-        scale = self.log_scale.exp()
-        return scale.clamp(max=MAX_SOFTMAX_SCALE) if self.bias is None else scale
+    @torch.no_grad()
+    def limit_scale(self) -> None:
+        """Take the softmax's scale back to its limit; before each step, so that it can also fall again."""
+        if self.embed_dim is not None and self.bias is None:
+            self.log_scale.clamp_(max=math.log(MAX_SOFTMAX_SCALE))
 
 
 def _of_length_one(x: Tensor) -> Tensor:

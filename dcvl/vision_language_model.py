@@ -200,6 +200,7 @@ class VisionLanguageModel(TrainingModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the weighted sum of the losses of one batch."""
+        self.model.limit_scale()
         outputs = self.model(self.normalise(batch.images), batch.texts)
         losses = self._losses(outputs, batch)
         for name, loss in losses.items():
