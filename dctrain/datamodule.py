@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from .errors import UserError
-from .order import ORDER, EvalBatches, Position, Progress, TrainBatches
+from .order import ORDER, EvalBatches, Permutation, Position, Progress, TrainBatches
 from .strategy import data_rank
 
 
@@ -90,9 +90,9 @@ class ResumableDataModule(L.LightningDataModule):
             shard_sizes, self.batch_size, self.rank, self.world_size, self.seed, self.progress, self.num_trained
         )
 
-    def eval_batches(self, num_samples: int) -> EvalBatches:
-        """Make the sampler of evaluation batches."""
-        return EvalBatches(num_samples, self.batch_size, self.rank, self.world_size)
+    def eval_batches(self, num_samples: int, mixed: Permutation | None = None) -> EvalBatches:
+        """Make the sampler of evaluation batches, of the set in its own order or a mixed one."""
+        return EvalBatches(num_samples, self.batch_size, self.rank, self.world_size, mixed)
 
     def make_loader(self, samples: Dataset, batches, collate) -> DataLoader:
         """Make a loader whose workers leave signals and random numbers to the main process."""

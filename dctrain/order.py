@@ -181,18 +181,21 @@ class TrainBatches(Sampler[list[SampleRef]]):
 
 
 class EvalBatches(Sampler[list[SampleRef]]):
-    """One rank's share of all samples, in order. Ranks get equally many; the surplus ones are marked as padding.
+    """One rank's share of samples, in order. Ranks get equally many; the surplus ones are marked as padding.
 
     Args:
-        num_samples: Samples of the set.
+        num_samples: How many samples.
         batch_size: Samples of this rank in a step.
         rank: This process.
         world_size: Number of processes.
+        mixed: Puts the set into another order, of which the first samples are taken; None leaves its own.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, num_samples: int, batch_size: int, rank: int, world_size: int, mixed: Permutation | None = None
+    ) -> None:
         share = -(-num_samples // world_size)
-        self.num_samples, self.batch_size = num_samples, batch_size
+        self.num_samples, self.batch_size, self.mixed = num_samples, batch_size, mixed
         self.mine = range(rank, share * world_size, world_size)
 
     def __len__(self) -> int:
@@ -201,4 +204,7 @@ class EvalBatches(Sampler[list[SampleRef]]):
     def __iter__(self) -> Iterator[list[SampleRef]]:
         last = self.num_samples - 1
         for start in range(0, len(self.mine), self.batch_size):
-            yield [SampleRef(min(i, last), 0, i > last) for i in self.mine[start : start + self.batch_size]]
+            places = np.array(self.mine[start : start + self.batch_size])
+            indices = np.minimum(places, last)
+            indices = indices if self.mixed is None else self.mixed(indices)
+            yield [SampleRef(int(i), 0, bool(place > last)) for i, place in zip(indices, places, strict=True)]

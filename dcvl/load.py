@@ -23,6 +23,7 @@ from dcvision.evaluation.networks import as_in_training
 from dcvision.pretrained import load_pretrained
 
 from .data.captions import TEMPLATE
+from .data.datamodule import black
 from .data.samples import CaptionEncoder
 from .network import ImageText
 from .vision_language_model import VisionLanguageModel
@@ -104,7 +105,8 @@ def export(checkpoint: str, out: str) -> None:
 
 
 def _pair(model: ImageText, tokenizer: Tokenizer, facts: dict) -> LoadedPair:
-    transform = eval_transform(facts["image_size"], facts["crop_fraction"])
+    size = facts["image_size"]
+    transform = partial(black, size) if facts["hide_images"] else eval_transform(size, facts["crop_fraction"])
     prepare = partial(as_in_training, transform, facts["mean"], facts["std"])
     return LoadedPair(model.eval(), CaptionEncoder(tokenizer, facts["context_length"]), prepare, facts)
 
@@ -121,13 +123,15 @@ def _of_run(checkpoint: str) -> LoadedPair:
     weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
     with told_as(f"{path} does not hold the weights of the model it names"):
         module.model.load_state_dict(weights)
+    settings = content.get("datamodule_hyper_parameters", {})
     facts = {
         "image_size": hp["image_size"],
         "context_length": hp["context_length"],
         "embed_dim": module.model.embed_dim,
         "contrastive": hp["contrastive"],
-        "templates": list(content.get("datamodule_hyper_parameters", {}).get("templates", [TEMPLATE])),
-        "crop_fraction": content.get("datamodule_hyper_parameters", {}).get("crop_fraction", 1.0),
+        "templates": list(settings.get("templates", [TEMPLATE])),
+        "crop_fraction": settings.get("crop_fraction", 1.0),
+        "hide_images": settings.get("hide_images", False),
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
         **{name: (getattr(module, name).flatten() / 255).tolist() for name in ("mean", "std")},
     }

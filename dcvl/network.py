@@ -19,7 +19,6 @@ from .contrastive import Contrastive
 SCALES = {"sigmoid": 10.0, "softmax": 1 / 0.07}  # that multiply cosines at first: SigLIP's and CLIP's
 SIGMOID_BIAS = -10.0
 MAX_SOFTMAX_SCALE = 100.0  # CLIP's; SigLIP's has no limit
-UNPOOLED = ("attn_pool", "fc_norm", "head")  # of timm's models: what only their pooled output takes
 
 
 class Seen(NamedTuple):
@@ -93,7 +92,9 @@ class ImageText(nn.Module):
                 f"context_dim={width} of the text tower; the image tower's patches have {image.num_features}."
             )
         self.image, self.text, self.embed_dim = image, text, embed_dim
-        self._freeze_unused()
+        if not self.is_captioner:
+            for module in (text.norm, text.output):  # data-parallel training waits for every gradient
+                module.requires_grad_(False)
         if embed_dim is None:
             return
         if self.is_captioner and text.config.cross_layers == text.config.num_layers:
@@ -106,14 +107,6 @@ class ImageText(nn.Module):
         self.text_proj = nn.Linear(text.config.dim, embed_dim, bias=False)
         self.log_scale = nn.Parameter(torch.tensor([math.log(SCALES[contrastive])]))
         self.bias = nn.Parameter(torch.tensor([SIGMOID_BIAS])) if contrastive == "sigmoid" else None
-
-    def _freeze_unused(self) -> None:
-        """Train nothing that the losses leave out: data-parallel training waits for every gradient."""
-        unused = [] if self.is_captioner else [self.text.norm, self.text.output]
-        if self.embed_dim is None:
-            unused += [module for name in UNPOOLED if isinstance(module := getattr(self.image, name, None), nn.Module)]
-        for module in unused:
-            module.requires_grad_(False)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -135,7 +128,7 @@ class ImageText(nn.Module):
         """Look at normalised images [B, 3, size, size]."""
         features = self.image.forward_features(images)
         pooled = None if self.embed_dim is None else self.image.forward_head(features, pre_logits=True)
-        return Seen(_as_tokens(features, self.image.num_features), pooled)
+        return Seen(as_tokens(features, self.image.num_features), pooled)
 
     def embed_images(self, seen: Seen) -> Tensor:
         """Embed images [B, E], of length 1."""
@@ -183,7 +176,7 @@ def _of_length_one(x: Tensor) -> Tensor:
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
-def _as_tokens(features: Tensor, width: int) -> Tensor:
+def as_tokens(features: Tensor, width: int) -> Tensor:
     """Put a tower's features, a map or tokens, as tokens [B, S, width].
 
     Raises:

@@ -25,6 +25,7 @@ from dcvision.heads import compare_heads
 from .contrastive import Contrastive, Pairs, contrastive_loss
 from .data import Batch
 from .network import ImageText, Outputs, Texts
+from .pooling import freeze_pooling
 from .retrieval import RetrievalAt1
 
 
@@ -104,6 +105,8 @@ class VisionLanguageModel(TrainingModule):
         text = self._text_tower(image.num_features)
         with told_as():
             self.model = ImageText(image, text, embed_dim if contrastive else None, contrastive or "sigmoid")
+        if contrastive is None:
+            freeze_pooling(image, image_size)
         set_recompute(self.model, recompute)
         cfg = getattr(image, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
         for name in ("mean", "std"):

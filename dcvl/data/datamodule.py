@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from dclm.data.tokenizers import Tokenizer, open_tokenizer
 from dctrain.errors import UserError, told_as
+from dctrain.order import Permutation
 from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
 from dcvision.data.image_data import ImageData
 from dcvision.data.samples import Skipped, make_image
@@ -56,8 +57,8 @@ class CaptionDataModule(ImageData):
         min_crop_area: Smallest part of the image a training crop may cover; 1.0 squashes the whole image to a square
             (an evaluation resizes the smaller side and takes the middle). Not below 1.0 for scenes.
         horizontal_flip: Flip half of the training images; not for scenes, whose captions tell left from right.
-        crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
-        val_samples: Only this many images of the validation set; None for all.
+        crop_fraction: Part of the resized image's side that the central crop of evaluation keeps; 1.0 for scenes.
+        val_samples: Only this many images of the validation set, the same in every run, drawn from all; None for all.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
         max_bad_images: As in `dcvision.ImageDataModule`.
         max_pixels: Images of more count as unreadable, before they are decoded.
@@ -110,8 +111,10 @@ class CaptionDataModule(ImageData):
         self.eval_transform = eval_transform(image_size, crop_fraction)
         if train.partition(":")[0] == NAME and (horizontal_flip or min_crop_area < 1):
             raise UserError(f"{horizontal_flip=}, {min_crop_area=}: scenes would not be what their captions say.")
+        if val.partition(":")[0] == NAME and crop_fraction < 1:
+            raise UserError(f"{crop_fraction=}: scenes would not be what their captions say.")
         if hide_images:
-            self.train_transform = self.eval_transform = partial(_black, image_size)
+            self.train_transform = self.eval_transform = partial(black, image_size)
         self._has_told_of_cuts = False
         if self.num_val_samples is None and val.partition(":")[0] == NAME:
             raise UserError(f"data.val={val} has no end; data.val_samples must say how many count.")
@@ -170,8 +173,11 @@ class CaptionDataModule(ImageData):
         return self.make_loader(self._samples(self.train_source, is_train=True), batches, Collate(self.image_size))
 
     def val_dataloader(self) -> DataLoader:
-        """Make the evaluation loader."""
-        batches = self.eval_batches(self.num_val_samples)
+        """Make the evaluation loader, of one order whatever the run: images of a class lie together in many sets, and a
+        batch of theirs would hold few pairs to tell apart.
+        """
+        size = len(self.val_source)
+        batches = self.eval_batches(self.num_val_samples, None if size == ENDLESS else Permutation(size, [0]))
         return self.make_loader(self._samples(self.val_source, is_train=False), batches, Collate(self.image_size))
 
     test_dataloader = val_dataloader
@@ -209,8 +215,8 @@ class CaptionDataModule(ImageData):
         super().load_state_dict(state_dict if "epoch" in state_dict else {})
 
 
-def _black(size: int, image: Tensor) -> Tensor:
-    """Make a black image, uint8 [3, size, size]."""
+def black(size: int, image: Tensor) -> Tensor:
+    """Make a black image, uint8 [3, size, size], of any other."""
     return torch.zeros(3, size, size, dtype=torch.uint8)
 
 

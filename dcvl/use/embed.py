@@ -17,12 +17,12 @@ from .pictures import embed_pictures, find_pictures
 def embed(
     checkpoint: str, images: Sequence[str], out: str = "embeddings.npy", batch_size: int = 64, device: str = "cpu"
 ) -> None:
-    """Write the embeddings of pictures, of length 1: float32 [N, width], and beside it a text file of their names.
+    """Write the embeddings of pictures, of length 1: float32 [N, width], and beside it, in `OUT.txt`, their names.
 
     Args:
         checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
         images: Picture files, and folders of them.
-        out: File (.npy) to write; the names go to the same with .txt.
+        out: File (.npy) to write.
         batch_size: Pictures embedded together.
         device: Where to run, such as cuda.
     """
@@ -35,6 +35,7 @@ def embed(
     found = embed_pictures(pair, files, batch_size).numpy()
     with written_whole(path) as file:
         np.save(file, found)
-    with written_whole(path.with_suffix(".txt")) as file:
+    names = Path(f"{path}.txt")
+    with written_whole(names) as file:
         file.write("".join(f"{name}\n" for name in files).encode())
-    print(f"{path}: {found.shape[0]} x {found.shape[1]}; names in {path.with_suffix('.txt')}")
+    print(f"{path}: {found.shape[0]} x {found.shape[1]}; names in {names}")

@@ -6,6 +6,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from ..captioning import tell_captions
+from ..data.samples import CaptionEncoder
 from ..drawing import draw_words
 from ..load import load_pair
 from .pictures import batches, check_tells, find_pictures
@@ -26,7 +27,8 @@ def look(checkpoint: str, image: str, out: str, text: str | None = None, device:
         raise UserError(f"image={image} holds {len(files)} pictures; accepted: one.")
     pair = load_pair(checkpoint, device)
     check_tells(pair)
-    if text is not None and pair.encode(text).is_cut:
+    encode = CaptionEncoder(pair.tokenizer, pair.encode.context_length + 1)  # what ends a caption is told, but not read
+    if text is not None and encode(text).is_cut:
         raise UserError(f"text is longer than the {pair.encode.context_length} tokens that the model takes.")
     ((_, normalised),) = batches(pair, files, 1)
     if text is None:
@@ -34,7 +36,7 @@ def look(checkpoint: str, image: str, out: str, text: str | None = None, device:
     mean, std = (torch.tensor(pair.facts[name]).view(3, 1, 1) for name in ("mean", "std"))
     pixels = (255 * (normalised[0].cpu() * std + mean)).round().to(torch.uint8)
     with torch.inference_mode():
-        figures = draw_words(pair.model, pixels, normalised[0], pair.encode(text), pair.tokenizer)
+        figures = draw_words(pair.model, pixels, normalised[0], encode(text), pair.tokenizer)
     folder = make_folder(out)
     print(text)
     for name, figure in figures.items():

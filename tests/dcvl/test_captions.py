@@ -93,8 +93,11 @@ def test_shards_of_captions(tmp_path):
     data = CaptionDataModule(spec, spec, tokenizer="bytes", image_size=8, batch_size=4)
     data.setup("fit")
     (batch,) = data.val_dataloader()
-    assert batch.texts.owners.tolist() == [0, 0, 1, 2, 2, 3] and len(batch.texts.input_ids) == 6
-    assert batch.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3] and batch.counts.all()
+    shown = batch.images[:, 0, 0, 0].tolist()
+    assert sorted(shown) == [0, 1, 2, 3] and batch.counts.all()
+    expected = [(image, caption) for image in shown for caption in source.read(image)[1]]
+    assert [shown[owner] for owner in batch.texts.owners] == [image for image, _ in expected]
+    assert batch.texts.input_ids.tolist() == [data.encode(caption).input_ids.tolist() for _, caption in expected]
     samples = CaptionedSamples(source, data.train_transform, data.encode, 0, 100, has_all=False)
     drawn = {tuple(samples[SampleRef(0, epoch)].captions[0].input_ids) for epoch in range(20)}
     assert drawn == {tuple(data.encode(caption).input_ids) for caption in ("one", "two")}
@@ -149,8 +152,10 @@ def test_an_unreadable_image_leaves_its_place(tmp_path, capsys):
     data = CaptionDataModule(spec, spec, tokenizer="bytes", image_size=8, batch_size=4, max_bad_images=1)
     data.setup("fit")
     (batch,) = data.val_dataloader()
-    assert batch.counts.tolist() == [True, False, True, True] and len(batch.images) == 4
-    assert (batch.texts.targets[1] == -100).all() and (batch.texts.targets[0] >= 0).any()
+    bad = batch.counts.tolist().index(False)
+    assert batch.counts.sum() == 3 and len(batch.images) == 4 and len(batch.names) == 3 and not batch.images[bad].any()
+    told = (batch.texts.targets >= 0).any(1).tolist()
+    assert told == batch.counts.tolist()
     data.on_before_batch_transfer(batch, 0)
     assert "skipped an unreadable image (1 so far)" in capsys.readouterr().out
 
@@ -175,6 +180,28 @@ def test_classes_become_captions(tmp_path):
     assert [source.read(i)[1] for i in range(2)] == [["a dog", "one dog"], ["a fire truck", "one fire truck"]]
     with pytest.raises(UserError, match="does not name its classes"):
         open_captions("classes:digits", is_train=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_mixes_a_set_that_is_sorted(tmp_path, monkeypatch, ranks):
+    """Each image comes once over all ranks; those that are asked for are drawn from all."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(9):
+            (tmp_path / name / f"{number}.png").write_bytes(image_bytes())
+    spec = f"classes:folder:{tmp_path}"
+    for wanted, count in ((None, 18), (8, 8)):
+        names, mixed = [], 0
+        for rank in range(ranks):
+            data = CaptionDataModule(spec, spec, "bytes", 32, batch_size=4, val_samples=wanted)
+            data.setup("fit")
+            monkeypatch.setattr(CaptionDataModule, "rank", rank)
+            monkeypatch.setattr(CaptionDataModule, "world_size", ranks)
+            for batch in data.val_dataloader():
+                names += [name for name, counts in zip(batch.names, batch.counts.tolist(), strict=True) if counts]
+                mixed += len({name.split("/")[-2] for name in batch.names}) == 2
+        assert len(names) == len(set(names)) == count and mixed >= 2
+        assert 0 < sum("/cat/" in name for name in names) < count
 
 
 def made(embed_dim: int | None = 8, **overrides) -> ImageText:
@@ -203,7 +230,7 @@ def test_captions_are_told_greedily():
 
 
 def test_captions_are_searched_by_beams():
-    """No beam is worse than the greedy one, per token; what ends a caption counts."""
+    """On average what beams find is better than what is told greedily, per token; what ends a caption counts."""
     model, tokenizer = made(), scene_tokenizer()
     images = torch.randn(8, 3, 32, 32)
 

@@ -1,15 +1,17 @@
-"""What weight decay leaves out, and the limit of the softmax's scale."""
+"""What is trained, and how: weight decay, what no loss takes, weights of losses, the limit of the softmax's scale."""
 
 import math
 from itertools import pairwise
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from dcvl import VisionLanguageModel
-from dcvl.network import MAX_SOFTMAX_SCALE
+from dcvl.network import MAX_SOFTMAX_SCALE, Texts
 
 from .commands import run, small
+from .test_training import validated
 
 LIMIT = math.log(MAX_SOFTMAX_SCALE)
 
@@ -45,3 +47,30 @@ def test_the_scale_of_the_softmax_has_a_limit_that_it_can_leave(tmp_path):
     scales = AboveItsLimit.scales
     assert LIMIT - 0.0031 < scales[0] < LIMIT - 0.001  # a step of AdamW
     assert all(after < before for before, after in pairwise(scales))
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("mobilenetv3_small_050", {"conv_head.weight", "conv_head.bias"}),  # is behind the pooling
+        ("efficientnet_lite0", set()),  # the layer of the same name is before it
+        ("convnext_atto", {"head.norm.weight", "head.norm.bias"}),
+        ("dcvit_tiny_patch16_224", set()),
+    ],
+)
+def test_a_captioner_trains_what_the_patches_take(name, frozen):
+    text = {"dim": 16, "num_layers": 1, "num_heads": 2, "mlp_dim": 16, "windows": [None]}
+    module = VisionLanguageModel(name, 32, text_overrides=text, contrastive=None)
+    found = {name for name, p in module.model.image.named_parameters() if not p.requires_grad}
+    assert found == frozen
+    ids = torch.randint(32, (2, 16))
+    texts = Texts(ids, ids, torch.tensor([5, 6]), torch.arange(2))
+    module.model(torch.randn(2, 3, 32, 32), texts).caption_loss.backward()
+    assert all(p.grad is not None for p in module.model.parameters() if p.requires_grad)
+
+
+def test_weights_of_the_losses(tmp_path):
+    run("fit", *small(tmp_path), "--trainer.max_steps=2", "--model.contrastive_weight=0.5", "--model.caption_weight=2")
+    found = validated(tmp_path)
+    assert found["loss"] == pytest.approx(0.5 * found["contrastive_loss"] + 2 * found["caption_loss"], rel=1e-6)
+    assert found["contrastive_loss"] > 0.1 and found["caption_loss"] > 0.1

@@ -181,6 +181,7 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
         (["--model.cross_layers=2"], "cross_layers=2: a text is embedded before the layers that look at the image"),
         (["--model.text_overrides.num_layers=1"], "num_layers=1; both losses take two"),
         (["--data.horizontal_flip=true"], "horizontal_flip=True, min_crop_area=1.0: scenes would not be what their"),
+        (["--data.crop_fraction=0.9"], "crop_fraction=0.9: scenes would not be what their captions say"),
         (["--data.min_crop_area=0.5"], "min_crop_area=0.5: scenes would not be what their captions say"),
         (["--model.model=dla34", "--model.model_kwargs={}", "--model.recompute=block"], "model.recompute='block': DLA"),
         (["--model.cross_layers=3"], "cross_layers=3 must be from 0 to num_layers=2"),

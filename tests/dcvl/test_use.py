@@ -1,6 +1,7 @@
 """What trained towers are used for: alone, exported, and by each command."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 import dclm
+import dcvl.captioning
 from dclm.blocks import Context
-from dcvl.data.scenes import SceneSource
+from dclm.loss import IGNORED
+from dcvl.data.scenes import SceneSource, scene_tokenizer
 from dcvl.load import load_pair
 from tests.faults.drill import mistake
 
 from .commands import run, small
+from .test_training import validated
 
 CLASSES = {"0": "zero", "1": "one"}
 
@@ -98,7 +102,7 @@ def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
     run("embed", checkpoint, "--images", str(trained / "set"), f"--out={tmp_path / 'a/e.npy'}", "--batch_size=2")
     found = np.load(tmp_path / "a/e.npy")
     assert found.shape == (5, 16) and found.dtype == np.float32
-    assert (tmp_path / "a/e.txt").read_text().splitlines() == [str(path) for path in pictures(trained)]
+    assert (tmp_path / "a/e.npy.txt").read_text().splitlines() == [str(path) for path in pictures(trained)]
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
     pair = load_pair(str(trained / "t/version_0"))
     with torch.inference_mode():
@@ -138,6 +142,50 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
         best = (pair.model.embed_images(pair.model.see(images)) @ normalize(torch.stack(means), dim=1).mT).argmax(1)
     right = (best == torch.tensor([0, 0, 1, 1, 1])).float().mean()
     assert f"{100 * float(right):.2f} ± " in printed and "% of 5 images, 2 classes" in printed
+
+
+def test_zero_shot_accuracy_is_retrieval_of_texts(trained, tmp_path, capsys):
+    """With one sentence for each class; of a set in which the images of a class lie together."""
+    labelled = f"classes:folder:{trained / 'set'}"
+    data = [
+        f"--data.val={labelled}",
+        "--data.val_samples=null",
+        '--data.templates=["a small {}"]',
+        "--data.batch_size=2",
+    ]
+    run("fit", *small(tmp_path), "--trainer.max_steps=2", *data)
+    (tmp_path / "template.txt").write_text("a small {}\n")
+    capsys.readouterr()
+    checkpoint = f"--checkpoint={tmp_path / 't/version_0'}"
+    run("classify", checkpoint, f"--images=folder:{trained / 'set'}", f"--templates={tmp_path / 'template.txt'}")
+    share = validated(tmp_path)["image_to_text"]
+    assert f"{100 * share:.2f} ± " in capsys.readouterr().out
+
+
+def test_a_model_that_has_seen_black_sees_black(trained, tmp_path, capsys):
+    run("fit", *small(tmp_path), "--trainer.max_steps=2", "--data.hide_images=true")
+    run("export", f"--checkpoint={tmp_path / 't/version_0'}", f"--out={tmp_path / 'exported'}")
+    for checkpoint in (tmp_path / "t/version_0", tmp_path / "exported"):
+        pair = load_pair(str(checkpoint))
+        seen = [pair.prepare(path.read_bytes()) for path in pictures(trained)[:2]]
+        assert torch.equal(*seen)
+    assert seen[0].unique().numel() == 1 and tuple(seen[0].shape) == (3, 32, 32)
+
+
+def test_a_told_caption_that_does_not_end_is_drawn_whole(trained, tmp_path, monkeypatch, capsys):
+    """It is as long as the context takes."""
+    drawn = []
+    monkeypatch.setattr(sys.modules["dcvl.use.look"], "draw_words", lambda *args: drawn.append(args[3]) or {})
+    monkeypatch.setattr(dcvl.captioning, "generate", endless)
+    run("look", f"--checkpoint={trained / 't/version_0'}", f"--image={pictures(trained)[0]}", f"--out={tmp_path}")
+    assert not drawn[0].is_cut and int((drawn[0].targets != IGNORED).sum()) == 15 + 1  # and the end
+    assert capsys.readouterr().out.splitlines()[-1] == " ".join(["small"] * 15)
+
+
+def endless(decoder, prompts, max_new_tokens, *_, **__):
+    """Tell one word again and again."""
+    word = int(scene_tokenizer().encode(["small"])[0][0])
+    return torch.cat([prompts, torch.full((len(prompts), max_new_tokens), word)], 1)
 
 
 @pytest.mark.parametrize(
