@@ -233,11 +233,20 @@ OF_TRAINING = ("impl", "init_std", "context_length")  # fields that say nothing 
 OF_CHOICE = ("windows",)  # fields that weights can be trained further with
 
 
-def differing_fields(before: DecoderConfig, now: DecoderConfig) -> dict[str, tuple[object, object]]:
-    """Tell in what the weights of one model would mean something else in another: fields with both values.
+def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: str) -> None:
+    """Check that the weights of one model mean the same in another.
 
     Composition may be added; where there was some it must be the same. Windows may be others; so may the context, but
     for learned positions.
+
+    Args:
+        before: The model that they are of.
+        now: The other.
+        said: How the message begins.
+        settings: What it names as the settings to look at.
+
+    Raises:
+        UserError: If they do not; it names each field with both values.
     """
     free = {*OF_TRAINING, *OF_CHOICE}
     if not before.is_composed:
@@ -247,4 +256,7 @@ def differing_fields(before: DecoderConfig, now: DecoderConfig) -> dict[str, tup
     pairs = {field.name: (getattr(before, field.name), getattr(now, field.name)) for field in fields(DecoderConfig)}
     kv_heads = tuple(config.num_kv_heads or config.num_heads for config in (before, now))
     pairs["num_kv_heads"] = kv_heads
-    return {name: pair for name, pair in pairs.items() if name not in free and pair[0] != pair[1]}
+    others = {name: pair for name, pair in pairs.items() if name not in free and pair[0] != pair[1]}
+    if others:
+        told = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
+        raise UserError(f"{said}: {told} ({settings}).")

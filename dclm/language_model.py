@@ -17,7 +17,7 @@ from dctrain.recompute import Recompute, set_recompute
 from dctrain.sharding.deferred import weights_device
 from dctrain.sharding.tensor_parallel import Plan
 
-from .config import build_config, differing_fields
+from .config import build_config, check_same
 from .data import Batch, TokenDataModule
 from .data.samples import as_batch
 from .decoder import Decoder
@@ -115,10 +115,8 @@ class LanguageModel(TrainingModule):
         if "overrides" not in trained:  # saved by a subclass with arguments of its own
             return
         named = [trained[name] for name in ("model", "vocab_size", "context_length")]
-        others = differing_fields(build_config(*named, trained["overrides"] or {}), self.config)
-        if others:
-            said = ", ".join(f"{name}={before!r}, here {now!r}" for name, (before, now) in others.items())
-            raise UserError(f"the checkpoint was trained with another model: {said} (model.model, model.overrides).")
+        before = build_config(*named, trained["overrides"] or {})
+        check_same(before, self.config, "the checkpoint was trained with another model", "model.model, model.overrides")
 
     def warmup_steps(self, total_steps: int) -> int:
         """Tell how many optimiser steps the warm-up takes."""
@@ -135,10 +133,8 @@ class LanguageModel(TrainingModule):
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read a decoder of any format; what composes may be missing, and is drawn."""
         decoder = load_decoder(source)
-        others = differing_fields(decoder.config, self.config)
-        if others:
-            said = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
-            raise UserError(f"init={source} is another model: {said} (data.vocab_size, model.model, model.overrides).")
+        settings = "data.vocab_size, model.model, model.overrides"
+        check_same(decoder.config, self.config, f"init={source} is another model", settings)
         weights = decoder.state_dict()
         return weights, check_initial(source, weights, self.model, is_of_composition)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dclm.config import DecoderConfig, differing_fields
+from dclm.config import DecoderConfig, check_same
 from dclm.data.tokenizers import Tokenizer
 from dclm.load import load_decoder, load_model
 from dctrain.errors import UserError
@@ -103,10 +103,7 @@ def _compare_decoders(source: str, theirs: DecoderConfig, ours: DecoderConfig) -
     """Refuse a text tower whose weights would mean something else; composition may be added."""
     if not theirs.cross_compose:
         ours = replace(ours, cross_compose=False)
-    others = differing_fields(theirs, ours)
-    if others:
-        said = ", ".join(f"{name}={before!r}, here {now!r}" for name, (before, now) in others.items())
-        raise UserError(f"init={source} has another text tower: {said} (data.tokenizer, model.text_model).")
+    check_same(theirs, ours, f"init={source} has another text tower", "data.tokenizer, model.text_model")
 
 
 def _may_be_drawn(name: str) -> bool:

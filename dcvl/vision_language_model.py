@@ -13,7 +13,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from dclm import Decoder
-from dclm.config import build_config, differing_fields
+from dclm.config import build_config, check_same
 from dclm.loss import IGNORED
 from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
@@ -294,10 +294,7 @@ class VisionLanguageModel(TrainingModule):
         text = build_config(*named, trained["text_overrides"] or {})
         own = ("context_dim", "cross_layers", "cross_compose")
         ours = replace(self.model.text.config, **{name: getattr(text, name) for name in own})
-        others = differing_fields(text, ours)
-        if others:
-            said = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
-            raise UserError(f"the checkpoint has another text tower: {said} (model.text_model, model.text_overrides).")
+        check_same(text, ours, "the checkpoint has another text tower", "model.text_model, model.text_overrides")
 
 
 def _image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn.Module:
