@@ -37,5 +37,5 @@ lint: $(VENV)/installed
 $(VENV)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@

@@ -312,7 +312,7 @@ def test_killed_and_run_again_equals_one_run(signum, tmp_path):
     )
     while not list(tmp_path.glob("b/progress.json")):
         assert process.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.002)
     process.send_signal(signum)
     process.wait(timeout=60)
     assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[signum]
