@@ -106,7 +106,7 @@ def export(checkpoint: str, out: str) -> None:
 
 def _pair(model: ImageText, tokenizer: Tokenizer, facts: dict) -> LoadedPair:
     size = facts["image_size"]
-    transform = partial(black, size) if facts["hide_images"] else eval_transform(size, facts["crop_fraction"])
+    transform = partial(black, size) if facts.get("hide_images") else eval_transform(size, facts["crop_fraction"])
     prepare = partial(as_in_training, transform, facts["mean"], facts["std"])
     return LoadedPair(model.eval(), CaptionEncoder(tokenizer, facts["context_length"]), prepare, facts)
 

@@ -45,6 +45,7 @@ def test_a_checkpoint_of_another_order_says_so(corpus, tmp_path):
         run("fit", *small(corpus, tmp_path), "--trainer.max_epochs=1", f"--resume={path}")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_path):
     by_steps = ["--trainer.max_steps=25", "--trainer.max_epochs=-1"]
     by_steps += ["--trainer.val_check_interval=7", "--trainer.check_val_every_n_epoch=null"]
@@ -92,7 +93,7 @@ def curve(folder, tag: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_stop_together_and_one_goes_on(corpus, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
     stopped = spawn("fit", *small(corpus, tmp_path), *two, *record(tmp_path / "a", at=25, rank=1))

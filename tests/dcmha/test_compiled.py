@@ -130,7 +130,7 @@ def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
     assert [len(found) for found in calls] == [1, 1]  # forward and backward
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("graphs")
 def test_gradients_of_blocks_compile(monkeypatch):
     """What the operator's backward pass does on CUDA."""

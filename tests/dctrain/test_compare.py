@@ -72,7 +72,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGKILL, marks=pytest.mark.long)],
 )
 def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     """Two runs at a time: both go on from where they were, and come to what they come to undisturbed."""

@@ -270,6 +270,7 @@ def test_some_captions_are_shown(tmp_path, capsys):
     assert (tmp_path / "t/version_0/captions-unseen.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_where_words_look_is_drawn(tmp_path):
     """A picture for each layer that looks at the image, at each validation; the training is as without."""
     draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
@@ -335,6 +336,7 @@ def test_templates_hold_what_they_hold(tmp_path):
     assert source.read(0)[1] == ["a dog of {0}"]
 
 
+@pytest.mark.slow
 def test_mistakes_of_the_callbacks(tmp_path, capsys):
     draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--model.caption_weight=0")

@@ -18,6 +18,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return load_checkpoint(find_checkpoint(str(folder / "t/version_0")))["state_dict"]
 
 
+@pytest.mark.slow
 def test_a_plain_pair_is_continued_with_composition(tmp_path, capsys):
     run("fit", *small(tmp_path / "plain"), *PLAIN, "--trainer.max_steps=1")
     exported = f"--out={tmp_path / 'exported'}"
@@ -54,6 +55,7 @@ def test_towers_of_their_own(tmp_path):
     assert "model.text.blocks.1.cross.q.weight" in now.keys() - expected.keys()
 
 
+@pytest.mark.slow
 def test_one_tower_of_a_pair(tmp_path):
     run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
     before = weights(tmp_path / "a")
@@ -68,6 +70,7 @@ def test_one_tower_of_a_pair(tmp_path):
         assert not any(name.startswith(f"model.{other}.") for name in kept)
 
 
+@pytest.mark.slow
 def test_a_text_tower_has_the_tokenizer_of_its_words(tmp_path, capsys):
     """Of another with as many tokens each row of the embeddings would mean another word."""
     run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")

@@ -54,6 +54,7 @@ def test_two_ranks_take_the_steps_of_one(tmp_path, strategy, kind):
         assert two[curve] == pytest.approx(one[curve], rel=1e-6), curve
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_one_never_interrupted(tmp_path):
     run("fit", *small(tmp_path / "whole"), *record(tmp_path / "whole"))
     stopped = spawn("fit", *small(tmp_path), *record(tmp_path / "parts", at=3))
@@ -66,6 +67,7 @@ def test_a_resumed_run_is_one_never_interrupted(tmp_path):
     assert all(torch.equal(got[key], value) for key, value in expected.items())
 
 
+@pytest.mark.slow
 def test_captions_that_are_cut_are_counted_and_a_tokenizer_stays(tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", "--data.context_length=9")
     printed = capsys.readouterr().out

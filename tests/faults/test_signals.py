@@ -87,6 +87,7 @@ class Crash(Callback):
             raise ArithmeticError
 
 
+@pytest.mark.slow
 def test_killed_in_a_validation_takes_it_again(shards, tmp_path):
     whole, parts = (
         [*small(shards, tmp_path / name), *IN_STEPS, "--checkpoint_every_n_steps=4"] for name in ("whole", "parts")

@@ -297,7 +297,7 @@ def test_opcheck(kind):
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiles_whole(backend, dynamic):
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(False)

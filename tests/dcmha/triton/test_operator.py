@@ -270,7 +270,13 @@ class CountCalls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "dynamic", "checkpoint"]
+    "how",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.slow),
+        pytest.param("dynamic", marks=pytest.mark.long),
+        "checkpoint",
+    ],
 )
 def test_compiled_and_checkpointed(how):
     case = Case(B=2, T=9, S=9, H=6, D=16, is_causal=True, branches="qkg")
