@@ -11,7 +11,6 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import resolve_model_input_args
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -27,9 +26,9 @@ from dctrain.sharding.tensor_parallel import Plan
 from dctrain.strategy import FSDP2Strategy
 from dctrain.weighted_mean import WeightedMean
 
+from .compatible import compare_heads, compare_normalisation, normalisation
 from .data import Batch
 from .data.samples import as_batch
-from .heads import compare_heads
 from .parallel import split_vit
 from .swap import swap_attention
 
@@ -136,9 +135,8 @@ class ImageClassifier(TrainingModule):
         set_recompute(self.model, recompute)
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
-        cfg = getattr(self.model, "pretrained_cfg", {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
-        for name in ("mean", "std"):
-            self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
+        for name, values in normalisation(self.model).items():
+            self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
         self.val_loss = WeightedMean()
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
         self.val_top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes))
@@ -175,7 +173,7 @@ class ImageClassifier(TrainingModule):
         self.shard_and_compile(getattr(self.model, "blocks", ()))
 
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
-        """Compare a checkpoint with this module: its tensors, and the number of heads, which no tensor tells."""
+        """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
         super().check_architecture(theirs, trained)
         name, theirs, ours = trained.get("model"), trained.get("model_kwargs") or {}, self.hparams.model_kwargs or {}
         if (name, theirs) == (self.hparams.get("model"), ours) or not isinstance(name, str) or not timm.is_model(name):
@@ -183,6 +181,7 @@ class ImageClassifier(TrainingModule):
         with torch.device("meta"):
             network = build_model(name, trained["num_classes"], trained["image_size"], without_weights(theirs))
         compare_heads("the checkpoint", network, self.model)
+        compare_normalisation("the checkpoint", network, self.model)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read the weights of a run, of an exported folder, or timm's own."""

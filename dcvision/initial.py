@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from dctrain.errors import told_as
 from dctrain.initial import check_initial, is_of_composition
 
+from .compatible import compare_heads, compare_normalisation
 from .export import load_network
-from .heads import compare_heads
 from .pretrained import is_exported, load_pretrained
 from .swap import fit_weights
 
@@ -37,7 +37,9 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     others = [key for key in head if key in weights and key in ours and weights[key].shape != ours[key].shape]
     unused = head if others else _head(network) - set(ours)
     kept = {key: weight for key, weight in weights.items() if key not in unused}
-    return kept, check_initial(source, kept, model, lambda key: is_of_composition(key) or key in head)
+    missing = check_initial(source, kept, model, lambda key: is_of_composition(key) or key in head)
+    compare_normalisation(f"init={source}", network, model)
+    return kept, missing
 
 
 def _head(model: nn.Module) -> set[str]:

@@ -14,6 +14,7 @@ from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from .classifier import ImageClassifier
+from .compatible import normalisation
 from .export import load_network
 from .pictures import View, draw_attention, log_pictures, patch_grid, prefix_tokens, read_image
 
@@ -83,7 +84,7 @@ def look(checkpoint: str, image: str, out: str, query: int | None = None) -> lis
     _check_layers(model)
     pixels = read_image(image, size)
     view = _view(model, pixels, query)
-    mean, std = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation(model).values())
     with torch.no_grad(), record_attention(model.eval()) as recorded:
         model(((pixels / 255 - mean) / std)[None])
     figures = draw_attention(recorded, view)

@@ -10,10 +10,9 @@ is that of one process.
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
 from dclm.loss import without_autocast
 
@@ -85,7 +84,23 @@ def _cross_entropy(logits: Tensor, used: Tensor, own: Tensor, counts: Tensor) ->
 
 def _gathered(pairs: Pairs) -> tuple[Pairs, int]:
     """Bring the pairs of all ranks together [N, ...]; tell the place of this rank's first. Gradients flow back."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return pairs, 0
-    whole = Pairs(*(torch.cat(all_gather(part.contiguous())) for part in pairs))
-    return whole, torch.distributed.get_rank() * len(pairs.counts)
+    return Pairs(*map(_Gather.apply, pairs)), dist.get_rank() * len(pairs.counts)
+
+
+class _Gather(torch.autograd.Function):
+    """Brings the rows of all ranks together [N, ...]; each rank's get the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor) -> Tensor:
+        ctx.count = len(rows)
+        everyone = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(everyone, rows.contiguous())
+        return everyone
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total.split(ctx.count)[dist.get_rank()]

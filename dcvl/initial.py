@@ -10,7 +10,7 @@ from dclm.data.tokenizers import Tokenizer
 from dclm.load import load_decoder, load_model
 from dctrain.errors import UserError
 from dctrain.initial import check_initial, is_of_composition
-from dcvision.heads import compare_heads
+from dcvision.compatible import compare_heads, compare_normalisation
 from dcvision.initial import read_initial as read_image_tower
 
 from .load import is_pair, load_pair
@@ -34,7 +34,9 @@ def read_initial(source: str, model: ImageText) -> tuple[dict[str, Tensor], list
         theirs = load_pair(source).model
         compare_heads(f"init={source}", theirs.image, model.image)
         _compare_decoders(source, theirs.text.config, model.text.config)
-        return theirs.state_dict(), check_initial(source, theirs.state_dict(), model, is_of_composition)
+        missing = check_initial(source, theirs.state_dict(), model, is_of_composition)
+        compare_normalisation(f"init={source}", theirs.image, model.image)
+        return theirs.state_dict(), missing
     found = {f"{tower}.{name}": x for tower, own in named.items() for name, x in TOWERS[tower](own, model).items()}
     return found, [name for name in model.state_dict() if name not in found]
 
@@ -86,6 +88,7 @@ def _image_tower(source: str, model: ImageText) -> dict[str, Tensor]:
     tower = load_pair(source).model.image
     compare_heads(f"init=image={source}", tower, model.image)
     check_initial(source, tower.state_dict(), model.image, is_of_composition)
+    compare_normalisation(f"init=image={source}", tower, model.image)
     return tower.state_dict()
 
 

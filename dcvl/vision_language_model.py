@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from dclm import Decoder
@@ -20,7 +19,7 @@ from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.weighted_mean import WeightedMean
 from dcvision.classifier import build_model, without_weights
-from dcvision.heads import compare_heads
+from dcvision.compatible import compare_heads, compare_normalisation, normalisation
 
 from .contrastive import Contrastive, Pairs, contrastive_loss
 from .data import Batch
@@ -108,9 +107,8 @@ class VisionLanguageModel(TrainingModule):
         if contrastive is None:
             freeze_pooling(image, image_size)
         set_recompute(self.model, recompute)
-        cfg = getattr(image, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-        for name in ("mean", "std"):
-            self.register_buffer(name, 255 * torch.tensor(cfg[name]).view(3, 1, 1), persistent=False)
+        for name, values in normalisation(image).items():
+            self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
         self.val_contrastive_loss, self.val_caption_loss = (WeightedMean() for _ in range(2))
         self.val_retrieval = RetrievalAt1()
         self.num_cut: Tensor | float = 0.0  # captions of all ranks that were too long
@@ -290,6 +288,7 @@ class VisionLanguageModel(TrainingModule):
         with torch.device("meta"):
             image = _image_tower(trained["model"], trained["image_size"], without_weights(trained["model_kwargs"]))
         compare_heads("the checkpoint", image, self.model.image)
+        compare_normalisation("the checkpoint", image, self.model.image)
         named = [trained[name] for name in ("text_model", "vocab_size", "context_length")]
         text = build_config(*named, trained["text_overrides"] or {})
         own = ("context_dim", "cross_layers", "cross_compose")

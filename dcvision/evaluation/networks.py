@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, to_pil_image
 
 from dctrain.checkpoint import find_checkpoint, map_checkpoint
 
+from ..compatible import normalisation
 from ..data.decode import Transform, decode, eval_transform
 from ..export import load_network
 from ..pretrained import is_exported, load_pretrained
@@ -60,10 +60,9 @@ def _of_run(checkpoint: str) -> Network:
     data = map_checkpoint(find_checkpoint(checkpoint)).get("datamodule_hyper_parameters", {})
     fraction = data.get("crop_fraction", 1.0)
     transform = eval_transform(size, fraction)
-    cfg = getattr(model, "pretrained_cfg", None) or {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-    mean, std = list(cfg["mean"]), list(cfg["std"])
-    words = {"by": "dcvision", "size": size, "crop_fraction": fraction, "mean": mean, "std": std}
-    return Network(model.eval(), partial(as_in_training, transform, mean, std), words, classes)
+    scales = normalisation(model)
+    words = {"by": "dcvision", "size": size, "crop_fraction": fraction, **scales}
+    return Network(model.eval(), partial(as_in_training, transform, *scales.values()), words, classes)
 
 
 def _by_timm(transform: Callable[[Image.Image], Tensor], image: bytes | Tensor) -> Tensor:

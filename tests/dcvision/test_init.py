@@ -5,6 +5,7 @@ import timm
 import torch
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dcvision.compatible import normalisation
 from tests.faults.drill import mistake
 
 from .commands import run
@@ -30,11 +31,12 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
 
 
-@pytest.fixture
-def trained(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A plain digits model after one epoch."""
-    run("fit", *common(tmp_path / "plain"), "--model.model=mhavit_digits_patch2_8", "--trainer.max_epochs=1")
-    return next((tmp_path / "plain").rglob("version_0"))
+    root = tmp_path_factory.mktemp("plain")
+    run("fit", *common(root), "--model.model=mhavit_digits_patch2_8", "--trainer.max_epochs=1")
+    return root / "t/version_0"
 
 
 def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
@@ -89,10 +91,28 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
     ("model", "init", "message"),
     [
         ("dcvit_digits_patch2_8", "nothing", "nothing is neither a file or folder nor a model of timm's"),
-        ("test_vit", None, "has 4 heads in blocks.0.attn; the model has 2"),
+        ("dcvit_digits_patch2_8 num_heads=2", None, "has 4 heads in blocks.0.attn; the model has 2"),
+        (
+            "dcvit_digits_patch2_8 pretrained_cfg_overlay={std: [0.25, 0.25, 0.25]}",
+            None,
+            "takes images of mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5]; the model's are of mean [0.5, 0.5, 0.5] and "
+            "std [0.25, 0.25, 0.25]",
+        ),
         ("test_resnet", None, "does not fit the model: of its tensors"),
     ],
 )
 def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, message):
+    name, _, option = model.partition(" ")
+    asked = [f"--model.model={name}", *([f"--model.model_kwargs.{option}"] if option else [])]
     source = f"--init={init or trained}"
-    assert message in mistake(capsys, run, "fit", *common(tmp_path / "new"), f"--model.model={model}", *STILL, source)
+    assert message in mistake(capsys, run, "fit", *common(tmp_path / "new"), *asked, *STILL, source)
+
+
+def test_images_can_be_normalised_as_weights_were_trained(tmp_path):
+    """What the message says to do: the new run takes images as those weights do, and an export keeps it."""
+    scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3], std: [0.5, 0.4, 0.3]}"
+    run("fit", *common(tmp_path / "a"), scaled, *STILL)
+    run("fit", *common(tmp_path / "b"), scaled, *STILL, f"--init={tmp_path / 'a/t/version_0'}")
+    run("export", f"--checkpoint={tmp_path / 'b/t/version_0'}", f"--out={tmp_path / 'exported'}")
+    model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True)
+    assert normalisation(model) == {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.4, 0.3]}

@@ -104,5 +104,9 @@ def test_other_heads_are_another_model(tmp_path, capsys):
     source = f"--init={tmp_path / 'a/t/version_0'}"
     image = "--model.model_kwargs={embed_dim: 32, depth: 2, num_heads: 2}"
     assert "4 heads in blocks.0.attn; the model has 2" in mistake(capsys, run, "fit", *small(tmp_path), image, source)
+    scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3]}"
+    for tower in ("", "image="):
+        said = mistake(capsys, run, "fit", *small(tmp_path), scaled, source.replace("=", f"={tower}", 1))
+        assert "takes images of mean [0.5, 0.5, 0.5]" in said and "mean [0.1, 0.2, 0.3]" in said
     text = "--model.text_overrides={dim: 32, num_layers: 2, num_heads: 2, mlp_dim: 48, windows: [null]}"
     assert "num_heads=4, here 2" in mistake(capsys, run, "fit", *small(tmp_path), text, source)

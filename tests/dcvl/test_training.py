@@ -107,6 +107,8 @@ def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
     run(*asked)
     image = "--model.model_kwargs.num_heads=2"
     assert "the checkpoint has 4 heads in blocks.0.attn; the model has 2" in mistake(capsys, run, *asked, image)
+    scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3]}"
+    assert "the checkpoint takes images of mean [0.5, 0.5, 0.5]" in mistake(capsys, run, *asked, scaled)
     text = "--model.text_overrides.num_heads=2"
     assert "another text tower: num_heads=4, here 2" in mistake(capsys, run, *asked, text)
     assert "batch_size=1 on one rank" in mistake(capsys, run, *asked, "--data.batch_size=1")
