@@ -12,7 +12,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from .checkpoint_file import check_file, read_file, write_file
 from .errors import UserError, told_as
 from .files import remove_whole
-from .sharding.checkpoint import is_sharded, read_index, read_meta, read_whole
+from .sharding.checkpoint import is_sharded, read_meta, read_whole
+from .sharding.index import INDEX, read_index
 from .sharding.state import MODEL, unflatten
 
 RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
@@ -55,7 +56,7 @@ def find_checkpoint(path: str) -> Path:
     if not start.is_dir():
         raise UserError(f"no checkpoint: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
     if start.suffix == ".ckpt":
-        raise UserError(f"{path} is no whole checkpoint: it has no index.")
+        raise UserError(f"{path} is no whole checkpoint: it has no {INDEX}.")
     found = newest_checkpoint(start)
     if found is None:
         raise UserError(f"no checkpoint: no .ckpt file below {path}.")

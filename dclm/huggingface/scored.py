@@ -37,7 +37,7 @@ class ScoredModel(nn.Module):
     """A model of a folder, which `dclm.likelihood` asks like a `Decoder`.
 
     Args:
-        folder: As `AutoModelForCausalLM.from_pretrained` takes it; code that lies there is not run.
+        folder: As `AutoModelForCausalLM.from_pretrained` takes it. Code in the folder is never run, without a question.
         dtype: Dtype of the parameters; None keeps that of the files.
 
     Raises:
@@ -47,7 +47,9 @@ class ScoredModel(nn.Module):
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         with told_as(f"{folder} cannot be read by transformers either"):
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+            )
         config = self.model.config.get_text_config()
         length = getattr(config, "max_position_embeddings", None)
         if length is None:

@@ -1,11 +1,11 @@
 """Checkpoints of many ranks: a folder to which each writes what it holds, by `torch.distributed.checkpoint`.
 
 What is stored is cut and ordered as whole parameters are, whatever the mesh: any other mesh, or one process, reads it.
-Beside the tensors lies `meta.pt`, with all that is no tensor of the model or its optimiser.
+Beside the tensors lie their index (`dctrain.sharding.index`) and `meta.pt`, with all that is no tensor of the model or
+its optimiser. No file of the folder can run code when it is read.
 """
 
 import io
-import pickle
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import UserError
 from ..files import told_by_the_system
+from .index import INDEX, read_index, write_index
 from .layout import Block
 
 META = "meta.pt"
-INDEX = ".metadata"  # torch's name
 
 
 class Part(NamedTuple):
@@ -83,7 +84,7 @@ def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) 
     """
     stored = [entry for item, entry in read_index(folder).storage_data.items() if item.fqn in parts]
     _check_sums(folder, stored, alone)
-    reader, planner = dcp.FileSystemReader(folder), _LoadPlanner(parts)
+    reader, planner = _Reader(folder), _LoadPlanner(parts)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
@@ -102,29 +103,6 @@ def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     found = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
     read_parts(folder, {name: whole_part(x) for name, x in found.items()}, alone=True)
     return found
-
-
-def read_index(folder: Path) -> Metadata:
-    """Read what is stored where, and check that all files are there and as long as they must be.
-
-    Raises:
-        UserError: If the folder is no whole checkpoint.
-    """
-    try:
-        with open(folder / INDEX, "rb") as file:
-            index = _IndexUnpickler(file).load()
-        ends = [(entry.relative_path, entry.offset + entry.length) for entry in index.storage_data.values()]
-    except OSError:
-        raise
-    except Exception as error:  # whatever a damaged pickle raises
-        raise UserError(f"{folder / INDEX} is no readable index of a checkpoint ({type(error).__name__}).") from error
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    for name, end in ends:
-        if name not in sizes:
-            raise UserError(f"{folder} is no whole checkpoint: its file {name} is missing.")
-        if sizes[name] < end:
-            raise UserError(f"{folder} is no whole checkpoint: its file {name} is cut off at {sizes[name]:,} bytes.")
-    return index
 
 
 def _check_sums(folder: Path, stored: list, alone: bool) -> None:
@@ -172,24 +150,6 @@ def read_meta(folder: Path) -> dict:
         raise UserError(f"{folder / META} is no readable part of a checkpoint ({type(error).__name__}).") from error
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds what torch's index consists of, and nothing else."""
-
-    ALLOWED = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-
-    def find_class(self, module: str, name: str) -> object:
-        """Find a class by name.
-
-        Raises:
-            UnpicklingError: If it is not one of an index.
-        """
-        is_value = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
-        is_plain = (module, name) in (("torch.serialization", "_get_layout"), ("pathlib", type(Path()).__name__))
-        if module in self.ALLOWED or is_value or is_plain:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
-
-
 def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
     """Find what went wrong first, on whichever rank."""
     first = next(iter(error.failures.values()))[0]
@@ -198,13 +158,26 @@ def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
     return UserError(f"{folder}: {first}")
 
 
+class _Reader(dcp.FileSystemReader):
+    """Reads our index; torch's is a pickle, which can run code."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Read the index."""
+        return read_index(Path(self.path))
+
+
 class _Writer(dcp.FileSystemWriter):
-    """Tells of a full disk as the system does."""
+    """Writes our index, and raises torch's error of a full disk as the system's."""
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         """Write what this rank was given."""
         with told_by_the_system(Path(self.path)):
             return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, on the first rank."""
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        write_index(Path(self.path), metadata)
 
 
 class _SavePlanner(DefaultSavePlanner):

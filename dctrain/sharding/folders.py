@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..checkpoint_file import check_file, read_file
 from ..files import put_in_place, written_whole
-from .checkpoint import META, Part, is_sharded, read_index, read_meta, read_parts, write_parts
+from .checkpoint import META, Part, is_sharded, read_meta, read_parts, write_parts
+from .index import read_index
 from .state import flatten
 
 

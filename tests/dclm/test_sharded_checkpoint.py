@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -43,9 +42,9 @@ def trained(run_of_one_rank, tmp_path) -> Path:
     return last
 
 
-def test_is_whole_and_alone(trained):
+def test_checkpoint_folder_holds_index_data_and_metadata_only(trained):
     assert find_checkpoint(str(trained)) == trained == find_checkpoint(str(trained.parents[1]))
-    assert sorted(path.name for path in trained.iterdir()) == [".metadata", "__0_0.distcp", "meta.pt"]
+    assert sorted(path.name for path in trained.iterdir()) == ["__0_0.distcp", "index.json", "meta.pt"]
     assert sorted(path.name.split("-")[0] for path in trained.parent.iterdir()) == ["best", "last"]
     check_resumable(trained)
 
@@ -97,13 +96,11 @@ def _damage(trained: Path, kind: str) -> None:
             content[::1000] = bytes(x ^ 1 for x in content[::1000])
             data.write_bytes(content)
         case "no index":
-            (trained / ".metadata").unlink()
+            (trained / "index.json").unlink()
         case "index":
-            (trained / ".metadata").write_bytes(b"x")
+            (trained / "index.json").write_bytes(b"x")
         case "meta":
             (trained / "meta.pt").write_bytes(b"x")
-        case "code":
-            (trained / ".metadata").write_bytes(pickle.dumps(os.system))
 
 
 @pytest.mark.parametrize("command", [["fit", "--resume"], ["validate", "--checkpoint"], ["generate", "--checkpoint"]])
@@ -113,10 +110,9 @@ def _damage(trained: Path, kind: str) -> None:
         ("missing", "is no whole checkpoint: its file __0_0.distcp is missing."),
         ("cut off", "is no whole checkpoint: its file __0_0.distcp is cut off at"),
         ("flipped", "is damaged: its file __0_0.distcp is not what was written."),
-        ("no index", "is no whole checkpoint: it has no index."),
-        ("index", ".metadata is no readable index of a checkpoint (UnpicklingError)."),
+        ("no index", "is no whole checkpoint: it has no index.json."),
+        ("index", "index.json is no readable index of a checkpoint (JSONDecodeError"),
         ("meta", "meta.pt is no readable part of a checkpoint"),
-        ("code", ".metadata is no readable index of a checkpoint (UnpicklingError)."),
     ],
 )
 def test_damaged_ones_are_refused(trained, corpus, tmp_path, capsys, kind, message, command):

@@ -1,7 +1,9 @@
 """Other models of transformers: scores equal their own logits, and what cannot be scored is refused."""
 
+import io
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -89,3 +91,14 @@ def test_it_continues_no_text(tmp_path):
     scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, Journal(tmp_path, "test", {}, alone), 5, 64)
     with pytest.raises(UserError, match="type 'gpt2' scores texts here, and continues none"):
         scorer.complete([Prompt((1, 2), 3, (), Sampling(0.0, None, None))])
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path, capsys, monkeypatch):
+    """And nobody is asked: transformers would take a "y" from the standard input."""
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'pwned')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
+    assert str(tmp_path) in mistake(capsys, f"--checkpoint={tmp_path}", "--texts", __file__, f"--out={tmp_path}/out")
+    assert not (tmp_path / "pwned").exists()
