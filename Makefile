@@ -27,7 +27,7 @@ test-all: $(VENV)/installed
 # The operator with the oldest torch that it supports, and nothing else installed.
 test-lowest:
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet torch==2.9.1 "numpy<2.4" pytest safetensors
+	.venv-lowest/bin/python -m pip install --quiet torch==2.10.0 "numpy<2.4" pytest safetensors
 	.venv-lowest/bin/python -m pytest -m 'not long' tests/dcmha
 
 lint: $(VENV)/installed
