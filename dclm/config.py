@@ -88,9 +88,9 @@ class DecoderConfig(ComposeOptions):
             raise ValueError(f"windows={self.windows!r} must be a list of numbers and nulls.")
         object.__setattr__(self, "windows", tuple(self.windows))
         super().__post_init__()
-        for name in ("dim", "num_layers", "num_heads", "mlp_dim", "vocab_size", "context_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name, most in MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1 and at most {most}.")
         for name, accepted in CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
@@ -148,6 +148,11 @@ class DecoderConfig(ComposeOptions):
         return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
 
 
+# Bounds far above any model, so that a damaged or hostile file is refused before anything is allocated.
+MOST = {
+    **{"dim": 2**17, "num_layers": 2**12, "num_heads": 2**12, "mlp_dim": 2**20},
+    **{"vocab_size": 2**25, "context_length": 2**31},
+}
 NUMBERS = {
     **{bool: (bool,), int: (int,), float: (float, int)},
     **{int | None: (int, type(None)), float | None: (float, int, type(None))},

@@ -22,6 +22,7 @@ from .data import Batch, TokenDataModule
 from .data.samples import as_batch
 from .decoder import Decoder
 from .load import load_decoder
+from .loss import IGNORED, Likelihood
 from .parallel import split_decoder
 
 
@@ -155,17 +156,29 @@ class LanguageModel(TrainingModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one batch to the means over tokens, which are reduced over ranks at the end."""
-        self._evaluate(batch)
+        self._evaluate(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Do what `validation_step` does, and log it under "test"."""
-        self._evaluate(batch)
+        self._evaluate(batch, "test")
 
-    def _evaluate(self, batch: Batch) -> None:
+    def _evaluate(self, batch: Batch, prefix: str) -> None:
         batch = as_batch(batch)
         scores = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, per_token=True)
         self.val_loss.update(-scores.log_likelihoods)
         self.val_accuracy.update(scores.is_greedy.float())
+        self._keep_items(batch, scores, prefix)
+
+    def _keep_items(self, batch: Batch, scores: Likelihood, prefix: str) -> None:
+        """Keep the mean loss and accuracy of each sequence that counts."""
+        is_scored = batch.targets != IGNORED
+        counts = is_scored.sum(1)
+        rows = is_scored.nonzero()[:, 0]
+        for metric, values in {"loss": -scores.log_likelihoods, "accuracy": scores.is_greedy}.items():
+            sums = torch.zeros(len(counts), device=rows.device).index_add_(0, rows, values.float())
+            kept = counts.nonzero()[:, 0]
+            names = [batch.samples[row] for row in kept.tolist()] if batch.samples else []
+            self.items.add(f"{prefix}/{metric}", names, (sums / counts)[kept], counts[kept])
 
     def on_validation_epoch_end(self) -> None:
         """Log loss, perplexity and accuracy per token, and of next tokens bits per byte of text."""

@@ -5,18 +5,27 @@ A checkpoint is a file, or, of a training that was sharded, a folder (`dctrain.s
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from .checkpoint_content import check_content
 from .checkpoint_file import check_file, read_file, write_file
 from .errors import UserError, told_as
 from .files import remove_whole
 from .sharding.checkpoint import is_sharded, read_meta, read_whole
 from .sharding.index import INDEX, read_index
-from .sharding.state import MODEL, unflatten
+from .sharding.state import MODEL, OPTIMIZER, unflatten
 
-RESUMED = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch"}
+RESUMED = {
+    *("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch", "callbacks"),
+    "pytorch-lightning_version",
+}
+
+
+CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints
+ACCEPTED = "a .ckpt file, or the folder of a run"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -48,24 +57,33 @@ def find_checkpoint(path: str) -> Path:
     """Resolve what a user names: a checkpoint, or a run's folder, of which the newest checkpoint is taken.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there is none. A folder that only holds runs is none, as it does not say which.
     """
+    if not path:
+        raise UserError(f"'' names no checkpoint; accepted: {ACCEPTED}.")
     start = Path(path)
     if start.is_file() or is_sharded(start):
         return start
     if not start.is_dir():
-        raise UserError(f"no checkpoint: {path} does not exist; accepted: a .ckpt file or the folder of a run.")
+        raise UserError(f"no checkpoint: {path} does not exist; accepted: {ACCEPTED}.")
     if start.suffix == ".ckpt":
         raise UserError(f"{path} is no whole checkpoint: it has no {INDEX}.")
-    found = newest_checkpoint(start)
+    found = _newest([*start.glob("*.ckpt"), *start.glob(f"{CHECKPOINTS}/*.ckpt")])
     if found is None:
-        raise UserError(f"no checkpoint: no .ckpt file below {path}.")
+        newest = newest_checkpoint(start)
+        run = None if newest is None else run_folder(newest)
+        said = f"; below it is the run {run}, which can be named" if run is not None else ""
+        raise UserError(f"no checkpoint: {path} is no folder of a run{said}; accepted: {ACCEPTED}.")
     return found
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Find the newest checkpoint below a folder, that there need not be."""
-    return max(folder.rglob("*.ckpt"), key=lambda p: (p.stat().st_mtime_ns, _step(p)), default=None)
+    return _newest(folder.rglob("*.ckpt"))
+
+
+def _newest(paths: Iterable[Path]) -> Path | None:
+    return max(paths, key=lambda p: (p.stat().st_mtime_ns, _step(p)), default=None)
 
 
 def _step(path: Path) -> int:
@@ -76,7 +94,7 @@ def _step(path: Path) -> int:
 
 def run_folder(checkpoint: Path) -> Path | None:
     """Return the folder of the run that wrote `RUN/checkpoints/NAME.ckpt`, or None if the file lies elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
 def make_folder(path: str) -> Path:
@@ -102,9 +120,9 @@ def load_checkpoint(path: Path, *, with_optimizer: bool = False) -> dict:
         UserError: If it is not a whole checkpoint.
     """
     if is_sharded(path):
-        return _load_sharded(path, with_optimizer)
+        return check_content(_load_sharded(path, with_optimizer), path)
     check_file(path)
-    return read_file(path, mmap=False)
+    return check_content(read_file(path, mmap=False), path)
 
 
 def _load_sharded(path: Path, with_optimizer: bool) -> dict:
@@ -126,8 +144,8 @@ def map_checkpoint(path: Path) -> dict:
     """
     if is_sharded(path):
         read_index(path)
-        return read_meta(path)
-    return read_file(path, mmap=True)
+        return check_content(read_meta(path), path)
+    return check_content(read_file(path, mmap=True), path)
 
 
 def check_resumable(path: Path) -> None:
@@ -136,6 +154,18 @@ def check_resumable(path: Path) -> None:
     Raises:
         UserError: If it is no checkpoint, or lacks the state of a run.
     """
-    missing = sorted(RESUMED - map_checkpoint(path).keys())
+    content = map_checkpoint(path)
+    missing = sorted(RESUMED - content.keys())
+    missing += [name for name in ("optimizer_states", "lr_schedulers", "loops") if not missing and not content[name]]
     if missing:
         raise UserError(f"{path} cannot be resumed from: it has no {', '.join(missing)}.")
+    skipped = content.get("skipped_steps", [0])[0]
+    if content["global_step"] > skipped and not _has_moments(path, content):
+        raise UserError(f"{path} cannot be resumed from: it has no state of the optimiser.")
+
+
+def _has_moments(path: Path, content: dict) -> bool:
+    """Tell whether the optimiser's state is there, of any parameter."""
+    if is_sharded(path):
+        return any(name.startswith(OPTIMIZER) for name in read_index(path).state_dict_metadata)
+    return bool(content["optimizer_states"][0].get("state"))

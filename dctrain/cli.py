@@ -14,18 +14,19 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .arguments import check_trainer
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.costs import CostRecord
+from .callbacks.record import RunRecord
 from .callbacks.speed import SpeedMonitor
 from .callbacks.stop import GracefulStop, RunStopped
 from .callbacks.validation import DueValidation
 from .checkpoint import (
+    CHECKPOINTS,
     AtomicCheckpointIO,
     check_resumable,
     find_checkpoint,
@@ -34,42 +35,25 @@ from .checkpoint import (
     run_folder,
 )
 from .commands import Functions, TrainerParser, describe, run_named
-from .environment import add_environment, environment
 from .errors import UserError, is_of_another_rank, reason, told_as
+from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
+from .loggers import describe as describe_logger
 from .plan import Planning
-from .runs import go_on_in, held_run, new_run
+from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Saves what was configured, without the one-off `resume`, so that the file serves every subcommand, and beside it
-    what the run runs on (`environment.json`, a list: a resumed run may go on elsewhere).
-    """
-
-    def __init__(self, parser, config, **kwargs) -> None:
-        config = config.clone()
-        resumed = config.pop("resume", None) is not None
-        filename = "config-resumed.yaml" if resumed else "config.yaml"
-        super().__init__(parser, config, config_filename=filename, overwrite=resumed, **kwargs)
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Save for training runs only."""
-        if stage != "fit" or self.already_saved or trainer.logger is None:
-            return
-        super().setup(trainer, pl_module, stage)
-        path = Path(trainer.log_dir) / "environment.json"  # a broadcast: all ranks ask
-        if trainer.is_global_zero:
-            add_environment(path, environment(trainer.strategy.root_device) | {"devices": trainer.world_size})
-
 
 MENDABLE = (
     *(UserError, MisconfigurationException, OSError, UnicodeDecodeError, MemoryError),
     torch.OutOfMemoryError,
 )
+RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 LATEST = "latest"
 PLAN = "plan"
+NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
+OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of the alternatives that were not meant
+OF_FILES = ("CSVLogger", "TensorBoardLogger")
 A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
 
 
@@ -92,16 +76,18 @@ class TrainerCLI(LightningCLI):
     init_sources: str
 
     def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
+        self.resume_from: Path | None = None
         with ExitStack() as self._held:  # the run's folder, until it has ended
             super().__init__(
                 module_class,
                 datamodule_class,
-                args=args,
+                args=_with_folders(args),
                 parser_class=TrainerParser,
-                save_config_callback=SaveRunConfig,
+                trainer_class=RunTrainer,
+                save_config_callback=None,  # `RunRecord` does it
                 seed_everything_default=0,
                 auto_configure_optimizers=False,
-                trainer_defaults={"use_distributed_sampler": False},
+                trainer_defaults={"use_distributed_sampler": False, "logger": [DEFAULT]},
                 parser_kwargs={
                     "prog": self.program,
                     "allow_abbrev": False,
@@ -134,16 +120,47 @@ class TrainerCLI(LightningCLI):
             parser.link_arguments(f"data.{name}", f"model.{name}")
 
     def instantiate_classes(self) -> None:
-        """Build trainer, model and data; of what the parser says of a callback's error keep the error."""
-        strategy = self._get(self.config, "trainer").get("strategy")
+        """Open the run's folder, and build trainer, model and data; of a callback's error keep the error alone."""
+        trainer = self._get(self.config, "trainer")
+        check_trainer(trainer)
+        self._check_named()
+        root = Path(trainer.default_root_dir or "runs").resolve()
+        self.run_dir = None if trainer.get("fast_dev_run") else self._open_run(root)
+        self.given = self.config[self.subcommand].clone()
+        if self.run_dir is not None:
+            trainer.logger = place_loggers(trainer.get("logger"), self.run_dir)
         try:
-            with deferred_weights() if is_sharding(strategy) else nullcontext():
+            with deferred_weights() if is_sharding(trainer.get("strategy")) else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:
-            found = re.search(r"Errors:\n\s*- (.*)", str(error))
-            if found is None:
-                raise
-            raise UserError(found[1]) from error
+            raise _told_of_instance(error) from error
+
+    def _check_named(self) -> None:
+        """Refuse empty names of weights: of an unset variable of a shell."""
+        for option in ("resume", "init", "checkpoint"):
+            if self._get(self.config, option, default=None) == "":
+                raise UserError(f"--{option}='' is empty; leave the option out, or name what it takes (see --help).")
+
+    def _open_run(self, root: Path) -> RunDir:
+        """Find or claim the folder of the run: of `fit` the run itself, of evaluations a folder in their run."""
+        name = self._get(self.config, "name")
+        _check_name(name)
+        if self.subcommand != "fit":
+            named = self._get(self.config, "checkpoint", default=None)
+            run = None if named is None else run_folder(find_checkpoint(named).resolve())
+            if run is not None:
+                return RunDir(run / self.subcommand, root, run.parent.name, f"{run.name}/{self.subcommand}")
+            run = self._held.enter_context(new_run(root / name))
+            return RunDir(run, root, name, run.name)
+        self.resume_from = self._find_resumed(root)
+        if self.resume_from is not None:
+            check_resumable(self.resume_from)  # fail now, with one message, rather than on every rank
+        run = None if self.resume_from is None else run_folder(self.resume_from)
+        if run is None:
+            run = self._held.enter_context(new_run(root / name, self._has_trained))
+            return RunDir(run, root, name, run.name)
+        self._held.enter_context(locked_run(run))
+        return RunDir(run, root, run.parent.name, run.name, is_resumed=True)
 
     def _set_seed(self) -> None:
         with told_as("seed_everything"):
@@ -153,61 +170,56 @@ class TrainerCLI(LightningCLI):
         """Leave the configuration alone: Lightning would let the checkpoint's hyperparameters override it."""
 
     def instantiate_trainer(self, **kwargs) -> L.Trainer:
-        """Build the trainer with our logger, checkpoint writer and callbacks."""
+        """Build the trainer with our checkpoint writer and callbacks."""
         config = self._get(self.config_init, "trainer")
-        check_trainer(config)
         check_strategy(config.get("strategy") or "auto")
         root = config.get("default_root_dir") or "runs"
-        self.resume_from = self._find_resumed(Path(root))
-        if self.resume_from is not None:
-            check_resumable(self.resume_from)  # fail now, with one message, rather than on every rank
-        resumed = None if self.resume_from is None else run_folder(self.resume_from)
-        if resumed is not None:
-            self._held.enter_context(held_run(resumed))
-        if config.get("logger") in (None, True):
-            kwargs["logger"] = self._logger(Path(root), resumed)
-        elif resumed is not None:
-            for logger in _as_list(config.get("logger") or None):
-                go_on_in(resumed, logger)
         kwargs["default_root_dir"] = root
         plugins = _as_list(config.get("plugins"))
         plugins += cluster_plugins(plugins, Path(root), self.resume_from is not None)
         kwargs["plugins"] = [*plugins, AtomicCheckpointIO(reads_optimizer=self.subcommand == "fit")]
-        kwargs["callbacks"] = [*_as_list(config.get("callbacks")), *self._callbacks(config)]
+        kwargs["callbacks"] = self._callbacks(config, self._placed(_as_list(config.get("callbacks"))))
         with told_as("trainer"):
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
+        trainer.run_dir = self.run_dir
+        self._held.callback(finish, trainer.loggers)
+        if self.run_dir is not None and self.run_dir.is_resumed:
+            keep_rows(trainer.loggers)
+        return trainer
+
+    def _placed(self, callbacks: list[Callback]) -> list[Callback]:
+        """Let a user's `ModelCheckpoint` without a folder write beside ours: Lightning would ask the first logger."""
+        for callback in callbacks if self.run_dir is not None else ():
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str((self.run_dir.path / CHECKPOINTS).resolve())
+        return callbacks
 
     def _find_resumed(self, root: Path) -> Path | None:
         """Find the checkpoint that `--resume` names."""
         named = self._get(self.config, "resume", default=None)
         if named != LATEST:
-            return None if named is None else find_checkpoint(named)
+            return None if named is None else find_checkpoint(named).resolve()
         _check_name(name := self._get(self.config, "name"))
         found = newest_checkpoint(root / name)
         if found is None:
             self.config[self.subcommand]["resume"] = None  # a new run, with a configuration of its own
         return found
 
-    def _logger(self, root: Path, folder: Path | None) -> TensorBoardLogger:
-        """Log to the folder of the run being resumed, or to a new one."""
-        if folder is None:
-            name = self._get(self.config, "name")
-            _check_name(name)
-            folder = self._held.enter_context(new_run(root / name, self._has_trained))
-        return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
-
     def _has_trained(self) -> bool:
         return getattr(self, "trainer", None) is not None and self.trainer.global_step > 0
 
-    def _callbacks(self, config: dict) -> list[Callback]:
+    def _callbacks(self, config: dict, of_user: list[Callback]) -> list[Callback]:
+        """List the callbacks. The one that validates the last step comes first: the end of a run finds it validated."""
         if self.subcommand != "fit" or config.get("fast_dev_run"):
-            return []
+            return of_user
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
         due = DueValidation()
-        callbacks = [due, GracefulStop(last, due), last, SpeedMonitor(), CostRecord()]
+        record = RunRecord(self._parser(self.subcommand), self.given)
+        callbacks = [due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
                 BestCheckpoint(
+                    dirpath=self.run_dir.path / CHECKPOINTS,
                     monitor=self.monitor,
                     mode=self.monitor_mode,
                     filename=self.best_name,
@@ -229,7 +241,8 @@ class TrainerCLI(LightningCLI):
             model.start_from(source)
         elif source is not None and self.trainer.is_global_zero:
             print(f"init={source} is not used: the run goes on from {relative(self.resume_from)}", flush=True)
-        self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
+        with reading(self.resume_from):
+            self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
 
     def after_fit(self) -> None:
         """Say in one line what came out and where it is."""
@@ -241,15 +254,20 @@ class TrainerCLI(LightningCLI):
         if isinstance(best, ModelCheckpoint) and best.best_model_score is not None:
             result = f"best {self.monitor} {self.describe_score(float(best.best_model_score))} | "
             result += f"checkpoint {relative(best.best_model_path)} | "
-        print(f"{result}tensorboard --logdir {relative(log_dir)}")
+        shown = [describe_logger(logger, relative) for logger in self.trainer.loggers] or [f"run {relative(log_dir)}"]
+        print(f"{result}{' | '.join(shown)}")
 
     def validate(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint."""
-        self.trainer.validate(model, ckpt_path=self.evaluated_checkpoint(), **kwargs)
+        path = self.evaluated_checkpoint()
+        with reading(path):
+            self.trainer.validate(model, ckpt_path=path, **kwargs)
 
     def test(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint, logged as `test/...`."""
-        self.trainer.test(model, ckpt_path=self.evaluated_checkpoint(), **kwargs)
+        path = self.evaluated_checkpoint()
+        with reading(path):
+            self.trainer.test(model, ckpt_path=path, **kwargs)
 
     def has_weights(self) -> bool:
         """Tell whether the configured model brings trained weights of its own."""
@@ -288,6 +306,14 @@ class VocabularyCLI(TrainerCLI):
         return commands
 
 
+def _told_of_instance(error: ValueError) -> Exception:
+    """Find what a class said when it could not be made of its arguments, among what the parser says of all types."""
+    listed = str(error).partition("Errors:\n")[2].partition("\nGiven value")[0]
+    found = [" ".join(said.split()) for said in re.split(r"^  - ", listed, flags=re.M)]
+    found = [said for said in found if said and not said.startswith(OF_UNIONS)]
+    return UserError(found[0]) if found else error
+
+
 def _check_name(name: str) -> None:
     """Check the name of an experiment.
 
@@ -296,6 +322,34 @@ def _check_name(name: str) -> None:
     """
     if not name or Path(name).is_absolute() or {".", ".."} & set(name.split("/")):
         raise UserError(f"name={name!r} must be the name of a folder below trainer.default_root_dir.")
+
+
+@contextmanager
+def reading(checkpoint: Path | None) -> Iterator[None]:
+    """Turn errors while Lightning restores a checkpoint into a `UserError`: the file's content is malformed."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        names = [(f.f_globals.get("__name__"), f.f_code.co_name) for f, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(module == RESTORES and "restore" in name for module, name in names):
+            raise
+        raise UserError(f"{checkpoint} cannot be read: {type(error).__name__}: {reason(error)}") from error
+
+
+def _with_folders(args: list[str]) -> list[str]:
+    """Let loggers of files that are named without a `save_dir`, which is required, write into the run's folder."""
+    completed, awaited = [], False
+    for arg, before in zip(args, ["", *args], strict=False):
+        option, _, value = arg.partition("=")
+        if option in NAMES_LOGGER and awaited:
+            completed, awaited = [*completed, f"{SAVE_DIR}={IN_RUN}"], False
+        completed.append(arg)
+        awaited = awaited and option != SAVE_DIR
+        if (value if option in NAMES_LOGGER else arg if before in NAMES_LOGGER else "").split(".")[-1] in OF_FILES:
+            awaited = True
+    return [*completed, f"{SAVE_DIR}={IN_RUN}"] if awaited else completed
 
 
 def _as_list(value) -> list:

@@ -15,6 +15,7 @@ from dcmha import ComposedLayer
 from dcmha.weights import ComposeProjection
 
 from .errors import Diverged, UserError, told_as
+from .evaluation_items import ItemRecorder
 from .flops import forward_flops
 from .sharding.deferred import fill_shards
 from .sharding.norm import total_norm
@@ -64,6 +65,7 @@ class TrainingModule(L.LightningModule):
     Attributes:
         skipped: Steps skipped so far.
         skipped_in_a_row: The last of them, up to now.
+        items: What the newest evaluation found of each item.
     """
 
     speed_unit: str
@@ -72,6 +74,7 @@ class TrainingModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.skipped = self.skipped_in_a_row = 0
+        self.items = ItemRecorder()
         self._trained: dict[str, object] = {}  # hyperparameters of the checkpoint that was loaded
         self._initial: dict[str, torch.Tensor] = {}  # weights for a model that has none before it is sharded
 
@@ -197,6 +200,14 @@ class TrainingModule(L.LightningModule):
             group["lr"] = self.hparams.lr * schedule.lr_lambdas[0](schedule.last_epoch)
         schedule.base_lrs = [self.hparams.lr for _ in optimizer.param_groups]
         schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+    def on_validation_start(self) -> None:
+        """Forget what the evaluation before found of items."""
+        self.items.clear()
+
+    def on_test_start(self) -> None:
+        """Forget it too."""
+        self.items.clear()
 
     def log_step(self, loss: torch.Tensor, batch_size: int) -> torch.Tensor:
         """Log the loss and the learning rate of a training step, and return the loss to be differentiated.

@@ -248,9 +248,15 @@ class ImageClassifier(TrainingModule):
         counts = batch.labels >= 0
         logits, labels = logits[counts], batch.labels[counts]
         if len(labels):
-            self.val_loss.update(F.cross_entropy(logits, labels), len(labels))
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            self.val_loss.update(losses.mean(), len(labels))
             self.val_top1.update(logits, labels)
             self.val_top5.update(logits, labels)
+            names = [name for name, is_counted in zip(batch.names, counts.tolist(), strict=True) if is_counted]
+            ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
+            self.items.add(f"{prefix}/loss", names, losses)
+            self.items.add(f"{prefix}/top1", names, ranks < 1)
+            self.items.add(f"{prefix}/top5", names, ranks < 5)
         for name in ("loss", "top1", "top5"):
             self.log(f"{prefix}/{name}", getattr(self, f"val_{name}"), prog_bar=True, on_step=False, on_epoch=True)
 

@@ -3,7 +3,8 @@
 import csv
 from pathlib import Path
 
-from dctrain.cli import TrainerCLI, relative, run_program
+from dctrain.checkpoint import make_folder
+from dctrain.cli import TrainerCLI, reading, relative, run_program
 from dctrain.compare import comparison
 from dctrain.strategy import data_rank
 
@@ -47,18 +48,27 @@ class VisionCLI(TrainerCLI):
         """Tell whether the model is a pretrained one of timm's."""
         return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
 
+    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            said = "File (CSV) to write; predict/predictions.csv in the run of the checkpoint if left out."
+            parser.add_argument("--out", type=str | None, default=None, help=said)
+        return parser
+
     def predict(self, model: ImageClassifier, **kwargs) -> None:
-        """Predict and write one line per image to `predictions.csv`, with the names of the classes where they are
-        known; one file per rank where several split the data.
+        """Predict and write one line per image to `--out`, with the names of the classes where they are known; one file
+        per rank where several split the data.
         """
-        kwargs = {**kwargs, "ckpt_path": self.evaluated_checkpoint(), "return_predictions": True}
-        batches = self.trainer.predict(model, **kwargs)
+        path = self.evaluated_checkpoint()
+        with reading(path):
+            batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
+        folder = self.trainer.log_dir  # a broadcast: all ranks ask
         rank, ranks = data_rank(self.trainer)
         if self.trainer.global_rank % (self.trainer.world_size // ranks):
             return  # another has predicted the same
-        suffix = f"-rank{rank}" if ranks > 1 else ""
-        path = Path(self.trainer.log_dir) / f"predictions{suffix}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(self._get(self.config, "out") or Path(folder) / "predictions.csv")
+        path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
+        make_folder(str(path.parent))
         with open(path, "w", newline="") as file:
             names = self.datamodule.classes
             writer = csv.DictWriter(file, ["name", "class", "probability", *(["class_name"] if names else [])])

@@ -6,7 +6,6 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from ..errors import Diverged, UserError
 from ..files import remove_whole
@@ -45,8 +44,14 @@ class LastCheckpoint(Callback):
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Save every so many optimiser steps."""
+        """Save every so many optimiser steps.
+
+        The last of `max_steps` is saved at the end alone, after its validation: Lightning does nothing more for a run
+        whose steps are done, so a kill in that validation would lose it.
+        """
         if trainer.global_step % self.every_n_steps or is_accumulating(trainer, batch_idx):
+            return
+        if 0 < trainer.max_steps <= trainer.global_step:
             return
         if not pl_module.skipped_in_a_row:
             self.save(trainer)
@@ -75,6 +80,8 @@ class LastCheckpoint(Callback):
         if again or path != self.newest:
             if not _has_finite_weights(trainer):
                 raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
+            for logger in trainer.loggers:
+                logger.save()  # curves are at least as new as the checkpoint, whatever ends the process
             trainer.save_checkpoint(path, weights_only=False)
             is_saving = isinstance(trainer.strategy, FSDP2Strategy) and trainer.strategy.folders.is_saving
             self._outdated.add(path)
@@ -94,12 +101,13 @@ class LastCheckpoint(Callback):
 
 
 def _of_before(trainer: L.Trainer, name: str) -> set[Path]:
-    """Find the checkpoints of a name that a run has in its folder when it is resumed, and what a kill has left of
-    such: of a folder that is its own.
+    """Find the checkpoints of a name that a run has in its folder when it is resumed from there, and what a kill has
+    left of such.
     """
-    if not isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
+    folder = Path(trainer.log_dir) / "checkpoints"
+    if Path(trainer.ckpt_path).parent.resolve() != folder.resolve():
         return set()
-    found = (Path(trainer.log_dir) / "checkpoints").glob("*")
+    found = folder.glob("*")
     return {path for path in found if re.fullmatch(rf"(before-)?{name}(\.\d+\.partial)?", path.name)}
 
 

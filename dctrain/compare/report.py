@@ -9,11 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..errors import UserError
+from ..evaluation_items import read_items
 from ..markdown import markdown_table
-from .experiment import Experiment
+from .experiment import Experiment, Run
 from .results import Results
 from .scaling import Point, fit_scaling, plot_scaling, scaling_table
-from .statistics import Difference, paired_difference, spread
+from .statistics import Difference, ItemNoise, item_noise, paired_difference, spread
+from .training import items_of
 
 PERCENT = ("top1", "top5", "accuracy", "exact_match", "to_text", "to_image")  # what is told in percent
 MOST_POINTS = 1000  # of a curve in curves.csv
@@ -60,15 +62,30 @@ def summarise(experiment: Experiment, results: Results, model: str) -> dict:
         row[f"{metric} sd"] = spread(list(finals.values()))
         row[f"{metric} best"] = statistics.mean(best)
         if model != experiment.baseline:
-            difference = paired_difference(finals, _finals(baseline, metric))
-            values = difference or Difference(*(None,) * 5)
+            noise = _noise(experiment, results, model, metric)
+            difference = paired_difference(finals, _finals(baseline, metric), noise)
+            values = difference or Difference(*(None,) * 6)
             row |= {f"{metric} {name}": value for name, value in zip(_PARTS, values, strict=True)}
     if model in experiment.paper:
         row["paper"] = experiment.paper[model]
     return row
 
 
-_PARTS = ("difference", "low", "high", "detectable", "pairs")
+_PARTS = ("difference", "low", "high", "detectable", "pairs", "items")
+
+
+def _noise(experiment: Experiment, results: Results, model: str, metric: str) -> ItemNoise | None:
+    """Estimate the noise of the evaluation, in the metric's unit, from what runs have recorded of single items."""
+    seeds = results.finished(model).keys() & results.finished(experiment.baseline).keys()
+    found = [
+        tuple(read_items(items_of(results.path.parent, experiment, Run(name, seed))).get(metric) for name in names)
+        for names in [(model, experiment.baseline)]
+        for seed in sorted(seeds)
+    ]
+    if not all(items for pair in found for items in pair):
+        return None
+    noise, factor = item_noise(found, is_fraction=_factor(metric) == 100), _factor(metric)
+    return None if noise is None else ItemNoise(noise.error * factor, noise.count, noise.least * factor)
 
 
 def _finals(runs: dict[int, dict], metric: str) -> dict[int, float]:
@@ -96,13 +113,27 @@ def _markdown(experiment: Experiment, rows: list[dict], results: Results) -> str
         markdown_table(header, cells),
         "",
         "Means over seeds (standard deviation) of the last validation; best: of the best one. Differences to "
-        f"{experiment.baseline} are paired by seed, with Student's interval; detectable: the smallest difference that "
-        "the runs would have shown with a power of about 80 %.",
+        f"{experiment.baseline} are paired by seed; detectable: the smallest difference that the runs would have shown "
+        "with a power of about 80 %.",
+        *_counted(experiment, rows),
         recipe.rstrip(),
         f"Ran on: {'; '.join(machines)}",
     ]
     lines += [f"Not finished: {', '.join(missing)}"] if missing else []
     return "\n".join(lines)
+
+
+def _counted(experiment: Experiment, rows: list[dict]) -> list[str]:
+    """Say what the intervals count."""
+    lines = []
+    for metric in experiment.metrics:
+        counts = {row.get(f"{metric} items") for row in rows if row.get(f"{metric} low") is not None}
+        known = sorted(count for count in counts if count is not None)
+        if known:
+            lines.append(f"{metric}: intervals count seeds and the {known[0]:,} items of the evaluation.")
+        if None in counts:
+            lines.append(f"{metric}: intervals count seeds alone, not the evaluation's own noise; they are too narrow.")
+    return lines
 
 
 def _machine(run: dict) -> str:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ..callbacks.costs import COSTS
 from ..checkpoint import make_folder
 from ..environment import read_environments
+from ..evaluation_items import read_items, write_items
 from .experiment import Experiment, Run
 
 GO_ON = "go on with --resume"  # what a run says that was told to stop
@@ -63,7 +64,11 @@ def train(
     root, slug = config.parent, slug_of(experiment, run)
     command = [sys.executable, "-m", program, "fit", "--config", str(config), f"--name={slug}"]
     command += [f"--seed_everything={run.seed}", f"--data.seed={run.seed}", f"--trainer.default_root_dir={root}"]
-    command += ["--trainer.enable_progress_bar=false", *experiment.arguments, *experiment.models[run.model]]
+    command += [
+        "--trainer.enable_progress_bar=false",
+        "--trainer.logger=true",
+    ]  # curves are read from TensorBoard's files
+    command += [*experiment.arguments, *experiment.models[run.model]]
     log = log_of(root, experiment, run)
     make_folder(str(root))
     with _no_other(root / f"{slug}.lock", stop) as lock:
@@ -80,7 +85,15 @@ def train(
     if any(GO_ON in line for line in lines):
         raise Stopped
     folder = _newest(root / slug)
-    return {"error": f"trained nothing (see {log})"} if folder is None else _read(folder, experiment.metrics)
+    if folder is None:
+        return {"error": f"trained nothing (see {log})"}
+    write_items(items_of(root.parent, experiment, run), read_items(folder))
+    return _read(folder, experiment.metrics)
+
+
+def items_of(results: Path, experiment: Experiment, run: Run) -> Path:
+    """Name the folder, beside the results, of what a run's last validation found of each item."""
+    return results / "items" / slug_of(experiment, run)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dclm.bigram import ByteBigram
 from dclm.data.token_files import Corpus
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.evaluation_items import read_items
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 
@@ -66,8 +67,15 @@ def test_fit_learns_and_logs(trained):
 
 def test_the_baseline_and_a_sample_are_shown(corpus, tmp_path, capsys):
     callbacks = ["--trainer.callbacks+=dclm.callbacks.BigramBaseline", "--trainer.callbacks+=dclm.callbacks.TextSample"]
-    run("fit", *small(corpus, tmp_path), *callbacks, "--trainer.callbacks.prompt=ab", "--trainer.max_epochs=1")
+    often = ["--trainer.max_epochs=1", "--trainer.val_check_interval=4"]  # the last of ten steps is no multiple
+    run("fit", *small(corpus, tmp_path), *callbacks, "--trainer.callbacks.prompt=ab", *often)
     out = capsys.readouterr().out
+    logged = scalars(tmp_path / "t/version_0")["val/bits_per_byte"]
+    assert logged[-1].step == 9 and f"\nbits per byte: {logged[-1].value:.3f}, " in out
+    loss = read_items(tmp_path / "t/version_0")["val/loss"]
+    assert len(loss.values) == 7
+    mean = sum(value * loss.weights[name] for name, value in loss.values.items()) / sum(loss.weights.values())
+    assert mean == pytest.approx(scalars(tmp_path / "t/version_0")["val/loss"][-1].value, rel=1e-5)
     tokens = [Corpus(corpus).split("train")[:], Corpus(corpus).split("val")[1 : 7 * 24 + 1]]
     train, val = (bytes(row[row < 256].astype("uint8")).decode(errors="replace").encode() for row in tokens)
     bits = ByteBigram(train).bits_per_byte(val)
@@ -121,7 +129,7 @@ def test_exported_models_generate_the_same(trained, capsys, tmp_path):
     options = ["--prompt=def main", "--temperature=0", "--max_new_tokens=30"]
     run("generate", f"--checkpoint={tmp_path / 'hub'}", "--tokenizer=bytes", *options)
     published = capsys.readouterr().out
-    run("generate", f"--checkpoint={find_checkpoint(str(trained))}", *options)
+    run("generate", f"--checkpoint={newest_checkpoint(trained)}", *options)
     assert capsys.readouterr().out == published
     assert "no tokenizer" in mistake(capsys, "generate", f"--checkpoint={tmp_path / 'hub'}", *options)
     again = mistake(capsys, "export", f"--checkpoint={trained / 't/version_0'}", f"--out={tmp_path / 'hub'}")
@@ -172,7 +180,7 @@ def test_the_last_step_is_validated(corpus, tmp_path, options, steps):
     """Once, wherever the interval ends; and a run that is done has nothing to validate."""
     run("fit", *small(corpus, tmp_path), *options)
     assert [event.step for event in scalars(tmp_path / "t/version_0")["val/loss"]] == steps
-    run("fit", *small(corpus, tmp_path), *options, f"--resume={tmp_path}")
+    run("fit", *small(corpus, tmp_path), *options, "--resume=latest")
     assert [event.step for event in scalars(tmp_path / "t/version_0")["val/loss"]] == steps
 
 
@@ -209,7 +217,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
         loss = sum(float.fromhex(rank[step]["loss"]) for rank in ranks) / 2
         assert loss == pytest.approx(float.fromhex(entry["loss"]), rel=tolerance), step
         assert sorted(ranks[0][step]["samples"] + ranks[1][step]["samples"]) == sorted(entry["samples"])
-    states = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("one", "two")]
+    states = [load_checkpoint(newest_checkpoint(tmp_path / name))["state_dict"] for name in ("one", "two")]
     assert states[0].keys() == states[1].keys()
     if impl == "auto":
         for key, value in states[0].items():
@@ -233,7 +241,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
 )
 def test_variants_run(corpus, tmp_path, extra):
     run("fit", *small(corpus, tmp_path), *extra)
-    state = load_checkpoint(find_checkpoint(str(tmp_path)))["state_dict"]
+    state = load_checkpoint(newest_checkpoint(tmp_path))["state_dict"]
     assert all(tensor.isfinite().all() for tensor in state.values())
     assert not any("_orig_mod" in key for key in state)
 
@@ -245,7 +253,7 @@ def test_fabric_launches_several_processes(corpus, tmp_path):
     arguments = [*small(corpus, tmp_path), "--trainer.max_epochs=1", "--trainer.strategy=ddp", "--trainer.devices=2"]
     result = spawn("fit", *arguments, "--data.batch_size=2", prefix=fabric)
     assert result.returncode == 0, result.stderr
-    assert load_checkpoint(find_checkpoint(str(tmp_path)))["TokenDataModule"]["global_batch"] == 4
+    assert load_checkpoint(newest_checkpoint(tmp_path))["TokenDataModule"]["global_batch"] == 4
 
 
 def mistake(capsys, *args: str) -> str:

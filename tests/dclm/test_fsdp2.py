@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import record
 from tests.dctrain.commands import spawn as spawn_python
 from tests.dctrain.recorder import losses
@@ -25,7 +25,7 @@ FEW = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.l
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+    return load_checkpoint(newest_checkpoint(folder))["state_dict"]
 
 
 def validated(folder) -> dict[str, float]:
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_is_told_and_loses_nothing(corpus, tmp_path):
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: another process of this run has died")
     assert "Traceback" not in done.stderr
-    assert load_checkpoint(find_checkpoint(str(tmp_path)), with_optimizer=True)["global_step"] == 4
+    assert load_checkpoint(newest_checkpoint(tmp_path), with_optimizer=True)["global_step"] == 4
 
 
 NOT_SUPPORTED = "is not supported; accepted: auto, ddp, fsdp2, or, with options, FSDP2Strategy."

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dclm
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from tests.faults.drill import mistake
 
 from .commands import run, small, spawn
@@ -23,7 +23,7 @@ STILL = ["--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batche
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+    return load_checkpoint(newest_checkpoint(folder))["state_dict"]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 
@@ -37,7 +37,7 @@ def test_stopped_and_resumed_equals_uninterrupted(corpus, tmp_path, at, extra):
 
 def test_a_checkpoint_of_another_order_says_so(corpus, tmp_path):
     run("fit", *small(corpus, tmp_path), *record(tmp_path / "a", at=4))
-    path = find_checkpoint(str(tmp_path))
+    path = newest_checkpoint(tmp_path)
     checkpoint = load_checkpoint(path)
     del checkpoint["TokenDataModule"]["order"]
     torch.save(checkpoint, path)

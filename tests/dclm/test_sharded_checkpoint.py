@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint
+from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
 from dctrain.sharding import folders
 from dctrain.sharding.checkpoint import whole_part
@@ -43,7 +43,7 @@ def trained(run_of_one_rank, tmp_path) -> Path:
 
 
 def test_checkpoint_folder_holds_index_data_and_metadata_only(trained):
-    assert find_checkpoint(str(trained)) == trained == find_checkpoint(str(trained.parents[1]))
+    assert newest_checkpoint(trained) == trained == newest_checkpoint(trained.parents[1])
     assert sorted(path.name for path in trained.iterdir()) == ["__0_0.distcp", "index.json", "meta.pt"]
     assert sorted(path.name.split("-")[0] for path in trained.parent.iterdir()) == ["best", "last"]
     check_resumable(trained)
@@ -54,7 +54,7 @@ def test_one_process_goes_on_from_it_as_many_do(trained, corpus, tmp_path):
     again = [*FEW, *STEADY, "--trainer.max_epochs=2"]
     run("fit", *small(corpus, tmp_path), *again, f"--resume={trained}", *record(tmp_path / "one"))
     run("fit", *small(corpus, tmp_path / "file"), *FEW, *STEADY, "--trainer.max_epochs=1")
-    file = find_checkpoint(str(tmp_path / "file"))
+    file = newest_checkpoint(tmp_path / "file")
     assert file.is_file()
     run("fit", *small(corpus, tmp_path / "file"), *again, SHARDED, f"--resume={file}", *record(tmp_path / "sharded"))
     one, sharded = (read(tmp_path / name) for name in ("one", "sharded"))
@@ -217,8 +217,8 @@ def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypat
 
 def test_an_unfinished_one_is_not_found(trained):
     os.replace(trained, trained.with_name(f"{trained.name}.0.partial"))
-    assert find_checkpoint(str(trained.parent)).name.startswith("best-")
+    assert newest_checkpoint(trained.parent).name.startswith("best-")
     for best in trained.parent.glob("best-*"):
         os.replace(best, best.with_name(f"{best.name}.0.partial"))
     with pytest.raises(UserError, match="no checkpoint"):
-        find_checkpoint(str(trained.parent))
+        newest_checkpoint(trained.parent)

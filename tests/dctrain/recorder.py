@@ -66,6 +66,25 @@ class SlowValidation(Callback):
             time.sleep(2)
 
 
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing more is saved."""
+
+
+class KilledInValidation(Callback):
+    """Raise `Killed` in the validation that follows a step.
+
+    Args:
+        step: Optimiser steps before it.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            raise Killed
+
+
 class ShardRecorder(Callback):
     """Append to `FILE-rankN`, per training batch: the dtypes in which a block sees its parameters, and whether
     gradients have been reduced to shards.

@@ -18,9 +18,10 @@ from torchvision.io import decode_image
 from dctrain.compare.experiment import experiment_of, read_experiment
 from dctrain.compare.report import write_report
 from dctrain.compare.results import Results
-from dctrain.compare.statistics import paired_difference
-from dctrain.compare.training import environments
+from dctrain.compare.statistics import ItemNoise, item_noise, paired_difference
+from dctrain.compare.training import environments, items_of
 from dctrain.errors import UserError
+from dctrain.evaluation_items import ItemRecorder, Items, read_items, write_items
 from tests.dctrain.commands import ROOT
 from tests.dcvision.commands import run
 
@@ -58,6 +59,10 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     first = json.loads((tmp_path / "results.json").read_text())["runs"][key]
     assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["forward_flops"] > 1e5
     assert first["environment"][-1]["torch"] == torch.__version__ and first["unit"] == "images"
+    (items,) = map(read_items, (tmp_path / "items").iterdir())
+    for metric in ("val/top1", "val/top5", "val/loss"):
+        values = items[metric].values.values()
+        assert len(values) == 64 and sum(values) / 64 == pytest.approx(first["curves"][metric][-1][1], rel=1e-5)
     compare(*args[:-1], "--", *SHORT)
     assert f"{key}: finished before, val/top1" in capsys.readouterr().out
     (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
@@ -242,8 +247,75 @@ def test_paired_differences():
     draws = difference.detectable + sd * torch.randn(20000, 3, generator=generator, dtype=torch.float64)
     reach = stats.t.ppf(0.975, 2) * draws.std(1) / 3**0.5
     assert ((draws.mean(1) - reach) > 0).double().mean() == pytest.approx(0.8, abs=0.12)
-    assert paired_difference({0: 1.0}, {0: 3.0}) == (-2.0, None, None, None, 1)
+    assert paired_difference({0: 1.0}, {0: 3.0}) == (-2.0, None, None, None, 1, None)
     assert paired_difference({0: 1.0}, {1: 3.0}) is None
+
+
+def named(values) -> Items:
+    names = [str(number) for number in range(len(values))]
+    return Items(dict(zip(names, map(float, values), strict=True)), dict.fromkeys(names, 1.0))
+
+
+def test_tied_seeds_are_no_certainty():
+    """Two seeds that differ by the same have no spread; the evaluation's own noise remains."""
+    tied = {0: 71.0, 1: 73.0}, {0: 73.0, 1: 75.0}
+    assert paired_difference(*tied)[:4] == (-2.0, None, None, None)
+    first, second = torch.rand(100) < 0.7, torch.rand(100) < 0.7
+    noise = item_noise([(named(first), named(second))] * 2, is_fraction=True)
+    difference = (first.float() - second.float()).numpy()
+    assert noise.error == pytest.approx(stats.sem(difference), rel=1e-6) and noise.count == 100
+    found = paired_difference(*tied, noise)
+    reach = stats.t.ppf(0.975, 99) * noise.error
+    assert (found.low, found.high) == pytest.approx((-2 - reach, -2 + reach)) and found.items == 100
+
+
+def test_models_that_answer_alike_may_still_differ_elsewhere():
+    noise = item_noise([(named([1, 0, 1, 1]), named([1, 0, 1, 1]))] * 2, is_fraction=True)
+    assert noise == ItemNoise(0.0, 4, 0.75)
+    assert paired_difference({0: 0.75, 1: 0.75}, {0: 0.75, 1: 0.75}, noise)[:3] == (0, -0.75, 0.75)
+
+
+def test_items_that_differ_between_runs_tell_nothing():
+    pairs = [(named([1, 0]), named([1, 0, 1]))]
+    assert item_noise(pairs, is_fraction=True) is None and item_noise([], is_fraction=True) is None
+
+
+def test_weights_of_items_count():
+    """An item of weight 2 counts as two of weight 1 in the mean."""
+    first, second = named([1.0, 3.0, 0.0]), named([0.0, 0.0, 0.0])
+    weights = {"0": 1.0, "1": 2.0, "2": 1.0}
+    noise = item_noise([(first._replace(weights=weights), second._replace(weights=weights))], is_fraction=False)
+    mean = (1 + 2 * 3 + 0) / 4
+    squares = [(w / 4) ** 2 * (v - mean) ** 2 for v, w in ((1, 1), (3, 2), (0, 1))]
+    assert noise.error == pytest.approx((sum(squares) * 3 / 2) ** 0.5) and noise.least == 0
+
+
+def test_intervals_cover_the_truth():
+    """Of 600 simulated comparisons, with noise of seeds, of items, and of both, at least 94 % cover the difference."""
+    generator, covered, without = torch.Generator().manual_seed(0), 0, 0
+    for _ in range(600):
+        seeds, items = 0.02 * torch.randn(3, 1, generator=generator), 0.5 * torch.randn(60, generator=generator)
+        scores = 0.1 + seeds + items + 0.1 * torch.randn(3, 60, generator=generator)
+        of, to = dict(enumerate(scores.mean(1).tolist())), dict.fromkeys(range(3), 0.0)
+        noise = item_noise([(named(row.tolist()), named([0] * 60)) for row in scores], is_fraction=False)
+        counted, alone = paired_difference(of, to, noise), paired_difference(of, to)
+        covered += counted.low <= 0.1 <= counted.high
+        without += alone.low <= 0.1 <= alone.high
+    assert covered >= 0.94 * 600 and without < 0.8 * 600
+
+
+def test_items_are_kept_by_name(tmp_path):
+    for rank, names in enumerate((["a", "b"], ["c"])):
+        recorder = ItemRecorder()
+        recorder.add("val/loss", ["old"] * len(names), torch.ones(len(names)))
+        recorder.clear()
+        recorder.add("val/loss", names, torch.arange(len(names)) + 0.5)
+        recorder.add("val/loss", [""], torch.ones(1))
+        recorder.write(tmp_path, rank)
+    found = read_items(tmp_path)
+    assert found == {"val/loss": Items({"a": 0.5, "b": 1.5, "c": 0.5}, {"a": 1.0, "b": 1.0, "c": 1.0})}
+    write_items(tmp_path / "copy", found)
+    assert read_items(tmp_path / "copy") == found
 
 
 def make_result(top1: list[float]) -> dict:
@@ -273,8 +345,15 @@ def test_the_report(tmp_path):
     assert f"| 45.00 (7.07) | 45.00 | {interval} |" in second and second.endswith("| 4.50 |")
     assert third.startswith("| one validation | 1 |") and "| -15.00 | - |" in third
     assert "Not finished: one validation | seed 1" in table and "Ran on: a CPU, torch 2, commit abc" in table
+    assert "val/top1: intervals count seeds alone, not the evaluation's own noise" in table
+    for run in experiment.runs:
+        write_items(items_of(tmp_path, experiment, run), {"val/top1": named([1, 0, run.model == "a"])})
+    counted = write_report(experiment, results, tmp_path)
+    assert "val/top1: intervals count seeds and the 3 items of the evaluation." in counted
+    assert "val/loss: intervals count seeds alone" in counted
     with open(tmp_path / "table.csv") as file:
         rows = list(csv.DictReader(file))
+    assert float(rows[1]["val/top1 high"]) - float(rows[1]["val/top1 low"]) >= 2 * 100 * 3 / 3
     assert float(rows[0]["val/top1 sd"]) == pytest.approx(100 * 0.2 / 2**0.5) and rows[2]["val/top1 low"] == ""
     assert float(rows[1]["val/loss difference"]) == pytest.approx(0.15)
     with open(tmp_path / "curves.csv") as file:

@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dcmha import DCAttention
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
 from dcvision.classifier import build_model
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
@@ -52,7 +52,7 @@ def test_fit_learns_logs_and_leaves_checkpoints(trained):
     assert len(logged["val/top1"]) == 4
     names = sorted(path.name.split("-")[0] for path in (trained / "checkpoints").iterdir())
     assert names == ["best", "last"]
-    keys = load_checkpoint(find_checkpoint(str(trained)))["state_dict"].keys()
+    keys = load_checkpoint(newest_checkpoint(trained))["state_dict"].keys()
     assert not any("_orig_mod" in key for key in keys)
     assert (trained / "config.yaml").exists()
     (where,) = json.loads((trained / "environment.json").read_text())
@@ -64,11 +64,16 @@ def test_validate_and_predict_give_what_training_reported(trained, tmp_path, cap
     reported = float(best.rsplit("top1=", 1)[1].removesuffix(".ckpt"))
     config = ["--config", str(trained / "config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
     run("validate", *config, f"--checkpoint={best}", "--data.train=folder:not_needed_here")
-    top1 = scalars(tmp_path / "t/version_0")["val/top1"][0].value
+    assert not list(tmp_path.iterdir())  # the run that is evaluated has it
+    top1 = scalars(trained / "validate")["val/top1"][-1].value
     assert abs(top1 - reported) < 1e-4
     capsys.readouterr()
-    run("predict", *config, f"--checkpoint={best}")
-    path = Path(capsys.readouterr().out.split("predictions ")[-1].strip())
+    for out, path in (
+        ([], trained / "predict/predictions.csv"),
+        ([f"--out={tmp_path}/new/p.csv"], tmp_path / "new/p.csv"),
+    ):
+        run("predict", *config, f"--checkpoint={best}", *out)
+        assert str(path) == capsys.readouterr().out.split("predictions ")[-1].strip()
     rows = list(csv.DictReader(path.open()))
     assert len(rows) == 360 and len({row["name"] for row in rows}) == 360
     from dcvision.data.sources import open_source
@@ -80,7 +85,7 @@ def test_validate_and_predict_give_what_training_reported(trained, tmp_path, cap
 
 
 def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
-    checkpoint = find_checkpoint(str(trained))
+    checkpoint = newest_checkpoint(trained)
     for folder, prefix, options in (("average", "ema.module.", []), ("raw", "model.", ["--raw=true"])):
         run("export", f"--checkpoint={checkpoint}", f"--out={tmp_path / folder}", *options)
         model = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True)
@@ -171,7 +176,7 @@ def test_compiled_training_keeps_clean_keys(shards, tmp_path):
         "--model.warmup_steps=1",
     ]
     run("fit", *small(shards, tmp_path), *extra)
-    keys = load_checkpoint(find_checkpoint(str(tmp_path)))["state_dict"].keys()
+    keys = load_checkpoint(newest_checkpoint(tmp_path))["state_dict"].keys()
     assert "model.blocks.0.attn.compose.hidden" in keys
     assert not any("_orig_mod" in key for key in keys)
 
@@ -220,7 +225,7 @@ def test_two_processes_give_one_process_results(shards, tmp_path, strategy):
     for tag in ("val/loss", "val/top1", "val/top5", "train/grad_norm"):
         values = [[event.value for event in log[tag]] for log in logs]
         assert values[0] == pytest.approx(values[1], rel=1e-4), tag
-    states = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("one", "two")]
+    states = [load_checkpoint(newest_checkpoint(tmp_path / name))["state_dict"] for name in ("one", "two")]
     for key, value in states[0].items():
         torch.testing.assert_close(states[1][key], value, rtol=1e-3, atol=1e-4)
 
@@ -232,7 +237,7 @@ def test_fabric_launches_several_processes(shards, tmp_path):
     arguments = [*small(shards, tmp_path), "--trainer.max_epochs=1", "--trainer.strategy=ddp", "--trainer.devices=2"]
     result = spawn("fit", *arguments, "--data.batch_size=2", prefix=fabric)
     assert result.returncode == 0, result.stderr
-    state = load_checkpoint(find_checkpoint(str(tmp_path)))["ImageDataModule"]
+    state = load_checkpoint(newest_checkpoint(tmp_path))["ImageDataModule"]
     assert state["global_batch"] == 4
 
 
@@ -326,7 +331,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
 
 
 def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
-    checkpoint = find_checkpoint(str(trained))
+    checkpoint = newest_checkpoint(trained)
     before = checkpoint.read_bytes()
     arguments = [*trained_arguments("fit", tmp_path), "--model.model=mhavit_digits_patch2_8", f"--resume={checkpoint}"]
     error = mistake(capsys, *arguments)

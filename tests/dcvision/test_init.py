@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from dcvision.compatible import normalisation
 from tests.faults.drill import mistake
 
@@ -28,7 +28,7 @@ def common(root) -> list[str]:
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+    return load_checkpoint(newest_checkpoint(folder))["state_dict"]
 
 
 @pytest.fixture(scope="module")

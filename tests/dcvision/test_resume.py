@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from dctrain.checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, run_folder
+from dctrain.checkpoint import AtomicCheckpointIO, find_checkpoint, load_checkpoint, newest_checkpoint, run_folder
 from dctrain.errors import UserError
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
@@ -95,7 +95,7 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_pat
     arguments = [*small(shards, tmp_path / "parts"), "--checkpoint_every_n_steps=4"]
     killed = spawn("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=14))
     assert killed.returncode == -signal.SIGKILL
-    checkpoint = find_checkpoint(str(tmp_path / "parts"))
+    checkpoint = newest_checkpoint(tmp_path / "parts")
     assert checkpoint.name == "last-step=12.ckpt"
     run("fit", *arguments, *record(tmp_path / "parts"), f"--resume={checkpoint}")
     run("fit", *small(shards, tmp_path / "whole"), *record(tmp_path / "whole"))
@@ -112,7 +112,7 @@ def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signal
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM; go on with --resume" in stopped.stdout
     folder = tmp_path / "parts" / "t" / "version_0"
-    assert find_checkpoint(str(folder)).name == "last-step=20.ckpt"  # ranks agree every ten steps
+    assert newest_checkpoint(folder).name == "last-step=20.ckpt"  # ranks agree every ten steps
     resumed = spawn("fit", *small(shards, tmp_path / "parts"), *two, *record(tmp_path / "parts"), f"--resume={folder}")
     assert resumed.returncode == 0, resumed.stderr
     whole = spawn("fit", *small(shards, tmp_path / "whole"), *two, *record(tmp_path / "whole"))
@@ -174,17 +174,19 @@ def test_finding_checkpoints(tmp_path):
     for name in ("last-step=90.ckpt", "last-step=100.ckpt", "best-epoch=3-top1=0.9.ckpt"):
         (folder / name).touch()
         os.utime(folder / name, (1000, 1000))
-    assert find_checkpoint(str(tmp_path)).name == "last-step=100.ckpt"
+    assert newest_checkpoint(tmp_path).name == "last-step=100.ckpt"
     os.utime(folder / "best-epoch=3-top1=0.9.ckpt", (2000, 2000))
-    assert find_checkpoint(str(tmp_path)).name == "best-epoch=3-top1=0.9.ckpt"
+    assert newest_checkpoint(tmp_path).name == "best-epoch=3-top1=0.9.ckpt"
     assert run_folder(folder / "last-step=90.ckpt") == tmp_path / "version_0"
     assert run_folder(tmp_path / "elsewhere.ckpt") is None
-    with pytest.raises(
-        UserError, match="no checkpoint: .*nothing does not exist; accepted: a .ckpt file or the folder"
-    ):
-        find_checkpoint(str(tmp_path / "nothing"))
+    assert find_checkpoint(str(folder)) == find_checkpoint(str(tmp_path / "version_0"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no checkpoint: no .ckpt file below"):
-        find_checkpoint(str(tmp_path / "empty"))
+    for wrong in (tmp_path / "nothing", tmp_path / "empty"):
+        with pytest.raises(UserError, match=f"{wrong.name}.*accepted: a .ckpt file"):
+            find_checkpoint(str(wrong))
+    with pytest.raises(UserError, match=f"{tmp_path} is no folder of a run.*the run {tmp_path / 'version_0'}"):
+        find_checkpoint(str(tmp_path))
+    with pytest.raises(UserError, match="''"):
+        find_checkpoint("")
     with pytest.raises(UserError, match="last-step=90.ckpt is no readable checkpoint"):
         load_checkpoint(folder / "last-step=90.ckpt")

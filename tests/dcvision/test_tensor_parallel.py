@@ -5,7 +5,7 @@ import timm
 import torch
 
 import dcvision  # noqa: F401
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from dcvision.parallel import split_vit
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
@@ -37,7 +37,7 @@ def test_takes_the_steps_of_one_process(shards, tmp_path, devices, batch_size, r
     for batch, one in read(tmp_path / "one").items():
         mean = sum(float.fromhex(rank[batch]["loss"]) for rank in ranks) / devices
         assert mean == pytest.approx(float.fromhex(one["loss"]), rel=1e-10)
-    states = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("one", "more")]
+    states = [load_checkpoint(newest_checkpoint(tmp_path / name))["state_dict"] for name in ("one", "more")]
     for key, value in states[0].items():
         torch.testing.assert_close(states[1][key], value, rtol=1e-8, atol=1e-10, msg=key)
 

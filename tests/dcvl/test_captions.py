@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
 from dcvision.classifier import build_model
@@ -282,7 +282,7 @@ def test_where_words_look_is_drawn(tmp_path):
     names = [f"words/text.blocks.{layer}.cross" for layer in (0, 1)]
     assert sorted(images.Tags()["images"]) == names
     assert [[image.step for image in images.Images(name)] for name in names] == [[0, 1]] * 2
-    a, b = (load_checkpoint(find_checkpoint(str(tmp_path / run)))["state_dict"] for run in "ab")
+    a, b = (load_checkpoint(newest_checkpoint(tmp_path / run))["state_dict"] for run in "ab")
     assert all(torch.equal(a[name], weight) for name, weight in b.items())
 
 

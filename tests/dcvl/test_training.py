@@ -8,7 +8,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
 from dcvl import CaptionDataModule
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import losses, read
@@ -20,7 +20,7 @@ EXACT = "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    return load_checkpoint(find_checkpoint(str(folder)))["state_dict"]
+    return load_checkpoint(newest_checkpoint(folder))["state_dict"]
 
 
 def validated(folder) -> dict[str, float]:

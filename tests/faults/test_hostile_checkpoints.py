@@ -9,7 +9,7 @@ import pytest
 
 import dcvl.cli
 from dclm.language_model import LanguageModel
-from dctrain.checkpoint import find_checkpoint
+from dctrain.checkpoint import newest_checkpoint
 from dcvision.classifier import ImageClassifier
 from tests.dclm.commands import run as run_dclm
 from tests.dclm.commands import small as small_dclm
@@ -50,7 +50,7 @@ def sharded(tmp_path_factory) -> Path:
         "fit", *small_dclm(corpus, root), "--trainer.max_steps=1", "--trainer.limit_val_batches=1",
         "--trainer.strategy=fsdp2",
     )  # fmt: skip
-    return find_checkpoint(str(root / "t"))
+    return newest_checkpoint(root / "t")
 
 
 @pytest.fixture(params=CALLS, ids=".".join)

@@ -278,7 +278,7 @@ def test_class_names_go_with_checkpoints_predictions_and_exports(tmp_path, capsy
     assert json.loads((folder / "classes.json").read_text()) == names
     config = ["--config", str(folder / "config.yaml"), f"--checkpoint={folder}"]
     run("predict", *config)
-    with open(tmp_path / "t/version_1/predictions.csv") as file:
+    with open(tmp_path / "t/version_0/predict/predictions.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12 and all(row["class_name"] == names[int(row["class"])] for row in rows)
     run("export", f"--checkpoint={folder}", f"--out={tmp_path}/exported")

@@ -16,9 +16,9 @@ import yaml
 from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
-from dctrain.runs import LOCK, new_run
+from dctrain.run_dir import LOCK, new_run
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 from tests.dcvision.commands import run, small, spawn
@@ -51,8 +51,8 @@ def test_a_run_is_held_by_one_process_and_a_dead_one_holds_nothing(shards, tmp_p
     folder = tmp_path / "t/version_0"
     assert (folder / LOCK).exists()  # as a killed process leaves it
     holding = (
-        "import sys, time; from pathlib import Path; from dctrain.runs import held_run\n"
-        "with held_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from dctrain.run_dir import locked_run\n"
+        "with locked_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", holding, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -94,7 +94,7 @@ def test_settings_that_may_change_on_a_resume_hold_and_are_recorded(shards, tmp_
     assert said in out, out
     steps = read(tmp_path / "a")
     assert steps[9]["lr"] < 0.003 and 0.5 < steps[11]["lr"] < 1
-    group, free = load_checkpoint(find_checkpoint(str(folder)))["optimizer_states"][0]["param_groups"]
+    group, free = load_checkpoint(newest_checkpoint(folder))["optimizer_states"][0]["param_groups"]
     assert group["weight_decay"] == 0.25 and free["weight_decay"] == 0 and group["betas"] == (0.8, 0.9)
     assert yaml.safe_load((folder / "config-resumed.yaml").read_text())["model"]["lr"] == 1
 
@@ -175,7 +175,7 @@ def stopped(tmp_path_factory):
     """The checkpoint of a stopped run on the digits."""
     root = tmp_path_factory.mktemp("stopped")
     run("fit", *small("unused", root), "--data.train=digits", "--data.val=digits", "--trainer.max_steps=3")
-    return find_checkpoint(str(root))
+    return newest_checkpoint(root)
 
 
 @pytest.mark.parametrize("how", DAMAGES)

@@ -1,5 +1,6 @@
 """SIGTERM in every phase of a run: it ends soon, with status 0, and the resumed run ends as one never stopped."""
 
+import csv
 import os
 import signal
 import subprocess
@@ -12,9 +13,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import ROOT, record
-from tests.dctrain.recorder import read
+from tests.dctrain.recorder import Killed, read
 from tests.dcvision.commands import run, small
 
 
@@ -106,7 +107,7 @@ def check_resumed(parts: list[str], tmp_path: Path) -> None:
     assert curves(folder) == curves(tmp_path / "whole/t/version_0")
     best = [sorted(path.name for path in (tmp_path / name).rglob("*.ckpt")) for name in ("whole", "parts")]
     assert best[0] == best[1]
-    ends = [load_checkpoint(find_checkpoint(str(tmp_path / name)))["state_dict"] for name in ("whole", "parts")]
+    ends = [load_checkpoint(newest_checkpoint(tmp_path / name))["state_dict"] for name in ("whole", "parts")]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
@@ -130,3 +131,26 @@ def test_it_ends_soon_whenever_it_is_told(shards, tmp_path, wait):
     said, _ = process.communicate(timeout=60)
     assert time.monotonic() - start < 30
     assert process.returncode in (0, -signal.SIGTERM) and b"Traceback" not in said, said
+
+
+def _validated(root: Path) -> tuple[list[str], dict[str, str]]:
+    """The names of a run's checkpoints, and the validations in its curve, by step."""
+    (version,) = (root / "t").iterdir()
+    rows = csv.DictReader((version / "metrics.csv").open())
+    curve = {row["step"]: row["val/top1"] for row in rows if row.get("val/top1")}
+    return sorted(path.name for path in (version / "checkpoints").iterdir()), curve
+
+
+@pytest.mark.parametrize("length", [["--trainer.max_steps=8", "--trainer.max_epochs=-1"], ["--trainer.max_epochs=1"]])
+def test_run_killed_in_its_last_validation_has_it_after_a_resume(shards, tmp_path, length):
+    """The last step is a multiple of the steps between checkpoints."""
+    often = ["--trainer.val_check_interval=2", "--checkpoint_every_n_steps=2", "--trainer.logger=CSVLogger"]
+    last = 8 if "max_steps" in length[0] else 10
+    fit = ["fit", *small(shards, tmp_path / "killed"), *often, *length]
+    with pytest.raises(Killed):
+        run(*fit, "--trainer.callbacks+=tests.dctrain.recorder.KilledInValidation", f"--trainer.callbacks.step={last}")
+    assert str(last - 1) not in _validated(tmp_path / "killed")[1]
+    run(*fit, "--resume=latest")
+    run("fit", *small(shards, tmp_path / "whole"), *often, *length)
+    assert _validated(tmp_path / "killed") == _validated(tmp_path / "whole")
+    assert str(last - 1) in _validated(tmp_path / "whole")[1]

@@ -9,7 +9,7 @@ import torch
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.data.token_files import Corpus
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
 from dctrain.order import SampleRef
 
@@ -180,7 +180,7 @@ def test_the_model_of_a_run_has_as_many_rows(tmp_path):
     corpus = numbered_corpus(tmp_path / "c", 41 * 24 + 1)
     options = ["--data.vocab_size=null", "--data.vocab_multiple=100", "--trainer.max_epochs=1"]
     run("fit", *small(corpus, tmp_path), *options, "--trainer.limit_train_batches=1")
-    weights = load_checkpoint(find_checkpoint(str(tmp_path / "t")))["state_dict"]
+    weights = load_checkpoint(newest_checkpoint(tmp_path / "t"))["state_dict"]
     assert weights["model.embed.weight"].shape[0] == weights["model.output.weight"].shape[0] == 300
 
 

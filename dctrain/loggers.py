@@ -1,0 +1,150 @@
+"""The loggers of a run. They write into its folder or beside it, under its name, and continue when it is resumed.
+
+| logger | where it writes |
+|---|---|
+| TensorBoardLogger, CSVLogger | the run's folder; with a `save_dir`, `SAVE_DIR/NAME/version_N` |
+| WandbLogger | `wandb` in the run's folder, or in its `save_dir`; a resumed run keeps its id |
+| MLFlowLogger | `mlruns` in `trainer.default_root_dir`, or its `tracking_uri`; a resumed run keeps its id |
+| others | where they are told to; they start anew when a run is resumed |
+
+No logger can move the folder of the run.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from pydoc import locate
+
+from jsonargparse import Namespace
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from .files import write_json
+from .run_dir import LOGGERS, RunDir
+
+IN_RUN = ""  # the `save_dir` of a logger of files that stands for the run's folder
+DEFAULT = {
+    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+    "init_args": {"save_dir": IN_RUN, "default_hp_metric": False},
+}
+OF_LIGHTNING = "lightning_logs"  # Lightning's own name of all experiments
+
+
+def place_loggers(loggers: object, run: RunDir) -> list[Namespace] | bool:
+    """Tell configured loggers where and under which name to write.
+
+    Args:
+        loggers: `trainer.logger` as it is parsed: class paths and their arguments, one or a list; None and True stand
+            for TensorBoard, False for none.
+        run: The run.
+
+    Returns:
+        The same, with arguments that were left to their defaults filled in.
+    """
+    if loggers is False:
+        return False
+    if loggers in (None, True):
+        loggers = Namespace(class_path=DEFAULT["class_path"], init_args=Namespace(DEFAULT["init_args"]))
+    return [_place(logger.clone(), run) for logger in (loggers if isinstance(loggers, list) else [loggers])]
+
+
+def _place(logger: Namespace, run: RunDir) -> Namespace:
+    kind = locate(logger.class_path)
+    for known, place in PLACES.items():
+        if isinstance(kind, type) and issubclass(kind, known):
+            logger.init_args = logger.get("init_args") or Namespace()
+            place(logger.init_args, run)
+    return logger
+
+
+def _place_files(options: Namespace, run: RunDir) -> None:
+    is_named = options.get("name", OF_LIGHTNING) != OF_LIGHTNING or options.get("version") is not None
+    if not is_named and (options.save_dir == IN_RUN or Path(options.save_dir).resolve() == run.root):
+        options.update(Namespace(save_dir=str(run.path.parent), name="", version=run.path.name))
+        return
+    _fill(options, "save_dir", str(run.root), (IN_RUN,))
+    _fill(options, "name", run.experiment, (None, OF_LIGHTNING))
+    _fill(options, "version", run.version, (None,))
+
+
+def _place_wandb(options: Namespace, run: RunDir) -> None:
+    _fill(options, "save_dir", str(run.path), (None, ".") if options.get("dir") is None else ())
+    _fill(options, "name", f"{run.experiment}/{run.version}", (None,))
+    if options.get("version") is None:
+        _fill(options, "id", _recorded(run, WandbLogger), (None,))
+
+
+def _place_mlflow(options: Namespace, run: RunDir) -> None:
+    _fill(options, "save_dir", str(run.root / "mlruns"), (None, "./mlruns"))
+    _fill(options, "experiment_name", run.experiment, (None, OF_LIGHTNING))
+    _fill(options, "run_name", run.version, (None,))
+    _fill(options, "run_id", _recorded(run, MLFlowLogger), (None,))
+
+
+PLACES: dict[type[Logger], Callable[[Namespace, RunDir], None]] = {
+    TensorBoardLogger: _place_files,
+    CSVLogger: _place_files,
+    WandbLogger: _place_wandb,
+    MLFlowLogger: _place_mlflow,
+}
+WITH_ID = {WandbLogger: "version", MLFlowLogger: "run_id"}  # the attribute that tells a logger's id of the run
+
+
+def _fill(options: Namespace, name: str, value: object, defaults: tuple) -> None:
+    """Set an option that has one of the default values."""
+    if options.get(name) in defaults:
+        options[name] = value
+
+
+def _recorded(run: RunDir, kind: type[Logger]) -> str | None:
+    """Read the id that a logger of this kind gave the run when it began."""
+    path = run.path / LOGGERS
+    return json.loads(path.read_text()).get(kind.__name__) if run.is_resumed and path.is_file() else None
+
+
+@rank_zero_only
+def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
+    """Write the ids that loggers gave the run to `loggers.json`, for a resume to continue them."""
+    ids = {kind.__name__: getattr(one, name) for kind, name in WITH_ID.items() for one in loggers if type(one) is kind}
+    if ids:
+        write_json(folder / LOGGERS, ids)
+
+
+@rank_zero_only
+def keep_rows(loggers: Iterable[Logger]) -> None:
+    """Let CSV loggers of a resumed run append to the rows so far, which they would remove."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            path = Path(logger.log_dir) / "metrics.csv"
+            before = path.read_text() if path.is_file() else ""
+            writer = logger.experiment
+            if before:
+                path.write_text(before)
+                writer.metrics_keys = next(csv.reader(before.splitlines()))
+
+
+@rank_zero_only
+def finish(loggers: Iterable[Logger]) -> None:
+    """Let Weights & Biases end its runs: a run that goes on would be taken for that of the next one in this process."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+
+
+def describe(logger: Logger, shorten: Callable[[str], Path]) -> str:
+    """Tell where a logger's curves are, or the command that shows them.
+
+    Args:
+        logger: The logger.
+        shorten: Shortens a path.
+    """
+    if isinstance(logger, TensorBoardLogger):
+        return f"tensorboard --logdir {shorten(logger.log_dir)}"
+    if isinstance(logger, CSVLogger):
+        return str(shorten(str(Path(logger.log_dir) / "metrics.csv")))
+    if isinstance(logger, MLFlowLogger):
+        return f"mlflow run {logger.run_id}"
+    if isinstance(logger, WandbLogger):
+        return logger.experiment.url or f"wandb sync {shorten(str(logger.experiment.dir)).parent}"
+    return f"{type(logger).__name__} {logger.name} {logger.version}"
