@@ -12,6 +12,8 @@ from .blocks import Context
 from .decoder import Decoder
 from .generate import check_prompts
 
+MOST_BEAMS, MOST_PENALTY = 1024, 100.0
+
 
 @torch.no_grad()
 def beam_search(
@@ -42,10 +44,10 @@ def beam_search(
         ValueError: As `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
         MemoryError: If there is no room for the cache.
     """
-    if num_beams < 1 or max_new_tokens < 1 or not 0 <= length_penalty < float("inf"):
-        raise ValueError(
-            f"{num_beams=} and {max_new_tokens=} must be at least 1, {length_penalty=} not negative, and finite."
-        )
+    if not 1 <= num_beams <= MOST_BEAMS:
+        raise ValueError(f"{num_beams=} must be at least 1 and at most {MOST_BEAMS}.")
+    if max_new_tokens < 1 or not 0 <= length_penalty <= MOST_PENALTY:
+        raise ValueError(f"{max_new_tokens=} must be at least 1, {length_penalty=} in [0, {MOST_PENALTY:g}].")
     prompts = torch.stack(check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)).to(decoder.device)
     cache = decoder.make_cache(prompts.shape[1] + max_new_tokens, context=context)
     beams = _Beams(len(prompts), num_beams, max_new_tokens, length_penalty, stop_tokens, decoder.device)

@@ -101,18 +101,21 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
     path = find_checkpoint(str(checkpoint))
     content = load_checkpoint(path)
     hp, data = content.get("hyper_parameters", {}), content.get("TokenDataModule", {})
-    if not {"model", "context_length", "overrides"} <= hp.keys() or "state_dict" not in content:
+    if not {"model", "vocab_size", "context_length", "overrides"} <= hp.keys() or "state_dict" not in content:
         raise UserError(f"{path} is no checkpoint of dclm.")
-    decoder = Decoder(build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {}))
     weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
-    decoder.load_state_dict(weights)
+    with told_as(f"{path} does not hold the weights of the model that it names"):
+        config = build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {})
+        decoder = Decoder(config, device="meta")  # nothing is allocated before shapes are compared
+        decoder.load_state_dict(weights, assign=True)
     return decoder.to(dtype), partial(_tokenizer_of, data, path)
 
 
 def _tokenizer_of(data: dict, path: Path) -> Tokenizer:
     if "tokenizer" not in data:
         raise UserError(f"{path} was not trained on tokens of dclm and holds no tokenizer; name one.")
-    return tokenizer_from_spec(data["tokenizer"], data["eos"])
+    with told_as(f"the tokenizer in {path} cannot be read"):
+        return tokenizer_from_spec(data["tokenizer"], data.get("eos"))
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer:
@@ -129,4 +132,7 @@ def _end_token(folder: Path) -> str | None:
         return None
     with told_as(f"{path} is damaged"):
         token = json.loads(path.read_text()).get("eos_token")
-    return token["content"] if isinstance(token, dict) else token
+        token = token["content"] if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise UserError(f"{path} is damaged: eos_token={token!r} is no text.")
+    return token

@@ -2,10 +2,13 @@
 
 # B batch, V vocabulary
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+SMALLEST = 2.0**-149  # the smallest float32 above 0: what is less would be 0
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must not be negative, and be finite.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or None.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -43,7 +46,7 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distribution [B, V] that is sampled, for a temperature above 0."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, SMALLEST)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -52,5 +55,5 @@ class Sampling:
             return probabilities
         ordered, order = probabilities.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
-        kept = ordered.masked_fill(before >= self.top_p, 0.0)
+        kept = ordered.masked_fill(before >= max(self.top_p, SMALLEST), 0.0)
         return torch.zeros_like(probabilities).scatter(1, order, kept / kept.sum(-1, keepdim=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from .checkpoint_content import check_content
+from .checkpoint_content import check_content, check_progress
 from .checkpoint_file import check_file, read_file, write_file
 from .errors import UserError, told_as
 from .files import remove_whole
@@ -148,8 +148,18 @@ def map_checkpoint(path: Path) -> dict:
     return check_content(read_file(path, mmap=True), path)
 
 
-def check_resumable(path: Path) -> None:
-    """Check that a run can be taken up from a checkpoint, by what can be read without its tensors.
+def check_weights(path: Path) -> None:
+    """Check that a checkpoint holds weights, by what can be read without its tensors.
+
+    Raises:
+        UserError: If it is no checkpoint, or holds none.
+    """
+    if "state_dict" not in map_checkpoint(path) and not is_sharded(path):
+        raise UserError(f"{path} is no checkpoint: it has no state_dict.")
+
+
+def check_resumable(path: Path) -> int:
+    """Check that a run can be taken up from a checkpoint, by what can be read without its tensors; return its step.
 
     Raises:
         UserError: If it is no checkpoint, or lacks the state of a run.
@@ -159,9 +169,11 @@ def check_resumable(path: Path) -> None:
     missing += [name for name in ("optimizer_states", "lr_schedulers", "loops") if not missing and not content[name]]
     if missing:
         raise UserError(f"{path} cannot be resumed from: it has no {', '.join(missing)}.")
+    check_progress(content, path)
     skipped = content.get("skipped_steps", [0])[0]
     if content["global_step"] > skipped and not _has_moments(path, content):
         raise UserError(f"{path} cannot be resumed from: it has no state of the optimiser.")
+    return content["global_step"]
 
 
 def _has_moments(path: Path, content: dict) -> bool:

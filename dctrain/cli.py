@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .arguments import check_trainer
+from .arguments import check_devices, check_trainer, plain_values
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.costs import CostRecord
 from .callbacks.record import RunRecord
@@ -29,6 +29,7 @@ from .checkpoint import (
     CHECKPOINTS,
     AtomicCheckpointIO,
     check_resumable,
+    check_weights,
     find_checkpoint,
     map_checkpoint,
     newest_checkpoint,
@@ -77,6 +78,7 @@ class TrainerCLI(LightningCLI):
 
     def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
         self.resume_from: Path | None = None
+        self.resumed_step = 0
         with ExitStack() as self._held:  # the run's folder, until it has ended
             super().__init__(
                 module_class,
@@ -121,8 +123,10 @@ class TrainerCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Open the run's folder, and build trainer, model and data; of a callback's error keep the error alone."""
+        self.config = plain_values(self.config)
         trainer = self._get(self.config, "trainer")
         check_trainer(trainer)
+        check_devices(trainer)
         self._check_named()
         root = Path(trainer.default_root_dir or "runs").resolve()
         self.run_dir = None if trainer.get("fast_dev_run") else self._open_run(root)
@@ -154,7 +158,8 @@ class TrainerCLI(LightningCLI):
             return RunDir(run, root, name, run.name)
         self.resume_from = self._find_resumed(root)
         if self.resume_from is not None:
-            check_resumable(self.resume_from)  # fail now, with one message, rather than on every rank
+            # fail now, with one message, rather than on every rank
+            self.resumed_step = check_resumable(self.resume_from)
         run = None if self.resume_from is None else run_folder(self.resume_from)
         if run is None:
             run = self._held.enter_context(new_run(root / name, self._has_trained))
@@ -206,7 +211,7 @@ class TrainerCLI(LightningCLI):
         return found
 
     def _has_trained(self) -> bool:
-        return getattr(self, "trainer", None) is not None and self.trainer.global_step > 0
+        return getattr(self, "trainer", None) is not None and self.trainer.global_step > self.resumed_step
 
     def _callbacks(self, config: dict, of_user: list[Callback]) -> list[Callback]:
         """List the callbacks. The one that validates the last step comes first: the end of a run finds it validated."""
@@ -214,7 +219,7 @@ class TrainerCLI(LightningCLI):
             return of_user
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
         due = DueValidation()
-        record = RunRecord(self._parser(self.subcommand), self.given)
+        record = RunRecord(self._parser(self.subcommand), self.given, self.run_dir.is_resumed)
         callbacks = [due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
@@ -241,8 +246,18 @@ class TrainerCLI(LightningCLI):
             model.start_from(source)
         elif source is not None and self.trainer.is_global_zero:
             print(f"init={source} is not used: the run goes on from {relative(self.resume_from)}", flush=True)
+        if self.resume_from is not None:
+            self._check_position(self.resume_from)
         with reading(self.resume_from):
             self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
+
+    def _check_position(self, checkpoint: Path) -> None:
+        """Refuse to resume from a checkpoint whose place in the data is not known: they would begin anew."""
+        name = type(self.datamodule).__qualname__
+        if name not in map_checkpoint(checkpoint):
+            raise UserError(
+                f"{checkpoint} cannot be resumed from: it has no {name}, which tells the place in the data."
+            )
 
     def after_fit(self) -> None:
         """Say in one line what came out and where it is."""
@@ -281,7 +296,7 @@ class TrainerCLI(LightningCLI):
         if named is None:
             return None
         path = find_checkpoint(named)
-        map_checkpoint(path)
+        check_weights(path)
         return path
 
 

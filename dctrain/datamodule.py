@@ -122,6 +122,8 @@ class ResumableDataModule(L.LightningDataModule):
                 f"The checkpoint is of a version that ordered {self.sample_noun} otherwise: of this epoch's, some are "
                 "seen twice and some not."
             )
+        if not self._resume["global_batch"] or self._resume["consumed"] > self.num_samples:
+            raise UserError(f"the checkpoint tells a position outside the {self.num_samples} {self.sample_noun}.")
         start = Position(self._resume["epoch"], self._resume["consumed"])
         progress = Progress(self.num_samples, global_batch, start, self._resume["num_trained"], self.steps_per_epoch)
         if self._resume["global_batch"] != global_batch:
@@ -156,7 +158,14 @@ class ResumableDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over the position of a checkpoint."""
+        """Take over the position of a checkpoint.
+
+        Raises:
+            UserError: If it is none.
+        """
+        counts = {name: state_dict.get(name) for name in ("epoch", "consumed", "num_trained", "global_batch")}
+        if state_dict and not all(type(count) is int and count >= 0 for count in counts.values()):
+            raise UserError(f"the checkpoint tells no position in the data: {counts}; expected counts.")
         self._resume = state_dict or None
 
 

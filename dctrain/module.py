@@ -42,6 +42,22 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
     return [f"{name} {before[name]!r} -> {now[name]!r}" for name in before if plain(before[name]) != plain(now[name])]
 
 
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Check the state of an optimiser that a checkpoint has filled.
+
+    Raises:
+        UserError: If a tensor is missing, or of another shape than its parameter.
+    """
+    for parameter, state in optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = getattr(state.get(name), "shape", None) if isinstance(state, Mapping) else None
+            if found != parameter.shape:
+                shapes = f"{None if found is None else list(found)}, not {list(parameter.shape)}"
+                raise UserError(f"the checkpoint cannot be resumed from: {name} of a parameter is of shape {shapes}.")
+        if not torch.is_tensor(state.get("step")):
+            raise UserError("the checkpoint cannot be resumed from: the optimiser's step of a parameter is missing.")
+
+
 class Example(NamedTuple):
     """Inputs of a network on the meta device, and how many units (images, tokens) they are."""
 
@@ -194,6 +210,7 @@ class TrainingModule(L.LightningModule):
         if others and self.trainer.is_global_zero:
             print(f"resumed with other settings: {', '.join(others)}", flush=True)
         optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        _check_moments(optimizer)
         for group, ours in zip(optimizer.param_groups, self._parameter_groups(), strict=True):
             group["initial_lr"], group["betas"] = self.hparams.lr, tuple(self.hparams.betas)
             group["weight_decay"] = ours["weight_decay"]

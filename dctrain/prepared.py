@@ -50,12 +50,19 @@ class Preparation:
             before = self._read(self.plan_path)
             changed = [name for name in self.plan if self.plan[name] != before.get(name)]
             if changed:
-                raise UserError(f"{self.out} was made with other {', '.join(changed)}; nothing was overwritten.")
+                said = "nothing was overwritten. Remove it to make it again, or name another folder."
+                raise UserError(f"{self.out} was made with other {', '.join(changed)}; {said}")
         elif self.manifest_path.exists():
             raise UserError(
                 f"{self.out} holds {self.manifest_path.name}, but not what it was made from ({self.plan_path.name}); "
                 "nothing was overwritten."
             )
+
+    def forget(self) -> None:
+        """Remove what was made, of which nothing can come, so that another plan may take the place."""
+        for pattern in (*self.products, self.plan_path.name):
+            for path in self.out.glob(pattern):
+                path.unlink()
 
     def begin(self) -> None:
         """Record the plan."""

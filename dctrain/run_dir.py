@@ -24,7 +24,15 @@ from .files import held
 LOCK = ".lock"
 CONFIG, RESUMED_CONFIG, ENVIRONMENT = "config.yaml", "config-resumed.yaml", "environment.json"
 LOGGERS = "loggers.json"
-OF_THE_START = (LOCK, COSTS, CONFIG, ENVIRONMENT, LOGGERS, "hparams.yaml")  # files that every run begins with
+OF_THE_START = (
+    LOCK,
+    COSTS,
+    CONFIG,
+    RESUMED_CONFIG,
+    ENVIRONMENT,
+    LOGGERS,
+    "hparams.yaml",
+)  # files that every run begins with
 WANDB = "wandb"  # the folder that Weights & Biases makes
 
 

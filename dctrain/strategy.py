@@ -29,6 +29,7 @@ from .sharding.layout import HEADS, REPLICAS, SHARDS, Layout, Share
 from .sharding.state import MODEL, make_states, named_groups, own_parts, set_groups
 from .sharding.tensor_parallel import Plan, split_model
 
+POPEN = "popen"  # how Lightning starts the processes of a machine: each runs the command again
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -236,10 +237,15 @@ def check_strategy(strategy: str | type | Strategy) -> None:
         UserError: If it is so.
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
+    start = getattr(strategy, "_start_method", POPEN)
     if isinstance(strategy, str) and strategy in StrategyRegistry:
         kind = StrategyRegistry[strategy]["strategy"]
-    if issubclass(kind, Strategy) and not issubclass(kind, SingleDeviceStrategy | DDPStrategy | FSDP2Strategy):
+        start = StrategyRegistry[strategy]["init_params"].get("start_method", POPEN)
+    is_known = not issubclass(kind, Strategy) or issubclass(kind, SingleDeviceStrategy | DDPStrategy | FSDP2Strategy)
+    if not is_known or start != POPEN:
+        name = strategy if isinstance(strategy, str) else kind.__name__
+        how = f" with start_method={start!r}, whose processes do not parse the command line," if is_known else ""
         raise UserError(
-            f"trainer.strategy {kind.__name__} is not supported; accepted: auto, ddp, fsdp2, or, with options, "
+            f"trainer.strategy {name}{how} is not supported; accepted: auto, ddp, fsdp2, or, with options, "
             "FSDP2Strategy."
         )

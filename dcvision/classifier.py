@@ -46,6 +46,7 @@ def build_model(
             raise UserError(f"model_kwargs={model_kwargs} belong to the name of a model; got a module.")
         with told_as(f"swap={swap}"):
             return name if swap is None else swap_attention(name, **swap)
+    _check_sizes(name, image_size, model_kwargs)
     is_saved = name.startswith(("local-dir:", "hf-hub:"))
     if not is_saved and not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=4)
@@ -59,6 +60,27 @@ def build_model(
         model = timm.create_model(**arguments)
     with told_as(f"swap={swap}"):
         return model if swap is None else swap_attention(model, **swap)
+
+
+MOST = {"image_size": 8192, "depth": 4096}  # bounds far above any model, before anything is allocated
+MOST_OF_OTHERS = 2**20
+
+
+def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None:
+    """Check what a model is to be built from, as far as it decides how much memory that takes.
+
+    Raises:
+        UserError: If a type is wrong, or a number is absurd.
+    """
+    if not isinstance(name, str):
+        raise UserError(f"model={name!r}: expected the name of a timm model, or a module.")
+    if not isinstance(model_kwargs, dict):
+        raise UserError(f"model_kwargs={model_kwargs!r}: expected arguments by name.")
+    for key, value in {"image_size": image_size, **model_kwargs}.items():
+        most = MOST.get(key, MOST_OF_OTHERS)
+        least, values = 1 if key in MOST else -math.inf, value if isinstance(value, list | tuple) else [value]
+        if not all(least <= one <= most for one in values if isinstance(one, int | float)):
+            raise UserError(f"{key}={value!r}: expected at most {most}" + (", and at least 1." if key in MOST else "."))
 
 
 def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -51,11 +51,14 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int, li
         raise UserError(f"{path} is no checkpoint of dcvision: it holds no image model.")
     if "model" not in hp:
         raise UserError(f"{path} does not name its model: a module was trained; build it and load the weights into it.")
-    kwargs = without_weights(hp["model_kwargs"])
-    model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
-    averaged = hp["ema_decay"] is not None and not raw
-    prefix = "ema.module." if averaged else "model."
-    weights = {k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)}
-    with told_as(f"{path} does not hold the weights of the model it names"):
+    with told_as(f"{path} does not hold the weights of the model that it names"):
+        kwargs = without_weights(hp["model_kwargs"])
+        model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
+        averaged = hp["ema_decay"] is not None and not raw
+        prefix = "ema.module." if averaged else "model."
+        weights = {k.removeprefix(prefix): v for k, v in content["state_dict"].items() if k.startswith(prefix)}
         model.load_state_dict(weights)
-    return model, hp["image_size"], content.get("ImageDataModule", {}).get("classes")
+    classes = content.get("ImageDataModule", {}).get("classes")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise UserError(f"{path} is no checkpoint of dcvision: its classes are no list of names.")
+    return model, hp["image_size"], classes

@@ -117,11 +117,11 @@ def _of_run(checkpoint: str) -> LoadedPair:
     hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})
     if "text_model" not in hp or "tokenizer" not in data:
         raise UserError(f"{path} is no checkpoint of dcvl, or holds no tokenizer.")
-    kwargs = without_weights(hp["model_kwargs"])
-    names = inspect.signature(VisionLanguageModel).parameters
-    module = VisionLanguageModel(**{name: hp[name] for name in names} | {"model_kwargs": kwargs})
-    weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
-    with told_as(f"{path} does not hold the weights of the model it names"):
+    with told_as(f"{path} does not hold the weights of the model that it names"):
+        kwargs = without_weights(hp["model_kwargs"])
+        names = inspect.signature(VisionLanguageModel).parameters
+        module = VisionLanguageModel(**{name: hp[name] for name in names} | {"model_kwargs": kwargs})
+        weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
         module.model.load_state_dict(weights)
     settings = content.get("datamodule_hyper_parameters", {})
     facts = {
@@ -135,7 +135,8 @@ def _of_run(checkpoint: str) -> LoadedPair:
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
         **{name: (getattr(module, name).flatten() / 255).tolist() for name in ("mean", "std")},
     }
-    return _pair(module.model, tokenizer_from_spec(data["tokenizer"]), facts)
+    with told_as(f"{path} is no checkpoint of dcvl"):
+        return _pair(module.model, tokenizer_from_spec(data["tokenizer"]), facts)
 
 
 def _of_folder(folder: Path) -> LoadedPair:
@@ -152,5 +153,6 @@ def _of_folder(folder: Path) -> LoadedPair:
     missing = [name for name in missing if not name.startswith(TOWERS)]
     if missing or unknown:
         raise UserError(f"{folder / JOINT} does not fit: missing {missing}, unknown {unknown}.")
-    named = facts["tokenizer"]
-    return _pair(model, open_tokenizer(named if named == BYTES else str(folder / TEXT / named)), facts)
+    with told_as(f"{folder / CONFIG} is damaged"):
+        named = facts["tokenizer"]
+        return _pair(model, open_tokenizer(named if named == BYTES else str(folder / TEXT / named)), facts)

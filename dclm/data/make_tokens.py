@@ -6,11 +6,12 @@ order of the inputs and fill segments (a train and a val file); each whole segme
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, t
 
 BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
 BPE_SAMPLE_BYTES = 2**27
+VAL_FRACTION, VAL_FRACTION_WITHIN = 0.005, 0.1
+MOST_LOOKED_AT = 10_000  # documents among which one for validation is looked for
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Options:
         val_fraction: Part of the documents, chosen by their content, that becomes the split "val".
         segment_tokens: Training tokens after which a new file begins.
         num_val: Inputs, the last ones, all of whose documents become the split "val".
+        is_within: Of every document the last part, `val_fraction` of it, becomes the split "val": there are too few
+            documents to choose among.
     """
 
     tokenizer: str = BYTES
@@ -48,6 +53,7 @@ class Options:
     val_fraction: float = 0.005
     segment_tokens: int = 10**8
     num_val: int = 0
+    is_within: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -90,7 +96,8 @@ def make_tokens(
         suffix: Files taken from folders.
         text_key: Key of the text in JSONL and parquet.
         val_fraction: Part of the documents of `inputs`, chosen by their content, for validation; by default 0.005, or
-            none with `val`.
+            none with `val`. If there are so few documents that none is chosen, it is the last part of each; by default
+            0.1 then.
         segment_tokens: Training tokens of a file, about.
         val: Files or folders likewise whose documents are all for validation, such as the Pile's val.jsonl.zst.
     """
@@ -99,17 +106,18 @@ def make_tokens(
     twice = {file.resolve() for file in files} & {file.resolve() for file in val_files}
     if twice:
         raise UserError(f"{min(twice)} is among both the inputs and val; accepted: one of the two.")
-    if val_fraction is None:
-        val_fraction = 0.0 if val else 0.005
+    is_default = val_fraction is None
+    if is_default:
+        val_fraction = 0.0 if val else VAL_FRACTION
     options = Options(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
+    if val_fraction and not _has_val(files, options):
+        options = replace(options, is_within=True, val_fraction=VAL_FRACTION_WITHIN if is_default else val_fraction)
+        print(f"few documents: the last {options.val_fraction:.1%} of each is for validation")
     manifest = prepare(files + val_files, Path(out), options)
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {Path(out) / 'manifest.json'}")
     if manifest["tokens"]["val"] == 0:
-        print(
-            "warning: no document fell to the validation split; to train on this corpus, make it again with a larger "
-            "val_fraction"
-        )
+        print("warning: there are no validation tokens; to train on this corpus, remove it and give --val_fraction")
     if manifest["skipped"]:
         print(f"left out, for not being UTF-8 (the manifest lists them): {len(manifest['skipped'])} files")
 
@@ -150,9 +158,10 @@ def prepare(
     """
     inputs = digest_lines(f"{file.resolve()} {file.stat().st_size}" for file in files)
     described = {"inputs": inputs, **asdict(options)}
-    if options.num_val == 0:
-        del described["num_val"]  # as corpora say that were made before there was such an option
-    with preparing(out, described, ("*.bin", "progress.json")) as preparation:
+    for name in ("num_val", "is_within"):
+        if not described[name]:
+            del described[name]  # as corpora say that were made before there was such an option
+    with preparing(out, described, ("*.bin", "*-documents.npy", "progress.json")) as preparation:
         manifest = preparation.manifest() or _prepare(files, preparation, options, progress, batch_bytes)
     for entry in (entry for entries in manifest["splits"].values() for entry in entries):
         if not (out / entry["file"]).is_file():
@@ -173,8 +182,18 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
         documents = _read(files, options.text_key, Place(*notes["place"]), bar.update)
-        encoded = _encode(tokenizer, _batches(documents, batch_bytes, len(files) - options.num_val))
-        _write(encoded, files, preparation.out, tokenizer, options, notes)
+        split = Split(options, len(files) - options.num_val)
+        _write(
+            _encode(tokenizer, _batches(documents, batch_bytes, split)),
+            files,
+            preparation.out,
+            tokenizer,
+            options,
+            notes,
+        )
+    if not any("train" in segment for segment in notes["segments"]):
+        preparation.forget()
+        raise UserError("the inputs hold no training document.")
     manifest = preparation.finish(_manifest(notes, tokenizer, options))
     path.unlink()
     return manifest
@@ -198,15 +217,17 @@ def _make_tokenizer(files: list[Path], preparation: Preparation, options: Option
 def _sample(files: list[Path], options: Options) -> Iterator[str]:
     """Yield training documents for a tokenizer, equally many bytes of every input at most."""
     files = files[: len(files) - options.num_val]
+    split = Split(options, len(files))
     share = max(1, BPE_SAMPLE_BYTES // len(files))
     for file in files:
         taken = 0
         for document in read_documents(file, options.text_key):
             if taken >= share:
                 break
-            if document.text is not None and not _is_val(document.text, options.val_fraction):
-                taken += len(document.text)
-                yield document.text
+            for text, is_val in split.parts(document.text, 0) if document.text is not None else ():
+                if not is_val:
+                    taken += len(text)
+                    yield text
 
 
 def _read(
@@ -224,37 +245,75 @@ def _read(
             position = document.position
 
 
+@dataclass(frozen=True)
+class Split:
+    """Which parts of documents are for training, and which for validation.
+
+    Attributes:
+        options: What decides it.
+        num_files: Files of the inputs; those behind them are all for validation.
+    """
+
+    options: Options
+    num_files: int
+
+    def parts(self, text: str, file: int) -> list[tuple[str, bool]]:
+        """Return the parts of a document of file number `file`, each with whether it is for validation."""
+        if file >= self.num_files:
+            return [(text, True)]
+        if not self.options.is_within:
+            return [(text, _is_val(text, self.options.val_fraction))]
+        cut = _line_start(text, len(text) - math.ceil(len(text) * self.options.val_fraction))
+        return [(part, is_val) for part, is_val in ((text[:cut], False), (text[cut:], True)) if part]
+
+
+def _line_start(text: str, position: int) -> int:
+    """Return where the line that holds a position begins; the position itself if that is the first line."""
+    return text.rfind("\n", 0, position) + 1 or position
+
+
+def _has_val(files: list[Path], options: Options) -> bool:
+    """Tell whether any document is chosen for validation, as far as a look at the first ones tells."""
+    count = 0
+    for file in files:
+        for document in read_documents(file, options.text_key):
+            count += 1
+            if count > MOST_LOOKED_AT or (document.text is not None and _is_val(document.text, options.val_fraction)):
+                return True
+    return False
+
+
 class Batch(NamedTuple):
-    """Documents, of which the last ones are of validation inputs; those that are no UTF-8 apart by their file's number.
+    """Documents, or parts of them; those that are no UTF-8 apart by their file's number.
 
     Attributes:
         texts: The documents.
-        num_inputs: Of them, those of the inputs.
+        is_val: Of each, whether it is for validation.
         unreadable: Numbers of files.
         place: Behind them all.
     """
 
     texts: list[str]
-    num_inputs: int
+    is_val: list[bool]
     unreadable: list[int]
     place: Place
 
 
-def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int, num_files: int) -> Iterator[Batch]:
-    """Gather documents until there is enough for the tokenizer's threads; the first `num_files` files are inputs."""
-    batch, size = Batch([], 0, [], Place()), 0
+def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int, split: Split) -> Iterator[Batch]:
+    """Gather documents until there is enough for the tokenizer's threads."""
+    batch, size = Batch([], [], [], Place()), 0
     for place, document in documents:
         if document.text is None:
             batch.unreadable.append(place.file)
         else:
-            batch.texts.append(document.text)
+            for text, is_val in split.parts(document.text, place.file):
+                batch.texts.append(text)
+                batch.is_val.append(is_val)
             size += len(document.text)
-        batch = batch._replace(
-            place=place, num_inputs=batch.num_inputs if place.file >= num_files else len(batch.texts)
-        )
+        batch = batch._replace(place=place)
         if size >= batch_bytes:
             yield batch
-            batch, size = Batch([], 0, [], place), 0
+            batch, size = Batch([], [], [], place), 0
     if batch.texts or batch.unreadable:
         yield batch
 
@@ -284,7 +343,7 @@ def _write(
     segment, skipped = None, []
     try:
         for batch, rows in encoded:
-            segment = segment or Segment(out, len(notes["segments"]), tokenizer, options.val_fraction)
+            segment = segment or Segment(out, len(notes["segments"]), tokenizer)
             segment.add(batch, rows)
             skipped += [str(files[number]) for number in batch.unreadable]
             if segment.num_tokens >= options.segment_tokens:
@@ -312,11 +371,10 @@ class Segment:
         out: Folder of the corpus.
         number: Number of the segment.
         tokenizer: The corpus's tokenizer.
-        val_fraction: Part of the documents for the val file.
     """
 
-    def __init__(self, out: Path, number: int, tokenizer: Tokenizer, val_fraction: float) -> None:
-        self.out, self.eos_id, self.val_fraction = out, tokenizer.eos_id, val_fraction
+    def __init__(self, out: Path, number: int, tokenizer: Tokenizer) -> None:
+        self.out, self.eos_id = out, tokenizer.eos_id
         self.dtype = DTYPES[token_dtype(tokenizer.vocab_size)]
         self.names = {split: f"{split}-{number:04d}.bin" for split in SPLITS}
         self.files = {
@@ -334,8 +392,8 @@ class Segment:
 
     def add(self, batch: Batch, rows: list[np.ndarray]) -> None:
         """Add documents, each as text and as tokens."""
-        for number, (text, ids) in enumerate(zip(batch.texts, rows, strict=True)):
-            split = "val" if number >= batch.num_inputs or _is_val(text, self.val_fraction) else "train"
+        for text, is_val, ids in zip(batch.texts, batch.is_val, rows, strict=True):
+            split = "val" if is_val else "train"
             data = np.append(ids.astype(self.dtype), self.dtype.type(self.eos_id)).tobytes()
             self.files[split].write(data)
             self.hashes[split].update(data)
@@ -383,8 +441,6 @@ def _is_val(text: str, fraction: float) -> bool:
 
 def _manifest(notes: dict, tokenizer: Tokenizer, options: Options) -> dict:
     splits = {split: [segment[split] for segment in notes["segments"] if split in segment] for split in SPLITS}
-    if not splits["train"]:
-        raise UserError("the inputs hold no training document.")
     return {
         "format": FORMAT,
         "dtype": token_dtype(tokenizer.vocab_size),

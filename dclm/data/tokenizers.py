@@ -69,6 +69,9 @@ class ByteTokenizer:
         return lambda i: decoder.decode(bytes([i]) if i < 256 else b"")
 
 
+MOST_IDS = 2**25  # far above any vocabulary
+
+
 class SubwordTokenizer:
     """A tokenizer of Hugging Face's library.
 
@@ -89,13 +92,19 @@ class SubwordTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a text that spells the end token does not end
         self.spec = self._tokenizer.to_str()
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        ids = self._tokenizer.get_vocab().values()
+        if not ids or max(ids) >= MOST_IDS:
+            raise UserError(f"the tokenizer has ids up to {max(ids, default=None)}; expected some, below {MOST_IDS}.")
+        self.vocab_size = max(ids) + 1
         names = END_TOKENS if eos is None else (eos,)
         found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
         if not found:
             raise UserError(f"the tokenizer has no token that ends a document; looked for {', '.join(names)}.")
         self.eos_id = found[0]
-        bare, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        with told_as("the tokenizer cannot encode"):
+            bare, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        if not bare:
+            raise UserError("the tokenizer makes no token of the letter a: its vocabulary lacks it.")
         self.begin_ids = marked[: next(i for i in range(len(marked)) if marked[i : i + len(bare)] == bare)]
 
     @property

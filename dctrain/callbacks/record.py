@@ -24,11 +24,13 @@ class RunRecord(Callback):
     Args:
         parser: Parser of the configuration.
         config: The configuration as it was given; the one-off `resume` is left out.
+        is_resumed: Whether the run has a configuration already, which is kept.
     """
 
-    def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, is_resumed: bool) -> None:
         config = config.clone()
-        self.name = CONFIG if config.pop("resume", None) is None else RESUMED_CONFIG
+        config.pop("resume", None)
+        self.name = RESUMED_CONFIG if is_resumed else CONFIG
         self.content = parser.dump(config, skip_none=False)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -27,7 +27,8 @@ from ..files import write_json
 
 INDEX = "index.json"
 VERSION = 1
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+KNOWN = {value for value in vars(torch).values() if isinstance(value, torch.dtype) and not value.is_complex}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KNOWN}
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:

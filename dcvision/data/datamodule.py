@@ -17,6 +17,8 @@ from .samples import Collate, ImageSamples
 from .sources import Source, open_source
 from .stream import StreamedSample, classified
 
+SMALLEST_CROP, MOST_OPS, MOST_SIDE = 0.05, 64, 8192  # bounds before anything is allocated
+
 
 class ImageDataModule(ImageData):
     """Images for classification.
@@ -80,12 +82,12 @@ class ImageDataModule(ImageData):
         loading = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
         super().__init__(train, val, stream_samples, max_bad_images, **loading)
         self.save_hyperparameters(logger=False)
-        if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
-            raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
-        if randaugment_ops < 0 or not 0 <= randaugment_magnitude <= 30:
-            raise UserError(f"{randaugment_ops=} must be at least 0 and {randaugment_magnitude=} in [0, 30].")
-        if num_classes < 2 or image_size < 1:
-            raise UserError(f"{num_classes=} must be at least 2, {image_size=} at least 1.")
+        if not 0 < min_crop_area <= 1 or not SMALLEST_CROP <= crop_fraction <= 1:
+            raise UserError(f"{min_crop_area=} must be in (0, 1], {crop_fraction=} in [{SMALLEST_CROP}, 1].")
+        if not 0 <= randaugment_ops <= MOST_OPS or not 0 <= randaugment_magnitude <= 30:
+            raise UserError(f"{randaugment_ops=} must be in [0, {MOST_OPS}] and {randaugment_magnitude=} in [0, 30].")
+        if num_classes < 2 or not 1 <= image_size <= MOST_SIDE:
+            raise UserError(f"{num_classes=} must be at least 2, {image_size=} in [1, {MOST_SIDE}].")
         if not 1 <= max_pixels <= MOST_PIXELS:
             raise UserError(f"{max_pixels=} must be in [1, {MOST_PIXELS}]; Pillow opens no larger image.")
         if not 0 <= max_bad_images < (math.inf if isinstance(max_bad_images, int) else 1):

@@ -241,7 +241,8 @@ def test_sampling_follows_its_distribution():
     assert top2[0, 1:4].sum() == 0
     wide = 4 * torch.randn(1, 50257, generator=torch.Generator().manual_seed(0))
     assert (Sampling(temperature=1.0, top_p=1.0).probabilities(wide) > 0).all()
-    assert Sampling(temperature=1e-42).probabilities(logits)[0].tolist() == [0, 0, 0, 0, 1]
+    for tiny in (Sampling(temperature=1e-42), Sampling(temperature=1e-300), Sampling(temperature=1.0, top_p=1e-300)):
+        assert tiny.probabilities(logits)[0].tolist() == [0, 0, 0, 0, 1]
     full = logits.softmax(-1)[0]  # 0.636 (4), 0.234 (0), 0.086 (1), ...
     nucleus = Sampling(temperature=1.0, top_p=0.7).probabilities(logits)[0]
     assert nucleus.nonzero().flatten().tolist() == [0, 4]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, load_checkpoint, newest_checkpoint
+from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
 from dctrain.sharding import folders
 from dctrain.sharding.checkpoint import whole_part
@@ -43,7 +43,7 @@ def trained(run_of_one_rank, tmp_path) -> Path:
 
 
 def test_checkpoint_folder_holds_index_data_and_metadata_only(trained):
-    assert newest_checkpoint(trained) == trained == newest_checkpoint(trained.parents[1])
+    assert find_checkpoint(str(trained)) == trained == find_checkpoint(str(trained.parents[1]))
     assert sorted(path.name for path in trained.iterdir()) == ["__0_0.distcp", "index.json", "meta.pt"]
     assert sorted(path.name.split("-")[0] for path in trained.parent.iterdir()) == ["best", "last"]
     check_resumable(trained)
@@ -217,8 +217,8 @@ def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypat
 
 def test_an_unfinished_one_is_not_found(trained):
     os.replace(trained, trained.with_name(f"{trained.name}.0.partial"))
-    assert newest_checkpoint(trained.parent).name.startswith("best-")
+    assert find_checkpoint(str(trained.parent)).name.startswith("best-")
     for best in trained.parent.glob("best-*"):
         os.replace(best, best.with_name(f"{best.name}.0.partial"))
     with pytest.raises(UserError, match="no checkpoint"):
-        newest_checkpoint(trained.parent)
+        find_checkpoint(str(trained.parent))

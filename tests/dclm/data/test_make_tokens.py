@@ -25,6 +25,7 @@ from dclm.data.tokenizers import train_bpe
 from dctrain.errors import UserError
 from tests.dctrain.commands import ROOT
 
+from ..commands import run, small
 from .corpora import jsonl, prepared, texts, write_texts
 
 
@@ -337,3 +338,46 @@ def test_the_built_in_corpus_is_the_standard_library():
     assert len(files) > 500
     assert {"argparse.py", "dataclasses.py"} <= {file.name for file in files}
     assert not any("site-packages" in file.parts for file in files)
+
+
+@pytest.mark.parametrize(("options", "fraction"), [([], 0.1), (["--val_fraction=0.3"], 0.3)])
+def test_one_text_is_split_within(tmp_path, capsys, options, fraction):
+    text = "".join(f"line {number} of a text\n" for number in range(200))
+    (tmp_path / "one.txt").write_text(text)
+    run("tokens", "--inputs", str(tmp_path / "one.txt"), f"--out={tmp_path / 'c'}", *options)
+    assert "warning" not in capsys.readouterr().out
+    corpus = Corpus(tmp_path / "c")
+    train, val = (corpus.split(split)[:] for split in ("train", "val"))
+    assert train[-1] == val[-1] == 256  # each part ends as a document does
+    assert bytes(train[:-1].astype("uint8")).decode() + bytes(val[:-1].astype("uint8")).decode() == text
+    assert bytes(train[-2:-1].astype("uint8")) == b"\n" and len(val) / len(text) == pytest.approx(fraction, abs=0.01)
+    (counts,) = np.load(tmp_path / "c/val-0000-documents.npy").tolist()
+    assert counts == [len(val), len(val) - 1]
+
+
+def test_few_documents_are_each_split_within(tmp_path):
+    lines = [json.dumps({"text": f"{number} " + "word " * 50}) for number in range(3)]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    run("tokens", "--inputs", str(tmp_path / "few.jsonl"), f"--out={tmp_path / 'c'}", "--tokenizer=bpe:260")
+    manifest = json.loads((tmp_path / "c/manifest.json").read_text())
+    assert [manifest["splits"][split][0]["documents"] for split in ("train", "val")] == [3, 3]
+    assert (
+        run("tokens", "--inputs", str(tmp_path / "few.jsonl"), f"--out={tmp_path / 'c'}", "--tokenizer=bpe:260") is None
+    )
+
+
+def test_corpus_of_one_text_can_be_trained_on(tmp_path):
+    (tmp_path / "one.txt").write_text("".join(f"line {number} of a text\n" for number in range(200)))
+    run("tokens", "--inputs", str(tmp_path / "one.txt"), f"--out={tmp_path / 'c'}")
+    run("fit", *small(tmp_path / "c", tmp_path / "runs"), "--trainer.max_steps=2", "--trainer.max_epochs=-1")
+    assert list((tmp_path / "runs/t/version_0/checkpoints").glob("best-*"))
+
+
+def test_folder_of_a_failed_attempt_can_be_used_again(tmp_path, capsys):
+    (tmp_path / "empty.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "one.txt").write_text("a text\n" * 100)
+    with pytest.raises(SystemExit):
+        run("tokens", "--inputs", str(tmp_path / "empty.txt"), f"--out={tmp_path / 'c'}", "--val_fraction=0")
+    assert "no training document" in capsys.readouterr().err
+    run("tokens", "--inputs", str(tmp_path / "one.txt"), f"--out={tmp_path / 'c'}")
+    assert (tmp_path / "c/manifest.json").is_file()
