@@ -10,6 +10,7 @@ from dctrain.cli import VocabularyCLI, run_program
 from dctrain.compare import comparison
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
+from dctrain.named_configs import listing
 
 from .data import TokenDataModule
 from .data.datamodule import embedding_rows
@@ -131,6 +132,7 @@ class LanguageCLI(VocabularyCLI):
         "verify": verify,
         "suite": suite,
         "evaluate": evaluate,
+        "configs": listing("dclm", "lm"),
         "compare": comparison("dclm", {"val/loss": "min"}),
         "explain": EXPLANATIONS,
     }

@@ -38,7 +38,7 @@ def check_devices(config: dict) -> None:
     devices, accelerator = str(config.get("devices")), config.get("accelerator")
     is_on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
     most = max(MOST_ON_CPU, os.cpu_count() or 1)
-    if is_on_cpu and devices.isdigit() and int(devices) > most:
+    if is_on_cpu and devices.isdecimal() and int(devices) > most:
         raise UserError(f"trainer.devices={devices}: expected at most {most} processes on this CPU.")
 
 

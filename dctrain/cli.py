@@ -3,6 +3,7 @@
 import gc
 import inspect
 import logging
+import os
 import re
 import sys
 import traceback
@@ -39,6 +40,7 @@ from .commands import Functions, TrainerParser, describe, run_named
 from .errors import UserError, is_of_another_rank, reason, told_as
 from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
 from .loggers import describe as describe_logger
+from .named_configs import with_config_paths
 from .plan import Planning
 from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights
@@ -412,6 +414,7 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
     """
     args = sys.argv[1:] if args is None else args
     try:
+        args = with_config_paths(args)
         with _telling_what_runs():
             if args and args[0] == PLAN:
                 run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
@@ -423,6 +426,9 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except RunStopped as stop:
         go_on = "nothing was trained yet"
         if stop.checkpoint is not None and stop.checkpoint.exists():

@@ -1,5 +1,6 @@
 """`plan`: the arguments of `fit`, and what that run would need, on no device at all."""
 
+import re
 from pydoc import locate
 
 import torch
@@ -14,6 +15,7 @@ from .sharding.deferred import deferred_weights
 from .sharding.layout import HEADS, REPLICAS, SHARDS
 from .strategy import check_strategy, is_sharding, mesh_axes
 
+AUTO = "auto"
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")
 ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
 
@@ -54,8 +56,8 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
     """
     check_trainer(trainer)
     _check_planned(trainer, batch_size, gpu_memory)
-    devices, nodes, accumulate = str(trainer["devices"]), trainer["num_nodes"], trainer["accumulate_grad_batches"]
-    world, model = int(devices) * nodes, module.model
+    devices, nodes, accumulate = _devices(trainer), trainer["num_nodes"], trainer["accumulate_grad_batches"]
+    world, model = devices * nodes, module.model
     example, _, units_of_one = module.example(1)
     axes, units = _mesh(trainer["strategy"], world), batch_size * units_of_one
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -72,8 +74,24 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
         f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
         f"checkpoint  {ADAM_CHECKPOINT_BYTES * numel / GIB:.1f} GiB",
     ]
+    if str(trainer["devices"]) == AUTO:
+        lines.append(f"devices     {AUTO}: planned for one; --trainer.devices plans for more")
     check_fits(memory, gpu_memory)
     return lines
+
+
+def _devices(trainer: dict) -> int:
+    """Read the devices of a node; "auto", which depends on the machine, counts as one.
+
+    Raises:
+        UserError: If they are no number.
+    """
+    devices = str(trainer["devices"])
+    if devices == AUTO:
+        return 1
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", devices, re.ASCII):
+        raise UserError(f"trainer.devices={devices!r}: expected a number of at least 1, or {AUTO!r}.")
+    return int(devices)
 
 
 def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
@@ -82,9 +100,7 @@ def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
     Raises:
         UserError: If it cannot be planned with.
     """
-    devices, strategy = str(trainer["devices"]), trainer["strategy"]
-    if not devices.isdigit() or devices == "0":
-        raise UserError(f"trainer.devices={devices!r} must be a number to plan with.")
+    strategy = trainer["strategy"]
     numbers = {"trainer.num_nodes": trainer["num_nodes"], "data.batch_size": batch_size, "gpu_memory": gpu_memory}
     for name, number in numbers.items():
         if not number > 0:

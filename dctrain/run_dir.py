@@ -103,7 +103,7 @@ def _claim(experiment: Path) -> Path:
     """Make the first version that does not exist yet: making a folder succeeds for one process alone."""
     experiment.mkdir(parents=True, exist_ok=True)
     taken = [path.name.removeprefix("version_") for path in experiment.glob("version_*")]
-    for number in count(max((int(name) for name in taken if name.isdigit()), default=-1) + 1):
+    for number in count(max((int(name) for name in taken if name.isdecimal()), default=-1) + 1):
         try:
             (experiment / f"version_{number}").mkdir()
         except FileExistsError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from dctrain.checkpoint import make_folder
 from dctrain.cli import TrainerCLI, reading, relative, run_program
 from dctrain.compare import comparison
+from dctrain.named_configs import listing
 from dctrain.strategy import data_rank
 
 from .classifier import ImageClassifier
@@ -25,6 +26,7 @@ class VisionCLI(TrainerCLI):
     functions = {
         "export": export,
         "evaluate": evaluate,
+        "configs": listing("dcvision", "vision"),
         "compare": comparison("dcvision", {"val/top1": "max", "val/top5": "max"}),
         "explain": EXPLANATIONS,
         "look": look,

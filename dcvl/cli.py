@@ -2,6 +2,7 @@
 
 from dctrain.cli import VocabularyCLI, run_program
 from dctrain.compare import comparison
+from dctrain.named_configs import listing
 
 from .data import CaptionDataModule
 from .data.datamodule import vocabulary_rows
@@ -23,6 +24,7 @@ class VisionLanguageCLI(VocabularyCLI):
         "embed": embed,
         "look": look,
         "export": export,
+        "configs": listing("dcvl", "vl"),
         "compare": comparison("dcvl", {"val/loss": "min"}),
     }
     vocabulary_rows = staticmethod(vocabulary_rows)

@@ -21,6 +21,7 @@ from dctrain.evaluation.run import (
     report,
     short_names,
 )
+from dctrain.named_configs import find_config
 
 from ..data.masking import check_masking
 from ..data.texts import find_inputs
@@ -130,7 +131,7 @@ def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, 
         from .harness import find_tasks
     except ModuleNotFoundError as error:
         raise UserError(f'tasks need the lm-evaluation-harness: pip install "dcmha[evaluate]" ({error})') from error
-    return find_tasks(names, num_fewshot, limit, folder)
+    return find_tasks(names, num_fewshot, limit, None if folder is None else find_config(folder))
 
 
 def measure_model(

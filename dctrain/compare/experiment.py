@@ -9,6 +9,8 @@ from pathlib import Path
 import yaml
 
 from ..errors import UserError
+from ..named_configs import find_config
+from ..safe_yaml import check_yaml_file
 
 SET_PER_RUN = (
     *("config", "name", "resume", "seed_everything", "data.seed"),
@@ -67,7 +69,7 @@ class Experiment:
         Raises:
             UserError: If something is missing, stands twice, or is set for each run.
         """
-        if not Path(self.config).is_file():
+        if not Path(find_config(self.config)).is_file():
             raise UserError(f"--config={self.config} does not exist; accepted: a YAML file of `fit`.")
         if not self.metrics:
             raise UserError("metrics holds none; accepted: logged curves, each with min or max.")
@@ -141,10 +143,13 @@ def read_yaml(path: str, what: str) -> tuple[str, object]:
     Raises:
         UserError: If it cannot be read, is no YAML, or has a key twice.
     """
+    found = Path(find_config(path))
     try:
-        text = Path(path).read_text()
+        if found.is_file():
+            check_yaml_file(found)
+        text = found.read_text()
         return text, yaml.load(text, _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{what}={path} cannot be read: {' '.join(str(error).split())}") from error
 
 

@@ -109,7 +109,7 @@ def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> l
     values = [line.strip() for line in lines if line.strip()]
     if len(values) != len(stems):
         raise UserError(f"{labels} has {len(values)} lines, the tar {len(stems)} images; they must be as many.")
-    if not all(value.isdigit() for value in values):
+    if not all(value.isdecimal() for value in values):
         return values
     if devkit_meta is None:
         raise UserError(f"{labels} holds the devkit's class numbers; --devkit_meta must name its meta.mat.")

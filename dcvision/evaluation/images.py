@@ -221,14 +221,14 @@ def _labels(source: Source) -> list[int]:
     """Read the labels; classes that are called by numbers, as ImageNet-V2's folders are, have those numbers."""
     labels = source.labels().tolist()
     names = source.classes
-    if names and all(name.isdigit() for name in names):
+    if names and all(name.isdecimal() for name in names):
         return [int(names[label]) for label in labels]
     return labels
 
 
 def _check_classes(spec: str, source: Source, known: list[str] | None) -> None:
     names = source.classes
-    if known and names and not all(name.isdigit() for name in names) and list(names) != list(known):
+    if known and names and not all(name.isdecimal() for name in names) and list(names) != list(known):
         raise UserError(f"{spec} has other classes than the model ({names[0]!r}, ... and {known[0]!r}, ...).")
 
 

@@ -1,0 +1,73 @@
+"""The configurations that come with the package, by name: `--config vision/digits`, from any folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .safe_yaml import check_yaml_file
+
+FOLDER = Path(__file__).parent / "configs"
+EXPERIMENTS = "experiments"
+OPTIONS = ("--config", "-c", "--experiment")  # take a file or a name
+
+
+def find_config(name: str) -> str:
+    """Resolve a file, or a name such as "vision/digits" or "configs/vision/digits.yaml", to a path.
+
+    What is neither is returned as it is, for the parser to refuse.
+    """
+    if Path(name).exists():
+        return name
+    for candidate in (FOLDER / name.removeprefix("configs/"), FOLDER / f"{name}.yaml"):
+        if candidate.resolve().is_relative_to(FOLDER.resolve()) and candidate.exists():
+            return str(candidate)
+    return name
+
+
+def with_config_paths(args: list[str]) -> list[str]:
+    """Replace the names of configurations among the arguments of a command by paths, and check the files.
+
+    Raises:
+        UserError: If a file is not safe to parse.
+    """
+    completed = []
+    for before, arg in zip(["", *args], args, strict=False):
+        option, _, value = arg.partition("=")
+        if before in OPTIONS:
+            completed.append(_checked(arg))
+        elif option in OPTIONS and value:
+            completed.append(f"{option}={_checked(value)}")
+        else:
+            completed.append(arg)
+    return completed
+
+
+def _checked(name: str) -> str:
+    path = find_config(name)
+    if Path(path).is_file():
+        check_yaml_file(Path(path))
+    return path
+
+
+def listing(program: str, folder: str) -> Callable[[], None]:
+    """Make the subcommand `configs` of a program.
+
+    Args:
+        program: Its name.
+        folder: Where its configurations lie.
+    """
+
+    def configs() -> None:
+        """List the configurations that come with the package: what `--config` takes by name."""
+        for path in sorted((FOLDER / folder).glob("*.yaml")):
+            print(f"{folder}/{path.stem:28} {_headline(path)}")
+        print("\nexperiments, for compare --experiment:")
+        for path in sorted((FOLDER / EXPERIMENTS).glob("*.yaml")):
+            if f"python -m {program} compare" in path.read_text():
+                print(f"{EXPERIMENTS}/{path.stem:28} {_headline(path)}")
+
+    return configs
+
+
+def _headline(path: Path) -> str:
+    """Return the first sentence of a file's header."""
+    return path.read_text().splitlines()[0].removeprefix("# ")

@@ -1,0 +1,72 @@
+"""Configurations by name, from any folder; YAML without bound is refused before a parser copies it."""
+
+from pathlib import Path
+
+import pytest
+
+import dcvision.cli
+from dctrain.errors import UserError
+from dctrain.named_configs import FOLDER, find_config
+from dctrain.safe_yaml import check_yaml_file
+from tests.dclm.commands import run as run_dclm
+from tests.dcvision.commands import run as run_dcvision
+from tests.faults.drill import mistake
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+HOSTILE = {
+    "laughs": LAUGHS,
+    "recursive": "a: &a {b: *a}\n",
+    "deep": "a: " + "[" * 500 + "]" * 500,
+    "very deep": "a: " + "[" * 50_000 + "]" * 50_000,
+    "large": "a: " + "x" * 2**21,
+    "digits": "seed_everything: " + "9" * 5000,
+}
+
+
+@pytest.mark.parametrize("name", ["vision/digits", "configs/vision/digits.yaml", "vision/digits.yaml"])
+def test_names_are_found_from_any_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert Path(find_config(name)).read_text() == (FOLDER / "vision/digits.yaml").read_text()
+    (tmp_path / "vision").mkdir()
+    (tmp_path / "vision/digits").write_text("own")
+    assert find_config("vision/digits") == "vision/digits"  # a file of the user's comes first
+
+
+@pytest.mark.parametrize("name", ["nothing", "../cli.py", "vision/../../cli.py", "/etc/passwd"])
+def test_other_names_are_left_as_they_are(name):
+    assert find_config(name) == name
+
+
+def test_commands_take_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_dcvision("plan", "--config", "vision/digits")
+    assert "planned for one" in capsys.readouterr().out
+    run_dcvision("plan", "--config=vision/digits", "--trainer.devices=4")
+    assert "mesh        4 ranks" in capsys.readouterr().out
+    assert "results.json" in mistake(capsys, run_dcvision, "compare", "--experiment=experiments/digits", "--report")
+
+
+def test_configs_are_listed(capsys):
+    dcvision.cli.main(["configs"])
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0] for line in lines if "/" in line.split(" ")[0]}
+    assert {f"vision/{path.stem}" for path in (FOLDER / "vision").glob("*.yaml")} <= listed
+    assert "experiments/table8" in listed and "experiments/table9" not in listed  # which is of dclm
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_yaml_without_bound_is_refused(tmp_path, capsys, name):
+    (tmp_path / "x.yaml").write_text(HOSTILE[name])
+    with pytest.raises(UserError, match="x.yaml"):
+        check_yaml_file(tmp_path / "x.yaml")
+    for run, command in ((run_dcvision, ["fit"]), (run_dclm, ["generate"])):
+        assert "x.yaml" in mistake(capsys, run, *command, f"--config={tmp_path / 'x.yaml'}")
+    for option in ("--experiment", "--config"):
+        assert "x.yaml" in mistake(capsys, run_dcvision, "compare", f"{option}={tmp_path / 'x.yaml'}")
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_own_configurations_are_safe(path):
+    check_yaml_file(path)
