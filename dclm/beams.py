@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcmha.checks import check_integers, check_numbers
+
 from .blocks import Context
 from .decoder import Decoder
 from .generate import check_prompts
@@ -44,10 +46,11 @@ def beam_search(
         ValueError: As `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
         MemoryError: If there is no room for the cache.
     """
-    if not 1 <= num_beams <= MOST_BEAMS:
+    input_ids = torch.as_tensor(input_ids)
+    check_integers(num_beams=num_beams, max_new_tokens=max_new_tokens)
+    if num_beams > MOST_BEAMS:
         raise ValueError(f"{num_beams=} must be at least 1 and at most {MOST_BEAMS}.")
-    if max_new_tokens < 1 or not 0 <= length_penalty <= MOST_PENALTY:
-        raise ValueError(f"{max_new_tokens=} must be at least 1, {length_penalty=} in [0, {MOST_PENALTY:g}].")
+    check_numbers(low=0, high=MOST_PENALTY, length_penalty=length_penalty)
     prompts = torch.stack(check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)).to(decoder.device)
     cache = decoder.make_cache(prompts.shape[1] + max_new_tokens, context=context)
     beams = _Beams(len(prompts), num_beams, max_new_tokens, length_penalty, stop_tokens, decoder.device)

@@ -13,6 +13,7 @@ from .bigram import ByteBigram
 from .data import TokenDataModule
 from .data.samples import collate
 from .generate import generate
+from .sampling import Sampling
 from .suite.stream import TaskStream
 
 BASELINE_TOKENS = 2**23
@@ -95,12 +96,16 @@ class TextSample(Callback):
         top_p: Sample among the likeliest tokens whose probabilities first sum to this.
 
     Raises:
-        UserError: If the prompt is empty.
+        UserError: If the prompt is empty, or a number is out of range.
     """
 
     def __init__(self, prompt: str, max_new_tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95) -> None:
         if not prompt:
             raise UserError("TextSample's prompt='' must hold some text to go on from.")
+        if max_new_tokens < 1:
+            raise UserError(f"TextSample's {max_new_tokens=} must be at least 1.")
+        with told_as("TextSample"):
+            Sampling(temperature, top_p=top_p)
         self.prompt, self.max_new_tokens = prompt, max_new_tokens
         self.temperature, self.top_p = temperature, top_p
 

@@ -1,5 +1,6 @@
 """DecoderConfig: what a decoder is, and the named sizes of the paper (tables 3 and 6, section 4)."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -95,8 +96,8 @@ class DecoderConfig(ComposeOptions):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
         for name in ("norm_eps", "rotary_base", "init_std"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive, and finite.")
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be divisible by num_heads={self.num_heads}.")
         check_kv_heads(self.num_heads, self.num_kv_heads)
@@ -211,7 +212,7 @@ def decoder_config(name: str, **overrides) -> DecoderConfig:
     Raises:
         ValueError: If the name or a field is unknown, or a value out of range.
     """
-    if name not in CONFIGS:
+    if not isinstance(name, str) or name not in CONFIGS:
         raise ValueError(f"model {name!r} is unknown; accepted: {', '.join(CONFIGS)}.")
     accepted = [field.name for field in fields(DecoderConfig)]
     unknown = sorted(set(overrides) - set(accepted))

@@ -33,6 +33,8 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(f"config={config!r} must be a DecoderConfig, such as decoder_config(NAME) makes.")
         dd = {"device": "meta", "dtype": dtype}  # whose modules draw no weights that are drawn anew
         self.config, self.grad_checkpointing = config, False
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
@@ -219,6 +221,8 @@ class Decoder(nn.Module):
             )
 
     def _check_ids(self, input_ids: Tensor) -> None:
+        if not isinstance(input_ids, Tensor):
+            raise ValueError(f"input_ids is {type(input_ids).__name__}; accepted: a tensor [B, T], int64 or int32.")
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; accepted: [B, T], int64 or "

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcmha.checks import check_integers
+
 from .blocks import Context
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
@@ -17,6 +19,9 @@ from .sampling import Sampling
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 Watch = Callable[[list[int]], list[bool]]
+
+
+MOST_NEW_TOKENS = 2**31
 
 
 def generate(
@@ -117,8 +122,13 @@ def check_prompts(
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T], or a list of prompts.")
     if len(input_ids) == 0:
         raise ValueError("input_ids holds no prompt.")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative.")
+    check_integers(least=0, max_new_tokens=max_new_tokens)
+    if max_new_tokens > MOST_NEW_TOKENS:
+        raise ValueError(f"{max_new_tokens=} must be at most {MOST_NEW_TOKENS}.")
+    if decoder.device.type == "meta":
+        raise ValueError("the decoder has no weights: it is on the meta device.")
+    if not isinstance(stop_tokens, Sequence):
+        raise ValueError(f"{stop_tokens=} must be a sequence of token ids.")
     config = decoder.config
     wrong = [t for t in stop_tokens if not isinstance(t, Integral) or not 0 <= t < config.vocab_size]
     if wrong:
@@ -170,6 +180,8 @@ def stream(
     device = decoder.device
     ids, padding = _pad_left(prompts, device)
     cache = decoder.make_cache(ids.shape[1] + max_new_tokens, padding, context)
+    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"{seed=} must be an integer of 64 bits, or None.")
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)

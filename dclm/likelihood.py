@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcmha.checks import check_integers, is_integer
+
 from .data.masking import Masked
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
@@ -88,8 +90,9 @@ class Text:
 def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[list[Text]]:
     """Put pairs into the batches that are read together; errors are those of `log_likelihoods`."""
     decoder.check_causal()
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    check_integers(batch_size=batch_size)
+    if not isinstance(pairs, Sequence) or isinstance(pairs, str):
+        raise ValueError(f"pairs is {type(pairs).__name__}; accepted: a sequence of (context, continuation).")
     texts: dict[tuple[int, ...], Text] = {}
     for number, (context, continuation) in enumerate(pairs):
         _check(decoder, number, context, continuation)
@@ -102,6 +105,8 @@ def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[li
 
 def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: Sequence[int]) -> None:
     for name, ids in (("context", context), ("continuation", continuation)):
+        if isinstance(ids, str) or not all(is_integer(i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids)):
+            raise ValueError(f"the {name} of pair {number} is {ids!r}; accepted: token ids.")
         if len(ids) == 0:
             raise ValueError(f"the {name} of pair {number} is empty; accepted: at least one token.")
     low, high = min(min(context), min(continuation)), max(max(context), max(continuation))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.device import check_device
 from dctrain.errors import UserError, told_as
 
 from .config import build_config
@@ -84,7 +85,7 @@ def _with_tokenizer(
             f"{decoder.config.vocab_size} rows: it is of another model."
         )
     with told_as(f"device={str(device)!r} cannot be used"):
-        decoder.to(device)
+        decoder.to(check_device(device))
     return LoadedModel(decoder.eval(), words)
 
 

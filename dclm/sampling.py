@@ -4,9 +4,12 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from dcmha.checks import check_integers
 
 SMALLEST = 2.0**-149  # the smallest float32 above 0: what is less would be 0
 
@@ -30,12 +33,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must not be negative, and be finite.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None.")
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r} must not be negative, and be a finite number.")
+        check_integers(may_be_none=True, top_k=self.top_k)
+        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r} must be in (0, 1], or None.")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose a token [B] for each row of logits [B, V]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Seen
+from .checks import check_booleans, check_factory, check_integers, check_numbers
 from .layer import LAYER_OPTIONS, ComposedLayer, check_kv_heads, check_options
 from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
@@ -86,12 +87,13 @@ class DCAttention(ComposedLayer):
     ) -> None:
         super().__init__()
         self._set_options(**{**self.defaults, **options})
-        if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
+        check_integers(dim=dim, num_heads=num_heads)
+        check_integers(may_be_none=True, attn_head_dim=attn_head_dim, dim_out=dim_out, num_kv_heads=num_kv_heads)
+        check_booleans(qkv_bias=qkv_bias, qk_norm=qk_norm, scale_norm=scale_norm, proj_bias=proj_bias, gated=gated)
+        check_numbers(low=0, high=1, attn_drop=attn_drop, proj_drop=proj_drop)
+        check_factory(device, dtype, norm_layer)
+        if attn_head_dim is None and dim % num_heads:
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
-        if attn_head_dim is not None and attn_head_dim < 1:
-            raise ValueError(f"attn_head_dim={attn_head_dim} must be at least 1, or None.")
-        if dim_out is not None and dim_out < 1:
-            raise ValueError(f"dim_out={dim_out} must be at least 1, or None.")
         check_kv_heads(num_heads, num_kv_heads)
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
@@ -197,8 +199,9 @@ class DCAttention(ComposedLayer):
         return self.proj_drop(self.proj(out))
 
     def _check_input(self, x: Tensor) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x has shape {list(x.shape)}; accepted: [B, T, C] with C = {self.dim}.")
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
+            got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+            raise ValueError(f"x has {got}; accepted: a tensor [B, T, C] with C = {self.dim}.")
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Make q [B, H, T, D], and k and v [B, num_kv_heads, T, D]."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_integers
 from .cross import SeenContext
 from .weights import ComposeWeights, SideWeights
 
@@ -176,6 +177,19 @@ class LayerCache:
             kept.index_copy_(1, places, x[:, -self.size :].detach())
 
 
+def _check_padding(padding: Tensor, capacity: int) -> None:
+    """Check numbers of padding tokens [B].
+
+    Raises:
+        ValueError: If they are none, or leave no room.
+    """
+    if not isinstance(padding, Tensor) or padding.dim() != 1 or padding.is_floating_point() or padding.is_complex():
+        got = f"{padding.dtype} {list(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
+        raise ValueError(f"padding is {got}; accepted: integers [B].")
+    if padding.numel() and not 0 <= padding.min() <= padding.max() < capacity:
+        raise ValueError(f"padding={padding.tolist()} must be in [0, capacity={capacity}).")
+
+
 class DecodingCache:
     """The caches of all layers of a decoder.
 
@@ -186,7 +200,7 @@ class DecodingCache:
         contexts: Of each layer, what it made of another sequence that it looks at, or None; None for none at all.
 
     Raises:
-        ValueError: If `capacity` is less than 1.
+        ValueError: If `capacity` or a window is no integer of at least 1, or padding or contexts do not fit.
     """
 
     def __init__(
@@ -196,8 +210,13 @@ class DecodingCache:
         padding: Tensor | None = None,
         contexts: Sequence[SeenContext | None] | None = None,
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1.")
+        check_integers(capacity=capacity)
+        for window in windows:
+            check_integers(may_be_none=True, window=window)
+        if padding is not None:
+            _check_padding(padding, capacity)
+        if contexts is not None and len(contexts) != len(windows):
+            raise ValueError(f"contexts has {len(contexts)} entries; accepted: one for each of {len(windows)} layers.")
         self.windows, self.capacity = tuple(windows), capacity
         self.num_tokens = 0
         self.num_rows: int | None = None
@@ -221,6 +240,7 @@ class DecodingCache:
             ValueError: If they exceed the capacity, the rows are others than before, the cache is broken, or was begun
                 in inference mode and this is not.
         """
+        check_integers(num_rows=num_rows, num_tokens=num_tokens)
         if self.is_broken:
             raise ValueError("a call that failed left the cache half written; make a new one.")
         known = [*([] if self.clock.padding is None else [self.clock.padding]), *(s.k for s in self.contexts if s)]
@@ -248,6 +268,7 @@ class DecodingCache:
         Raises:
             ValueError: If there is nothing in the cache.
         """
+        check_integers(count=count)
         if self.num_rows is None:
             raise ValueError("nothing is in the cache; its rows can be repeated after the first call.")
         rows = torch.arange(self.num_rows, device=self.clock.end.device).repeat_interleave(count)

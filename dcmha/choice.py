@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from .checks import check_booleans, check_integers, check_numbers
 from .impl.call import Ranks, is_exporting, is_transformed
 
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
@@ -57,6 +58,11 @@ def resolve_impl(
         ValueError: If `impl` is unknown, or is "triton" or "cpu" and does not take the call.
     """
     check_impl(impl)
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        raise ValueError(f"q is {type(q).__name__}; accepted: a tensor [B, H, T, D].")
+    check_booleans(is_composed=is_composed)
+    check_integers(num_groups=num_groups)
+    check_numbers(low=0, high=1, dropout_p=dropout_p)
     if not is_composed:
         return Choice("sdpa")
     if impl in ("reference", "compiled"):

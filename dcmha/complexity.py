@@ -7,6 +7,7 @@ term such as the up projection of rank 1) is not counted.
 
 from typing import NamedTuple
 
+from .checks import check_integers, check_numbers
 from .options import ComposeOptions
 
 
@@ -31,6 +32,9 @@ def approximate_overhead(head_dim: int, rank: int, rho: float) -> tuple[float, f
     Returns:
         Extra parameters and extra FLOPs, as fractions of the layer's.
     """
+    check_integers(head_dim=head_dim)
+    check_integers(least=0, rank=rank)
+    check_numbers(low=0, rho=rho)
     params = (2 * rank + 1) / (3 * head_dim)
     flops = 4 * (2 * rank + 1) * (1 + rho) / ((12 + rho) * head_dim)
     return params, flops
@@ -45,14 +49,19 @@ def visible_pairs(num_queries: int, num_keys: int, *, is_causal: bool = False, w
         is_causal: Hide later keys.
         window: Keys that a query sees, or None.
     """
+    check_integers(least=0, num_queries=num_queries, num_keys=num_keys)
+    check_integers(may_be_none=True, window=window)
     if not is_causal and window is None:
         return num_queries * num_keys
-    pairs = 0
-    for position in range(num_keys - num_queries, num_keys):
-        first = 0 if window is None else max(0, position - window + 1)
-        last = position + 1 if is_causal else position + window
-        pairs += max(0, min(num_keys, last) - first)
-    return pairs
+    start = num_keys - num_queries  # the position of the first query
+    ends = _sum_clamped(*((x + (1 if is_causal else window)) for x in (start, num_keys)), num_keys)
+    return ends - (0 if window is None else _sum_clamped(start - window + 1, num_keys - window + 1, num_keys))
+
+
+def _sum_clamped(start: int, stop: int, limit: int) -> int:
+    """Sum the integers of [start, stop), each clamped to [0, limit]."""
+    first, last = max(0, min(start, limit)), max(0, min(stop, limit))
+    return (first + last - 1) * (last - first) // 2 + limit * (max(stop, limit) - max(start, limit))
 
 
 def attention_flops(head_dim: int, num_heads: int, num_pairs: int, **options) -> int:
@@ -64,6 +73,8 @@ def attention_flops(head_dim: int, num_heads: int, num_pairs: int, **options) ->
         num_pairs: Pairs of a query and a key it sees, of the whole batch (`visible_pairs`).
         **options: Fields of `ComposeOptions`.
     """
+    check_integers(head_dim=head_dim, num_heads=num_heads)
+    check_integers(least=0, num_pairs=num_pairs)
     composition = _pair_flops(num_heads, ComposeOptions(**options))
     return num_pairs * (2 * 2 * head_dim * num_heads + composition)
 
@@ -78,6 +89,8 @@ def compose_cost(dim: int, num_heads: int, num_queries: int, num_keys: int, **op
         num_keys: S.
         **options: Fields of `ComposeOptions`.
     """
+    check_integers(dim=dim, num_heads=num_heads)
+    check_integers(least=0, num_queries=num_queries, num_keys=num_keys)
     chosen = ComposeOptions(**options)
     if not chosen.is_composed:
         return ComposeCost(0, 0)

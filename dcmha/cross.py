@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .checks import check_booleans, check_factory, check_integers, check_numbers
 from .choice import Impl
 from .impl.masking import combine_masks
 from .layer import ComposedLayer
@@ -92,11 +93,13 @@ class DCCrossAttention(ComposedLayer):
         super().__init__()
         check_names(options, COMPOSE_OPTIONS)
         self._set_options(impl=impl, **options)
-        if dim < 1 or num_heads < 1 or (attn_head_dim is None and dim % num_heads):
+        check_integers(dim=dim, num_heads=num_heads)
+        check_integers(may_be_none=True, context_dim=context_dim, attn_head_dim=attn_head_dim, dim_out=dim_out)
+        check_booleans(qkv_bias=qkv_bias, qk_norm=qk_norm, proj_bias=proj_bias)
+        check_numbers(low=0, high=1, attn_drop=attn_drop, proj_drop=proj_drop)
+        check_factory(device, dtype, norm_layer)
+        if attn_head_dim is None and dim % num_heads:
             raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
-        for name, width in (("context_dim", context_dim), ("attn_head_dim", attn_head_dim), ("dim_out", dim_out)):
-            if width is not None and width < 1:
-                raise ValueError(f"{name}={width} must be at least 1, or None.")
         if qk_norm and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm needs a norm layer, such as torch.nn.LayerNorm.")
         dd = {"device": device, "dtype": dtype}
@@ -140,6 +143,7 @@ class DCCrossAttention(ComposedLayer):
         if isinstance(context, SeenContext):
             if context_mask is not None:
                 raise ValueError("context_mask is given beside what `see` made, which has its own; accepted: None.")
+            self._check_seen(context)
             self._check_tokens("x", x, self.dim, len(context.k))
             return self._run(self._attend_to, x, context, attn_mask)
         self._check(x, context, context_mask)
@@ -180,7 +184,27 @@ class DCCrossAttention(ComposedLayer):
         """[B, T, H D] to [B, H, T, D]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
+    def _check_seen(self, seen: SeenContext) -> None:
+        """Refuse what a layer of other sizes or another composition has made of a context."""
+        heads, given = (self.num_heads, self.head_dim), (seen.k.shape[1], seen.k.shape[3])
+        key = None if self.compose is None else self.compose.key
+        expected = [(None, None)] * 2
+        if key is not None:
+            branches = (key.options.rank or None, key.options.dynamic_gate)
+            expected = [branches if one in key.options.compositions else (None, None) for one in ("pre", "post")]
+        found = [
+            (None, None) if w is None else (None if w.key.down is None else w.key.down.shape[2], w.key.gate is not None)
+            for w in seen.weights
+        ]
+        if given != heads or found != expected:
+            raise ValueError(
+                f"context was seen by another layer, of heads {given} and (rank, gate) {found}; accepted: what this "
+                f"layer's `see` made, of heads {heads} and {expected}."
+            )
+
     def _check_tokens(self, name: str, tokens: Tensor, width: int, rows: int | None) -> None:
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"{name} is {type(tokens).__name__}; accepted: a tensor [B, tokens, {width}].")
         if tokens.dim() != 3 or tokens.shape[-1] != width or rows not in (None, tokens.shape[0]):
             accepted = f"[{'B' if rows is None else rows}, tokens, {width}]"
             raise ValueError(f"{name} has shape {list(tokens.shape)}; accepted: {accepted}.")

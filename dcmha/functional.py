@@ -3,16 +3,19 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
 from contextlib import nullcontext
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check_booleans, is_integer
 from .choice import Impl, check_impl, resolve_impl
 from .impl.call import Call, ranks_of
 from .impl.masking import both_visible, documents_of, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights
+
+MOST_WINDOW, MOST_SCALE = 2**62, 3e38  # what kernels count with, and what float32 holds
 
 NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
 
@@ -220,7 +223,8 @@ def _check_documents(documents: Tensor | None, q: Tensor, k: Tensor) -> None:
     if documents is None:
         return
     B, S = k.shape[0], k.shape[2]
-    if tuple(documents.shape) != (B, S) or documents.is_floating_point() or documents.device != q.device:
+    is_integral = not (documents.is_floating_point() or documents.is_complex() or documents.dtype == torch.bool)
+    if tuple(documents.shape) != (B, S) or not is_integral or documents.device != q.device:
         got = f"{documents.dtype} {list(documents.shape)} on {documents.device}"
         raise ValueError(f"documents is {got}; accepted: integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
     if q.shape[2] > S:
@@ -230,21 +234,17 @@ def _check_documents(documents: Tensor | None, q: Tensor, k: Tensor) -> None:
 def _check_options(
     q: Tensor, is_causal: bool, window: int | None, scale: float | None, dropout_p: float, num_groups: int
 ) -> None:
-    if not isinstance(is_causal, bool):
-        raise ValueError(f"is_causal={is_causal!r} must be of type bool.")
-    if window is not None and (not _is_integer(window) or window < 1):
+    check_booleans(is_causal=is_causal)
+    if window is not None and (not is_integer(window) or not 1 <= window < MOST_WINDOW):
         raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
     if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p!r} must be in [0, 1).")
-    if scale is not None and not isinstance(scale, (Real, torch.SymFloat)):
-        raise ValueError(f"scale={scale!r} must be a number, or None.")
-    if not _is_integer(num_groups) or num_groups < 1 or q.shape[1] % num_groups:
+    if scale is not None and not isinstance(scale, torch.SymFloat):
+        is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+        if not is_number or not -MOST_SCALE < scale < MOST_SCALE:
+            raise ValueError(f"scale={scale!r} must be a finite number, or None.")
+    if not is_integer(num_groups) or num_groups < 1 or q.shape[1] % num_groups:
         raise ValueError(f"num_groups={num_groups} must be a positive divisor of the {q.shape[1]} heads of q.")
-
-
-def _is_integer(x: object) -> bool:
-    """Tell whether this is a number that counts, of a compiler too."""
-    return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
 def _check_types(name: str, weights: ComposeWeights | None) -> None:

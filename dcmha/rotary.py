@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from .attention import Rope
+from .checks import check_factory, check_numbers, is_integer
+
+SMALLEST_BASE = 1e-6
 
 
 def rotary_embedding(
@@ -26,10 +29,13 @@ def rotary_embedding(
         A callable that takes q and k, [B, H, T, D] with D >= rotary_dim, and returns them rotated, dtypes unchanged.
 
     Raises:
-        ValueError: If `rotary_dim` is not a positive even number.
+        ValueError: If `rotary_dim` is not a positive even number, `base` not a positive finite one, or `dtype` not
+            floating; when q and k are rotated, if they have fewer channels, or other tokens than `positions`.
     """
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rotary_dim={rotary_dim} must be a positive even number.")
+    if not is_integer(rotary_dim) or rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim={rotary_dim!r} must be a positive even number.")
+    check_numbers(low=SMALLEST_BASE, base=base)
+    check_factory(None, dtype)
     dtype = dtype or torch.float32
     exponents = torch.arange(0, rotary_dim, 2, dtype=dtype, device=positions.device) / rotary_dim
     angles = positions[..., None].to(dtype) * base**-exponents  # [(B,) T, rotary_dim / 2]
@@ -37,6 +43,9 @@ def rotary_embedding(
     cos, sin = angles.cos(), angles.sin()
 
     def rotate(x: Tensor) -> Tensor:
+        if x.shape[-1] < rotary_dim or x.shape[-2] != positions.shape[-1]:
+            got = f"{positions.shape[-1]} positions, rotary_dim={rotary_dim}"
+            raise ValueError(f"x has shape {list(x.shape)}; accepted for {got}: [B, H, T, D] of as many tokens.")
         first, second = x[..., :rotary_dim].chunk(2, -1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
         return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], -1)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .checks import check_factory, check_integers
 from .options import ComposeOptions, compose_options_of
 
 RMS_EPS = 1e-6
@@ -89,6 +90,8 @@ class ComposeProjection(nn.Module):
         **options,
     ) -> None:
         super().__init__()
+        check_integers(dim=dim, num_heads=num_heads)
+        check_factory(device, dtype)
         self.options = ComposeOptions(**options)
         self.options.check_composes()
         self.dim, self.num_heads = dim, num_heads
@@ -133,6 +136,8 @@ class ComposeProjection(nn.Module):
         Returns:
             The pre and the post composition, None where it is switched off.
         """
+        if x.dim() != 3 or x.shape[-1] != self.dim or not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: floating [B, T, C] with C = {self.dim}.")
         made = dict(zip(self.roles, self._role_weights(x), strict=True))
         bases = {} if self.base is None else dict(zip(self.options.compositions, self.base.unbind(0), strict=True))
         pre, post = (

@@ -6,12 +6,13 @@ from enum import Enum
 
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, LearningRateFinder
 
 from .errors import UserError
 
 AT_LEAST = {
     **dict.fromkeys(("log_every_n_steps", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
-    "gradient_clip_val": 0.0,
+    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs"), 0),
 }
 
 
@@ -26,6 +27,11 @@ def plain_values(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
+REFUSED = {
+    BatchSizeFinder: "it trains before the run; try sizes with `plan` and --data.batch_size",
+    LearningRateFinder: "it changes the learning rate of the configuration; compare runs of several --model.lr",
+    BackboneFinetuning: "it adds parameter groups that a resumed run lacks; use --init and --model.lr",
+}
 MOST_ON_CPU = 8  # processes, or one for each core if there are more
 
 
@@ -42,12 +48,27 @@ def check_devices(config: dict) -> None:
         raise UserError(f"trainer.devices={devices}: expected at most {most} processes on this CPU.")
 
 
+def check_callbacks(callbacks: list[Callback]) -> None:
+    """Refuse callbacks of Lightning that change what a run was configured with, and could not be resumed.
+
+    Raises:
+        UserError: If there is one.
+    """
+    for callback in callbacks:
+        for kind, said in REFUSED.items():
+            if isinstance(callback, kind):
+                raise UserError(f"trainer.callbacks: {kind.__name__} is not supported: {said}.")
+
+
 def check_trainer(config: dict) -> None:
     """Check the trainer's arguments.
 
     Raises:
         UserError: If one is out of range.
     """
+    if config.get("gradient_clip_algorithm") not in (None, "norm"):
+        got = getattr(config["gradient_clip_algorithm"], "value", config["gradient_clip_algorithm"])
+        raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
     for name, least in AT_LEAST.items():
         if config.get(name) is not None and not least <= config[name] < math.inf:
             raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")

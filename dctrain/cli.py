@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .arguments import check_devices, check_trainer, plain_values
+from .arguments import check_callbacks, check_devices, check_trainer, plain_values
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.costs import CostRecord
 from .callbacks.record import RunRecord
@@ -185,7 +185,9 @@ class TrainerCLI(LightningCLI):
         plugins = _as_list(config.get("plugins"))
         plugins += cluster_plugins(plugins, Path(root), self.resume_from is not None)
         kwargs["plugins"] = [*plugins, AtomicCheckpointIO(reads_optimizer=self.subcommand == "fit")]
-        kwargs["callbacks"] = self._callbacks(config, self._placed(_as_list(config.get("callbacks"))))
+        of_user = _as_list(config.get("callbacks"))
+        check_callbacks(of_user)
+        kwargs["callbacks"] = self._callbacks(config, self._placed(of_user))
         with told_as("trainer"):
             trainer = super().instantiate_trainer(**kwargs)
         trainer.run_dir = self.run_dir
@@ -271,6 +273,8 @@ class TrainerCLI(LightningCLI):
         if isinstance(best, ModelCheckpoint) and best.best_model_score is not None:
             result = f"best {self.monitor} {self.describe_score(float(best.best_model_score))} | "
             result += f"checkpoint {relative(best.best_model_path)} | "
+        if self.trainer.global_step == self.resumed_step > 0:
+            print(f"nothing was trained: the run has come to its end, step {self.resumed_step}, before")
         shown = [describe_logger(logger, relative) for logger in self.trainer.loggers] or [f"run {relative(log_dir)}"]
         print(f"{result}{' | '.join(shown)}")
 

@@ -11,6 +11,8 @@ from .errors import UserError
 from .order import ORDER, EvalBatches, Permutation, Position, Progress, TrainBatches
 from .strategy import data_rank
 
+MOST_WORKERS = 512  # processes of a rank
+
 
 class ResumableDataModule(L.LightningDataModule):
     """Gives every rank its slice of one global order, and goes on in it where a checkpoint stopped.
@@ -29,8 +31,8 @@ class ResumableDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int, seed: int, sample_noun: str) -> None:
         super().__init__()
-        if batch_size < 1 or num_workers < 0:
-            raise UserError(f"batch_size={batch_size} must be at least 1 and num_workers={num_workers} at least 0.")
+        if batch_size < 1 or not 0 <= num_workers <= MOST_WORKERS:
+            raise UserError(f"{batch_size=} must be at least 1 and {num_workers=} in [0, {MOST_WORKERS}].")
         if not 0 <= seed < 2**32:
             raise UserError(f"{seed=} must be in [0, 2^32).")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed

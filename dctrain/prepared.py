@@ -126,6 +126,8 @@ def verify_files(folder: Path, entries: list[dict]) -> None:
     Raises:
         UserError: If files are missing or were changed; all of them are named.
     """
+    if not entries or not all(isinstance(entry, dict) and {"file", "sha256"} <= entry.keys() for entry in entries):
+        raise UserError(f"{folder}: its manifest lists no files with their sha256; nothing was verified.")
     sizes = {
         entry["file"]: (folder / entry["file"]).stat().st_size
         for entry in entries

@@ -1,6 +1,6 @@
 """Memory for time: what is not kept for the backward pass, and computed again there."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -21,6 +21,8 @@ def set_recompute(model: nn.Module, choice: Recompute) -> None:
     Raises:
         UserError: If the model cannot.
     """
+    if choice not in get_args(Recompute):
+        raise UserError(f"model.recompute={choice!r}; accepted: {', '.join(map(repr, get_args(Recompute)))}.")
     layers = [module for module in model.modules() if isinstance(module, ComposedLayer)]
     if choice == "attention" and not layers:
         raise UserError("model.recompute='attention': the model has no layer of composed attention.")

@@ -81,6 +81,8 @@ def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None
         least, values = 1 if key in MOST else -math.inf, value if isinstance(value, list | tuple) else [value]
         if not all(least <= one <= most for one in values if isinstance(one, int | float)):
             raise UserError(f"{key}={value!r}: expected at most {most}" + (", and at least 1." if key in MOST else "."))
+        if key.endswith("_rate") and isinstance(value, int | float) and not 0 <= value < 1:
+            raise UserError(f"{key}={value!r}: expected a number in [0, 1).")
 
 
 def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class ImageClassifier(TrainingModule):
         self.check_ranges()
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"{label_smoothing=} must be in [0, 1].")
-        if num_classes < 2 or not 0 <= mixup_alpha < math.inf:
+        if num_classes < 2 or (mixup_alpha and not 1e-6 <= mixup_alpha < math.inf):
             raise UserError(f"{num_classes=} must be at least 2 and {mixup_alpha=} not negative, and finite.")
         if warmup_steps < 0:
             raise UserError(f"{warmup_steps=} must not be negative.")

@@ -15,6 +15,7 @@ from torch import Tensor
 import dclm
 from dclm.data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
 from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.device import check_device
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole, write_json
 from dcvision.classifier import without_weights
@@ -66,7 +67,7 @@ def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair
     """
     pair = _of_folder(Path(checkpoint)) if (Path(checkpoint) / CONFIG).is_file() else _of_run(checkpoint)
     with told_as(f"device={str(device)!r} cannot be used"):
-        pair.model.to(device)
+        pair.model.to(check_device(device))
     return pair
 
 

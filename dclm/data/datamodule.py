@@ -26,6 +26,9 @@ def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | 
     Raises:
         UserError: If it cannot be opened.
     """
+    tokens = str(tokens)
+    if tokenizer is not None and not tokens.startswith(PREFIX):
+        raise UserError(f"data.tokenizer={tokenizer!r}: data.tokens={tokens!r} brings its own; leave it out.")
     if tokens == TASKS:
         return TaskStream()
     if not tokens.startswith(PREFIX):

@@ -62,7 +62,7 @@ class Options:
                 f"val_fraction={self.val_fraction} must be in [0, 1), segment_tokens={self.segment_tokens} at least 1."
             )
         kind, _, size = self.tokenizer.partition(":")
-        if kind == "bpe" and not size.isdecimal():
+        if kind == "bpe" and not (size.isdecimal() and len(size) <= 8):
             raise UserError(f"tokenizer={self.tokenizer!r}; accepted: bpe:SIZE, such as bpe:16384.")
         if self.tokenizer == BYTES and self.eos is not None:
             raise UserError(f"eos={self.eos!r} names a token, which bytes have none of; leave it out.")

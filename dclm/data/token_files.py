@@ -42,14 +42,34 @@ class Corpus:
             raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see data/README.md.")
         with told_as(f"{path} is damaged"):
             self.manifest = json.loads(path.read_text())
+        if not isinstance(self.manifest, dict):
+            raise UserError(f"{path} is damaged: it holds no JSON object.")
         if self.manifest.get("format") != FORMAT or self.manifest.get("dtype") not in DTYPES:
             raise UserError(
                 f"{path} has format {self.manifest.get('format')!r} and dtype {self.manifest.get('dtype')!r}; "
                 f"accepted: {FORMAT!r} with {' or '.join(DTYPES)}."
             )
+        self._check(path)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.eos_id: int = self.manifest["eos_id"]
-        self.eos: str | None = self.manifest["eos"]
+        self.eos: str | None = self.manifest.get("eos")
+
+    def _check(self, path: Path) -> None:
+        """Check the types of the manifest's fields.
+
+        Raises:
+            UserError: If one is missing, or of another.
+        """
+        manifest = self.manifest
+        splits = manifest.get("splits")
+        are_lists = isinstance(splits, dict) and all(isinstance(entries, list) for entries in splits.values())
+        if not are_lists or not all(_is_entry(entry) for entries in splits.values() for entry in entries):
+            raise UserError(f"{path} is damaged: its splits are no lists of files.")
+        for name in ("vocab_size", "eos_id"):
+            if type(manifest.get(name)) is not int or manifest[name] < 0:
+                raise UserError(f"{path} is damaged: {name}={manifest.get(name)!r} is no number.")
+        if not isinstance(manifest.get("eos"), str | None):
+            raise UserError(f"{path} is damaged: eos={manifest['eos']!r} is no text.")
 
     def tokenizer(self) -> Tokenizer:
         """Make the tokenizer that made the tokens."""
@@ -59,6 +79,12 @@ class Corpus:
     def split(self, name: str) -> "TokenRow":
         """Open the tokens of "train" or "val"."""
         return TokenRow(self, name)
+
+
+def _is_entry(entry: object) -> bool:
+    """Tell whether an entry of a manifest names a file of tokens."""
+    types = {"file": str, "tokens": int, "max_token": int}
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
 
 
 class TokenRow:

@@ -17,6 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dcmha.checks import check_factory
 from dctrain.files import filled_whole
 
 from ..config import DecoderConfig
@@ -103,6 +104,7 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
             not define, or tensors are missing, extra or of another shape (they are listed).
         FileNotFoundError: If `config.json` or the weights are not there.
     """
+    check_factory(None, dtype)
     folder = Path(folder)
     layout, config, content = _read_config(folder)
     tensors = _read_weights(folder)
@@ -132,6 +134,10 @@ def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = Fals
         ValueError: If the official format cannot express the model; the message names the field.
         FileExistsError: If there is a model in the folder.
     """
+    if not str(folder):
+        raise ValueError("folder='' must name a folder to write.")
+    if decoder.device.type == "meta":
+        raise ValueError("the decoder has no weights: it is on the meta device.")
     folder = Path(folder)
     patterns = ("config.json", "model*.safetensors", "pytorch_model*.bin", "*.index.json")
     taken = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
@@ -155,7 +161,7 @@ def _read_config(folder: Path) -> tuple[Format, DecoderConfig, dict]:
     content = _read_object(path)
     kind = content.get("model_type")
     try:
-        if kind not in FORMATS:
+        if not isinstance(kind, str) or kind not in FORMATS:
             raise ValueError(f"model_type={kind!r} is unknown; accepted: {', '.join(map(repr, FORMATS))}.")
         return FORMATS[kind], FORMATS[kind].read_config(content), content
     except ValueError as error:
@@ -183,6 +189,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             weight_map = _read_object(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map.")
+            if not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise ValueError(f"{index} has a weight_map that names no files.")
             shards = sorted(set(weight_map.values()))
         else:
             continue

@@ -102,7 +102,7 @@ class Fields(SampleFields):
 
     def parse(self, content: bytes, field: str, name: str) -> int:
         """Read a class number."""
-        if not content.strip().isdecimal() or len(content) > 12:
+        if not content.strip().isdigit() or len(content) > 12:
             raise UserError(f"{name} holds {content[:20]!r}; accepted: a class number in text.")
         return int(content)
 

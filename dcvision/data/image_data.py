@@ -29,6 +29,8 @@ class ImageData(ResumableDataModule):
     ) -> None:
         super().__init__(sample_noun="images", **kwargs)
         self.train_spec, self.val_spec = train, val
+        if stream_samples is not None and stream_samples < 1:
+            raise UserError(f"{stream_samples=} must be at least 1.")
         self.stream_samples, self.max_bad_images = stream_samples, max_bad_images
         self.train_source: Sized | None = None
         self.val_source: Sized | None = None

@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from dctrain.files import written_whole
 from .fields import USUAL, SampleFields
 
 INDEX_VERSION = 3
+MOST_SHARDS = 10**6  # names that a pattern may stand for
 
 
 class ShardIndex(NamedTuple):
@@ -53,7 +55,10 @@ def expand_urls(urls: str) -> list[str]:
         UserError: If braces do not match, or a folder holds no shard.
     """
     with told_as(f"shards {urls!r}"):
-        expanded = [url for part in urls.split("::") for url in braceexpand.braceexpand(part)]
+        patterns = (url for part in urls.split("::") for url in braceexpand.braceexpand(part))
+        expanded = list(islice(patterns, MOST_SHARDS + 1))
+        if len(expanded) > MOST_SHARDS:
+            raise UserError(f"shards {urls!r} are more than {MOST_SHARDS:,} names; expected fewer.")
     if len(expanded) == 1 and Path(expanded[0]).is_dir():
         folder = Path(expanded[0])
         expanded = sorted(str(path) for path in folder.glob("*.tar"))
@@ -203,6 +208,8 @@ def index_shard(url: str, fields: SampleFields = USUAL) -> ShardIndex:
                 raise UserError(f"shard {url} is truncated: its end-of-archive mark is missing.")
     except (tarfile.TarError, EOFError) as error:
         raise UserError(_why_unreadable(url, error)) from error
+    if not rows:
+        raise UserError(f"shard {url} holds no sample: none of its members is named KEY.FIELD.")
     numbers = np.array(list(rows.values()), dtype=np.int64).reshape(len(rows), -1)
     return ShardIndex(np.array(list(rows), dtype=str), numbers[:, 0], numbers[:, 1], numbers[:, 2:], stamp)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dctrain.device import check_device
 from dctrain.errors import told_as
 
 from ..evaluation.networks import Network, load_classifier
@@ -28,5 +29,5 @@ def load_on(checkpoint: str, device: str) -> Network:
     """
     network = load_classifier(checkpoint)
     with told_as(f"device={device!r} cannot be used"):
-        network.model.to(device)
+        network.model.to(check_device(device))
     return network

@@ -165,6 +165,8 @@ def open_captions(
     """
     kind, _, rest = spec.partition(":")
     if kind == scenes.NAME:
+        if not rest and spec != scenes.NAME:
+            raise UserError(f"{spec!r} names no split; accepted: {', '.join(KINDS)}.")
         return scenes.SceneSource(rest or ("train" if is_train else "val"))
     if kind == "shards" and rest:
         return ShardSource(expand_urls(rest), fields)

@@ -1,0 +1,62 @@
+"""Checks of arguments that the operator and its layers share."""
+
+import math
+from numbers import Integral, Real
+
+import torch
+
+
+def is_integer(x: object) -> bool:
+    """Tell whether this is a number that counts, of a compiler too; booleans are not."""
+    return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool)
+
+
+def check_integers(*, least: int = 1, may_be_none: bool = False, **values: object) -> None:
+    """Check that arguments, given by name, are integers of at least `least`.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name, value in values.items():
+        if value is None and may_be_none:
+            continue
+        if not is_integer(value) or value < least:
+            raise ValueError(f"{name}={value!r} must be an integer of at least {least}{' or None' * may_be_none}.")
+
+
+def check_numbers(*, low: float, high: float = math.inf, **values: object) -> None:
+    """Check that arguments, given by name, are finite numbers of at least `low` and below `high`.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Real) or isinstance(value, bool) or not (low <= value < high):
+            raise ValueError(f"{name}={value!r} must be a number in [{low:g}, {high:g}).")
+
+
+def check_booleans(**values: object) -> None:
+    """Check that arguments, given by name, are booleans.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be of type bool.")
+
+
+def check_factory(device: object, dtype: object, norm_layer: object = None) -> None:
+    """Check what the parameters of a layer are made with.
+
+    Raises:
+        ValueError: If `dtype` is no floating dtype, `device` no device, or `norm_layer` no constructor.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} must be a floating torch.dtype, or None.")
+    if norm_layer is not None and not callable(norm_layer):
+        raise ValueError(f"norm_layer={norm_layer!r} must be a constructor, such as torch.nn.LayerNorm, or None.")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} must be a torch.device, its name, or None.") from error

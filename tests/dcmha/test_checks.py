@@ -1,0 +1,174 @@
+"""Wrong arguments of the public functions: a ValueError that names the argument."""
+
+import math
+
+import pytest
+import torch
+
+from dcmha import (
+    ComposeProjection,
+    DCAttention,
+    DCCrossAttention,
+    DecodingCache,
+    composed_attention,
+    resolve_impl,
+    rotary_embedding,
+)
+from dcmha.complexity import approximate_overhead, attention_flops, compose_cost, visible_pairs
+from dcmha.impl.masking import visible_keys
+
+Q = torch.ones(1, 4, 3, 8)
+LAYER = [
+    ({"dim": "32"}, "dim"),
+    ({"dim": 32.0}, "dim"),
+    ({"dim": True}, "dim"),
+    ({"num_heads": "4"}, "num_heads"),
+    ({"num_heads": 4.0}, "num_heads"),
+    ({"num_heads": 0}, "num_heads"),
+    ({"attn_head_dim": 8.0}, "attn_head_dim"),
+    ({"dim_out": 1.5}, "dim_out"),
+    ({"attn_drop": math.nan}, "attn_drop"),
+    ({"attn_drop": 1.0}, "attn_drop"),
+    ({"proj_drop": -0.1}, "proj_drop"),
+    ({"proj_drop": "x"}, "proj_drop"),
+    ({"qkv_bias": "x"}, "qkv_bias"),
+    ({"norm_layer": "LayerNorm"}, "norm_layer"),
+    ({"dtype": "float32"}, "dtype"),
+    ({"dtype": torch.complex64}, "dtype"),
+    ({"device": "nope"}, "device"),
+]
+
+
+@pytest.mark.parametrize("layer", [DCAttention, DCCrossAttention])
+@pytest.mark.parametrize(("options", "named"), LAYER, ids=str)
+def test_layers_name_a_wrong_argument(layer, options, named):
+    with pytest.raises(ValueError, match=f"{named}="):
+        layer(**{"dim": 32, "num_heads": 4} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"window": 10**30}, "window"),
+        ({"scale": 10**400}, "scale"),
+        ({"scale": math.nan}, "scale"),
+        ({"scale": -math.inf}, "scale"),
+        ({"scale": True}, "scale"),
+        ({"documents": torch.zeros(1, 3, dtype=torch.bool)}, "documents"),
+        ({"documents": torch.zeros(1, 3, dtype=torch.complex64)}, "documents"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_operator_names_a_wrong_argument(options, named):
+    with pytest.raises(ValueError, match=named):
+        composed_attention(Q, Q, Q, **options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (-1, 4), (32, 0), (32, -4), ("32", 4), (32.0, 4), (32, None), (True, 4)])
+def test_projection_names_a_wrong_size(sizes):
+    with pytest.raises(ValueError, match="dim=|num_heads="):
+        ComposeProjection(*sizes)
+
+
+@pytest.mark.parametrize("x", [torch.ones(5, 32), torch.ones(1, 5, 16), torch.ones(1, 5, 32, dtype=torch.int64)])
+def test_projection_names_wrong_tokens(x):
+    with pytest.raises(ValueError, match=r"x is .*\[B, T, C\]"):
+        ComposeProjection(32, 4)(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"q": "q"}, "q is"),
+        ({"q": Q[0]}, "q is"),
+        ({"num_groups": 0}, "num_groups"),
+        ({"num_groups": "x"}, "num_groups"),
+        ({"dropout_p": math.nan}, "dropout_p"),
+        ({"dropout_p": "x"}, "dropout_p"),
+        ({"is_composed": "yes"}, "is_composed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_choice_names_a_wrong_argument(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        resolve_impl(**{"impl": "auto", "q": Q, "is_composed": True} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        *(({"base": base}, "base") for base in (0, -1, math.nan, math.inf)),
+        *(({"rotary_dim": dim}, "rotary_dim") for dim in (4.0, 3, 0, "4")),
+        ({"dtype": torch.int64}, "dtype"),
+    ],
+    ids=str,
+)
+def test_rotary_embedding_names_a_wrong_argument(options, named):
+    with pytest.raises(ValueError, match=f"{named}="):
+        rotary_embedding(**{"positions": torch.arange(3), "rotary_dim": 4} | options)
+
+
+def test_rotation_of_other_sizes_is_refused():
+    for rope in (rotary_embedding(torch.arange(5), 4), rotary_embedding(torch.arange(3), 16)):
+        with pytest.raises(ValueError, match="x has shape"):
+            rope(Q, Q)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: visible_pairs(-1, 3),
+        lambda: visible_pairs("3", 3),
+        lambda: visible_pairs(3, 3, window=0),
+        lambda: visible_pairs(3, 3, window=1.5),
+        lambda: compose_cost(-32, 4, 3, 3),
+        lambda: attention_flops(8, 4, "x"),
+        lambda: approximate_overhead(0, 2, 1),
+        lambda: approximate_overhead(64, -1, 1),
+        lambda: approximate_overhead(64, 2, -12),
+        lambda: approximate_overhead(64, 2, math.nan),
+        lambda: DecodingCache([0], 5),
+        lambda: DecodingCache([1.5], 5),
+        lambda: DecodingCache([None], 1.5),
+        lambda: DecodingCache([None], 5, padding="x"),
+        lambda: DecodingCache([None], 5, padding=torch.tensor([-1])),
+        lambda: DecodingCache([None], 5, padding=torch.tensor([99])),
+        lambda: DecodingCache([None], 5, padding=torch.tensor(1)),
+        lambda: DecodingCache([None], 5, contexts=[]),
+        lambda: DecodingCache([None], 5).advance(1, 0, torch.device("cpu")),
+        lambda: DecodingCache([None], 5).advance(1, 1.5, torch.device("cpu")),
+        lambda: DecodingCache([None], 5).advance(-1, 1, torch.device("cpu")),
+    ],
+)
+def test_wrong_counts_are_refused(call):
+    with pytest.raises(ValueError, match="must be|accepted"):
+        call()
+
+
+@pytest.mark.parametrize("T", [0, 1, 5, 9])
+@pytest.mark.parametrize("S", [1, 5, 8])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+def test_visible_pairs_are_those_of_the_mask(T, S, is_causal, window):
+    mask = visible_keys(T, S, is_causal=is_causal, window=window, device="cpu", query_offset=S - T)
+    expected = T * S if mask is None else int(mask.sum())
+    assert visible_pairs(T, S, is_causal=is_causal, window=window) == expected
+
+
+def test_visible_pairs_of_any_size_are_counted_at_once():
+    assert visible_pairs(10**12, 10**12, is_causal=True) == 10**12 * (10**12 + 1) // 2
+
+
+def test_context_seen_by_another_layer_is_refused():
+    context, x = torch.randn(1, 5, 32), torch.randn(1, 3, 32)
+    layer = DCCrossAttention(32, 4)
+    layer(x, layer.see(context))
+    plain = {"pre_compose": False, "post_compose": False}
+    for options in ({"rank": 1}, plain, {"num_heads": 8}, {"key_wise": False}, {"pre_compose": False}):
+        with pytest.raises(ValueError, match="another layer"):
+            layer(x, DCCrossAttention(**{"dim": 32, "num_heads": 4} | options).see(context))
+    for options in (plain, {"key_wise": False}):
+        other = DCCrossAttention(32, 4, **options)
+        other(x, other.see(context))
+        with pytest.raises(ValueError, match="another layer"):
+            other(x, layer.see(context))
