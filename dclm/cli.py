@@ -18,7 +18,7 @@ from .data.make_tokens import make_tokens, verify
 from .data.tokenizers import BYTES, SubwordTokenizer
 from .evaluation import evaluate
 from .explain import EXPLANATIONS
-from .hub import save_pretrained
+from .hub import save_pretrained, why_not_published
 from .language_model import LanguageModel, check_objective
 from .load import load_model
 from .sampling import Sampling
@@ -75,15 +75,21 @@ def generate(
 
 
 def export(checkpoint: str, out: str, native: bool = False) -> None:
-    """Write a trained model in the published hub format, with its tokenizer unless that is bytes.
+    """Write a trained model as a folder, with its tokenizer unless that is bytes.
+
+    The format is that of the published models where it can express the model, otherwise our own, which expresses every
+    one. `dclm.huggingface` lets `transformers` read both.
 
     Args:
         checkpoint: A .ckpt file, or the folder of a run.
         out: Folder to write; must not hold a model already.
-        native: Write our own format, which expresses every model, and is read by this project alone.
+        native: Write our own format in any case.
     """
     decoder, tokenizer = load_model(checkpoint)
     with told_as():
+        if not native and (reason := why_not_published(decoder.config)) is not None:
+            print(f"in our own format, as the published one cannot express the model: {reason}")
+            native = True
         save_pretrained(decoder, out, native=native)
     if tokenizer.spec == BYTES:
         print("tokens are bytes: generate from the folder with --tokenizer bytes")

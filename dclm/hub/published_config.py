@@ -165,6 +165,15 @@ def config_to_hub(config: DecoderConfig) -> dict:
     return content
 
 
+def why_not_published(config: DecoderConfig) -> str | None:
+    """Say why the published format cannot express a model; None if it can."""
+    try:
+        config_to_hub(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 TRAINING_ONLY = ("init_std", "impl")  # and the spelling of the windows, which `_pattern` has checked
 
 
@@ -176,7 +185,7 @@ def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
         if name not in ignored and getattr(read_back, name) != value:
             raise ValueError(
                 f"{name}={value!r} cannot be written in the published format, which would read it as "
-                f"{getattr(read_back, name)!r}; accepted: native=true, our own format."
+                f"{getattr(read_back, name)!r}; accepted: native=True, our own format."
             )
 
 
@@ -195,5 +204,5 @@ def _pattern(windows: tuple[int | None, ...]) -> tuple[int | None, str | None]:
     if len(sizes) == 1 and local in PATTERNS.values():
         return sizes.pop(), next(name for name, pattern in PATTERNS.items() if pattern == local)
     raise ValueError(
-        f"windows={list(windows)} cannot be written in the published format; accepted: native=true, our own format."
+        f"windows={list(windows)} cannot be written in the published format; accepted: native=True, our own format."
     )

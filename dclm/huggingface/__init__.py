@@ -1,16 +1,29 @@
-"""DCFormer and DCPythia for Hugging Face's library: importing this registers them with its Auto classes.
+"""Decoders for Hugging Face's library: importing this registers them with its Auto classes.
 
 import dclm.huggingface
 model = transformers.AutoModelForCausalLM.from_pretrained("DCFormer-2.8B")
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from .configuration import DCFormerConfig, DCPythiaConfig
-from .modeling import DCFormerForCausalLM, DCPythiaForCausalLM
+from .configuration import DCFormerConfig, DCLMConfig, DCPythiaConfig
+from .modeling import DCFormerForCausalLM, DCLMForCausalLM, DCLMForMaskedLM, DCPythiaForCausalLM
 
-for config, model in ((DCFormerConfig, DCFormerForCausalLM), (DCPythiaConfig, DCPythiaForCausalLM)):
+for config, model in (
+    (DCFormerConfig, DCFormerForCausalLM),
+    (DCPythiaConfig, DCPythiaForCausalLM),
+    (DCLMConfig, DCLMForCausalLM),
+):
     AutoConfig.register(config.model_type, config)
     AutoModelForCausalLM.register(config, model)
+AutoModelForMaskedLM.register(DCLMConfig, DCLMForMaskedLM)
 
-__all__ = ["DCFormerConfig", "DCFormerForCausalLM", "DCPythiaConfig", "DCPythiaForCausalLM"]
+__all__ = [
+    "DCFormerConfig",
+    "DCFormerForCausalLM",
+    "DCLMConfig",
+    "DCLMForCausalLM",
+    "DCLMForMaskedLM",
+    "DCPythiaConfig",
+    "DCPythiaForCausalLM",
+]

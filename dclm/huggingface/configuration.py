@@ -1,10 +1,11 @@
-"""Configurations in the published format, for Hugging Face's library."""
+"""Configurations for Hugging Face's library: in the published format, and in our own, which expresses every decoder."""
 
 from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
-from ..config import DecoderConfig
+from ..config import DecoderConfig, decoder_config
+from ..hub.native import NATIVE_TYPE, config_from_native, config_to_native
 from ..hub.published_config import config_from_hub, config_to_hub, field_defaults
 
 
@@ -32,6 +33,11 @@ class PublishedConfig(PreTrainedConfig):
             setattr(self, name, named.pop(name, getattr(type(self), name, default)))
         super().__post_init__(**named)
         self.decoder_config()
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """Name the fields that decide what the model is."""
+        return {*field_defaults({"model_type": cls.model_type})}
 
     def decoder_config(self) -> DecoderConfig:
         """Translate it."""
@@ -61,3 +67,58 @@ class DCPythiaConfig(PublishedConfig):
     """DCPythia's: GPT-NeoX style, composed or plain (`use_dcmha=False`)."""
 
     model_type = "dcpythia"
+
+
+DEFAULTS = config_to_native(decoder_config("dcformer_pp_debug"))  # the library makes configurations without arguments
+
+
+class DCLMConfig(PreTrainedConfig):
+    """Fields are those of `DecoderConfig`, by their names: grouped keys and values, every branch, masked models.
+
+    Args:
+        **fields: Any of them, and what the library itself keeps in configurations.
+
+    Raises:
+        ValueError: If a value is out of range, or the decoder looks at another sequence (`cross_layers`).
+    """
+
+    model_type = NATIVE_TYPE
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "intermediate_size": "mlp_dim",
+        "max_position_embeddings": "context_length",
+    }
+
+    def __post_init__(self, **fields) -> None:
+        """Keep our fields, and leave the others to the library."""
+        named = {self.attribute_map.get(name, name): value for name, value in fields.items()}
+        for name in self.field_names():
+            setattr(self, name, named.pop(name, DEFAULTS[name]))
+        super().__post_init__(**named)
+        self.decoder_config()
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """Name the fields that decide what the model is."""
+        return DEFAULTS.keys() - {"model_type"}
+
+    def to_diff_dict(self) -> dict:
+        """Write all of our fields, those that have their defaults too: a folder says what it is."""
+        written = self.to_dict()
+        return super().to_diff_dict() | {name: written[name] for name in self.field_names()}
+
+    def decoder_config(self) -> DecoderConfig:
+        """Translate it."""
+        config = config_from_native({name: getattr(self, name) for name in self.field_names()})
+        if config.cross_layers:
+            raise ValueError(f"cross_layers={config.cross_layers}: these classes have no other sequence to look at.")
+        return config
+
+    @classmethod
+    def from_decoder_config(cls, config: DecoderConfig, **kwargs) -> "DCLMConfig":
+        """Take over a decoder's configuration."""
+        content = config_to_native(config)
+        return cls(**{name: content[name] for name in cls.field_names()}, **kwargs)

@@ -1,39 +1,59 @@
-"""Causal language models for Hugging Face's library, around a `Decoder`; folders are in the published format."""
+"""Language models for Hugging Face's library, around a `Decoder`; folders are in the published format or in our own."""
 
 # B batch, T tokens, V vocabulary
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from ..decoder import Decoder
 from ..hub import load_pretrained
-from ..hub.published_config import field_defaults
 from ..hub.published_weights import join_qkv, weights_from_hub, weights_to_hub
 from ..loss import IGNORED, token_loss
-from .configuration import DCFormerConfig, DCPythiaConfig, PublishedConfig
+from .configuration import DCFormerConfig, DCLMConfig, DCPythiaConfig, PublishedConfig
 from .decoding import DecodingState, documents_of
 
+Config = PublishedConfig | DCLMConfig
 PREFIX = "decoder."
 OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 OF_GENERATE = ("tokenizer", "assistant_tokenizer")  # which `generate` hands on without need
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
 
 
-class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
-    """A decoder with the library's interface.
+class Outputs(NamedTuple):
+    """What a forward pass of whole texts returns."""
 
-    `generate` decodes through the low-rank cache. Padding may stand before and after the tokens of a row.
+    loss: Tensor | None
+    logits: Tensor | None
+    hidden_states: tuple[Tensor, ...] | None
+
+
+@contextmanager
+def _collecting(decoder: Decoder | None) -> Iterator[list[Tensor]]:
+    """Collect the inputs of a decoder's blocks while the context is open; of None nothing."""
+    states: list[Tensor] = []
+    blocks = () if decoder is None else decoder.blocks
+    handles = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in blocks]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class DecoderModel(PreTrainedModel):
+    """What models of the library around a decoder have in common.
 
     Args:
-        config: In the published format.
+        config: In the format of the class.
     """
 
     config_class = PublishedConfig
@@ -42,11 +62,17 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+    sees_both_ways: ClassVar[bool] = False
 
-    def __init__(self, config: PublishedConfig) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.gradient_checkpointing = False
         self.decoder = Decoder(config.decoder_config())
+        if self.decoder.config.is_causal == self.sees_both_ways:
+            raise ValueError(
+                f"is_causal={self.decoder.config.is_causal}: {type(self).__name__} is for "
+                f"{'masked' if self.sees_both_ways else 'causal'} models."
+            )
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -72,15 +98,98 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         """Replace what makes logits."""
         self.decoder.output = new_embeddings
 
+    def _run(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        targets: Tensor | None,
+        num_items: Tensor | int | None,
+        kept: slice | Tensor,
+        returns_states: bool,
+    ) -> Outputs:
+        """Run the decoder on whole texts; `targets` stand at the places of the logits that predict them."""
+        self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
+        with _collecting(self.decoder if returns_states else None) as states:
+            hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))
+        loss = None if targets is None else self._loss(hidden, targets, num_items)
+        logits = None if loss is not None and self.training else self.decoder.output(hidden[:, kept])
+        return Outputs(loss, logits, (*states, hidden) if returns_states else None)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
+        output = self.decoder.output
+        if type(output) is nn.Linear:
+            loss = token_loss(hidden, output.weight, targets)
+        else:  # an adapter around it, which computes more than a product
+            loss = F.cross_entropy(output(hidden).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+        return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
+        """Load weights by their names here, or by those of folders, as the library's trainer does."""
+        if not any(name.startswith(PREFIX) for name in state_dict):
+            ours = self._from_folder(dict(state_dict))
+            state_dict = {f"{PREFIX}{name}": weight for name, weight in ours.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _from_folder(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Make a decoder's state dict of the tensors of a folder in the format of the class."""
+        join_qkv(tensors)
+        return weights_from_hub(tensors, self.decoder.config)
+
+    def _to_folder(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Make the tensors of a folder of a decoder's state dict."""
+        return weights_to_hub(weights, self.decoder.config)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> "DecoderModel":
+        """Load a folder in the format of the class, or a name on the hub; arguments are the library's.
+
+        Raises:
+            ValueError: As `dclm.load_pretrained`.
+        """
+        if pretrained_model_name_or_path is None:
+            return super().from_pretrained(None, *args, config=config, **kwargs)
+        of_hub = {name: kwargs.pop(name) for name in OF_THE_HUB if name in kwargs}
+        folder = _find_folder(pretrained_model_name_or_path, of_hub)
+        if config is None:
+            names = {*cls.config_class.field_names(), *cls.config_class.attribute_map}
+            changes = {name: kwargs.pop(name) for name in names if name in kwargs}
+            config = cls.config_class.from_pretrained(folder, **changes)
+        weights = load_pretrained(folder).state_dict()
+        weights = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
+        wants_info = kwargs.get("output_loading_info", False)
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
+        model = loaded[0] if wants_info else loaded
+        model.name_or_path = str(pretrained_model_name_or_path)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return loaded
+
+    def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
+        """Write a folder in the format of the class; arguments are the library's."""
+        weights = self.state_dict() if state_dict is None else state_dict
+        weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+        super().save_pretrained(save_directory, *args, state_dict=self._to_folder(weights), **kwargs)
+
+
+class DecoderForCausalLM(DecoderModel, GenerationMixin):
+    """A causal decoder with the library's interface.
+
+    `generate` decodes through the low-rank cache. Padding may stand before and after the tokens of a row.
+
+    Args:
+        config: In the format of the class.
+    """
+
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: DecodingState | None = None,
+        cache: DecodingState | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **others,
     ) -> CausalLMOutputWithPast | tuple:
@@ -90,11 +199,12 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: Token ids [B, T].
             attention_mask: 0 for padding [B, T], before or after the tokens of a row; with a cache before them, for all
                 tokens that are in it and the new ones.
-            past_key_values: What `generate` keeps; `input_ids` come after it.
+            cache: What `generate` keeps; `input_ids` come after it.
             labels: The ids themselves [B, T], -100 where they do not count; shifted here.
             use_cache: Keep a cache of `block_size` tokens and return it.
             logits_to_keep: Only the logits of the last so many tokens, 0 for all; or of these places.
             num_items_in_batch: Divides the sum of losses, instead of the labels of this batch.
+            output_hidden_states: Return the inputs of all blocks and the final hidden states too; not with a cache.
             return_dict: False for a tuple.
             **others: Arguments of other models; only None and False are accepted.
 
@@ -106,38 +216,20 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         """
         _refuse(others)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        if past_key_values is None and use_cache and labels is None:
-            past_key_values = DecodingState(self.decoder, self.config.block_size)
-        if past_key_values is not None:
-            _check_cached(past_key_values, labels)
+        if cache is None and use_cache and labels is None:
+            cache = DecodingState(self.decoder, self.config.max_position_embeddings)
+        if cache is not None:
+            _check_cached(cache, labels)
+            if output_hidden_states:
+                raise ValueError("output_hidden_states=True with a cache: not supported by these models.")
             is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
-            logits = past_key_values.decode(input_ids, attention_mask, last_only=is_last)
-            out = CausalLMOutputWithPast(logits=logits[:, kept], past_key_values=past_key_values)
+            logits = cache.decode(input_ids, attention_mask, last_only=is_last)
+            out = CausalLMOutputWithPast(logits=logits[:, kept], cache=cache)
         else:
-            self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
-            hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))
-            loss = None if labels is None else self._loss(hidden, labels, num_items_in_batch)
-            logits = None if loss is not None and self.training else self.decoder.output(hidden[:, kept])
-            out = CausalLMOutputWithPast(loss=loss, logits=logits)
+            targets = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            made = self._run(input_ids, attention_mask, targets, num_items_in_batch, kept, bool(output_hidden_states))
+            out = CausalLMOutputWithPast(**made._asdict())
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
-
-    def _loss(self, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        output = self.decoder.output
-        if type(output) is nn.Linear:
-            loss = token_loss(hidden, output.weight, targets)
-        else:  # an adapter around it, which computes more than a product
-            loss = F.cross_entropy(output(hidden).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
-        return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
-        """Load weights by their names here, or by those of published folders, as the library's trainer does."""
-        if not any(name.startswith(PREFIX) for name in state_dict):
-            tensors = dict(state_dict)
-            join_qkv(tensors)
-            ours = weights_from_hub(tensors, self.decoder.config)
-            state_dict = {f"{PREFIX}{name}": weight for name, weight in ours.items()}
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _prepare_cache_for_generation(
         self,
@@ -153,40 +245,63 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
                 f"cache_implementation={generation_config.cache_implementation!r}; accepted: None, as these models "
                 "have a cache of their own."
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DecodingState(self.decoder, max_cache_length)
+        if generation_config.use_cache is not False and model_kwargs.get("cache") is None:
+            model_kwargs["cache"] = DecodingState(self.decoder, max_cache_length)
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> "DecoderForCausalLM":
-        """Load a folder in the published format, or a name on the hub; arguments are the library's.
+
+class DecoderForMaskedLM(DecoderModel):
+    """A decoder that sees both ways, with the library's interface: it fills in masked tokens.
+
+    Args:
+        config: In the format of the class.
+    """
+
+    sees_both_ways = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **others,
+    ) -> MaskedLMOutput | tuple:
+        """Predict the tokens themselves.
+
+        Args:
+            input_ids: Token ids [B, T].
+            attention_mask: 0 for padding [B, T], before or after the tokens of a row.
+            labels: The ids that were there before some were masked [B, T], -100 where they do not count.
+            num_items_in_batch: Divides the sum of losses, instead of the labels of this batch.
+            output_hidden_states: Return the inputs of all blocks and the final hidden states too.
+            return_dict: False for a tuple.
+            **others: Arguments of other models; only None and False are accepted.
+
+        Returns:
+            `logits` [B, T, V], and `loss` with labels (in training without the logits).
 
         Raises:
-            ValueError: As `dclm.load_pretrained`.
+            ValueError: If an argument is not supported, or padding stands between tokens.
         """
-        if pretrained_model_name_or_path is None:
-            return super().from_pretrained(None, *args, config=config, **kwargs)
-        of_hub = {name: kwargs.pop(name) for name in OF_THE_HUB if name in kwargs}
-        folder = _find_folder(pretrained_model_name_or_path, of_hub)
-        if config is None:
-            names = {*field_defaults({"model_type": cls.config_class.model_type}), *cls.config_class.attribute_map}
-            changes = {name: kwargs.pop(name) for name in names if name in kwargs}
-            config = cls.config_class.from_pretrained(folder, **changes)
-        weights = load_pretrained(folder).state_dict()
-        weights = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
-        wants_info = kwargs.get("output_loading_info", False)
-        loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
-        model = loaded[0] if wants_info else loaded
-        model.name_or_path = str(pretrained_model_name_or_path)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        return loaded
+        _refuse(others)
+        states = bool(output_hidden_states)
+        made = self._run(input_ids, attention_mask, labels, num_items_in_batch, slice(None), states)
+        out = MaskedLMOutput(**made._asdict())
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
-    def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
-        """Write a folder in the published format; arguments are the library's."""
-        weights = self.state_dict() if state_dict is None else state_dict
-        weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
-        published = weights_to_hub(weights, self.decoder.config)
-        super().save_pretrained(save_directory, *args, state_dict=published, **kwargs)
+
+class OfOurFormat:
+    """Keeps weights in folders as they are, with the fields of `DecoderConfig` beside them."""
+
+    config_class = DCLMConfig
+
+    def _from_folder(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
+
+    def _to_folder(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
 
 def _refuse(others: dict) -> None:
@@ -198,11 +313,9 @@ def _refuse(others: dict) -> None:
 
 def _check_cached(cache: object, labels: Tensor | None) -> None:
     if not isinstance(cache, DecodingState):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}; accepted: what an earlier call returned, or None."
-        )
+        raise ValueError(f"cache is a {type(cache).__name__}; accepted: what an earlier call returned, or None.")
     if labels is not None:
-        raise ValueError("labels are given with past_key_values; accepted: one of the two.")
+        raise ValueError("labels are given with cache; accepted: one of the two.")
 
 
 def _find_folder(name: str | Path, options: dict) -> Path:
@@ -223,3 +336,11 @@ class DCPythiaForCausalLM(DecoderForCausalLM):
     """DCPythia."""
 
     config_class = DCPythiaConfig
+
+
+class DCLMForCausalLM(OfOurFormat, DecoderForCausalLM):
+    """Any causal decoder, in our own format."""
+
+
+class DCLMForMaskedLM(OfOurFormat, DecoderForMaskedLM):
+    """Any decoder that sees both ways, in our own format."""

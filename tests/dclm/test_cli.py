@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import dclm
 from dclm.bigram import ByteBigram
 from dclm.data.token_files import Corpus
 from dctrain.checkpoint import load_checkpoint, newest_checkpoint
@@ -330,3 +331,13 @@ def test_the_token_script_runs(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     assert f"{2 * (len(TEXT) + 6)} train tokens, 0 val tokens; vocabulary 257" in done.stdout
     assert "was made with other val_fraction" in mistake(capsys, "tokens", *command[2:])
+
+
+def test_export_takes_our_own_format_where_the_published_one_cannot_say_it(corpus, tmp_path, capsys):
+    llama = ["--model.model=transformer_pp_debug", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
+    llama.append("--model.overrides={num_layers: 1, dim: 32, mlp_dim: 48, num_kv_heads: 2}")
+    run("fit", *small(corpus, tmp_path), *llama)
+    run("export", f"--checkpoint={tmp_path / 't/version_0'}", f"--out={tmp_path / 'out'}")
+    out = capsys.readouterr().out
+    assert "in our own format" in out and "num_kv_heads=2" in out
+    assert dclm.load_pretrained(tmp_path / "out").config.num_kv_heads == 2

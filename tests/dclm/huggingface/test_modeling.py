@@ -114,8 +114,8 @@ def test_sampling_and_a_loop_of_ones_own(both):
     row, cache = ids(1, 9), None
     with torch.no_grad():
         for part in row.split([4, 1, 4], 1):
-            out = theirs(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = theirs(part, cache=cache, use_cache=True)
+            cache = out.cache
         torch.testing.assert_close(out.logits, ours(row)[:, -4:], rtol=1e-4, atol=1e-4)
 
 
@@ -315,16 +315,16 @@ def test_an_adapter_on_the_output_is_trained(both):
 def test_a_mask_after_the_first_call_must_say_the_same(both):
     _, theirs = both
     row, mask = ids(1, 6), torch.ones(1, 6, dtype=torch.long)
-    cache = theirs(row[:, :4], use_cache=True).past_key_values
+    cache = theirs(row[:, :4], use_cache=True).cache
     for wrong in (mask.index_fill(1, torch.tensor([0]), 0), mask[:, :5]):
         with pytest.raises(ValueError, match=r"accepted: \[B, 6\], for these and the new ones"):
-            theirs(row[:, 4:], past_key_values=cache, attention_mask=wrong)
-    with pytest.raises(ValueError, match="labels are given with past_key_values"):
-        theirs(row[:, 4:], past_key_values=cache, labels=row[:, 4:])
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+            theirs(row[:, 4:], cache=cache, attention_mask=wrong)
+    with pytest.raises(ValueError, match="labels are given with cache"):
+        theirs(row[:, 4:], cache=cache, labels=row[:, 4:])
+    with pytest.raises(ValueError, match="cache is a DynamicCache"):
         from transformers import DynamicCache
 
-        theirs(row, past_key_values=DynamicCache())
+        theirs(row, cache=DynamicCache())
 
 
 @torch.no_grad()
