@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from lightning.pytorch.utilities import rank_zero_only
+
 from dctrain.checkpoint import make_folder
 from dctrain.cli import VocabularyCLI, run_program
 from dctrain.compare import comparison
@@ -12,10 +14,12 @@ from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 from dctrain.named_configs import listing
 
+from .config import DEFAULT_MODEL
 from .data import TokenDataModule
 from .data.datamodule import embedding_rows
 from .data.make_tokens import make_tokens, verify
 from .data.tokenizers import BYTES, SubwordTokenizer
+from .derived import derive_model
 from .evaluation import evaluate
 from .explain import EXPLANATIONS
 from .hub import save_pretrained, why_not_published
@@ -152,10 +156,33 @@ class LanguageCLI(VocabularyCLI):
     def __init__(self, args: list[str]) -> None:
         super().__init__(LanguageModel, TokenDataModule, args)
 
+    def add_arguments_to_parser(self, parser) -> None:
+        """Leave the model open: `--init` brings one."""
+        super().add_arguments_to_parser(parser)
+        parser.set_defaults({"model.model": None})
+
     def before_instantiate_classes(self) -> None:
-        """Refuse a model and data of different objectives, of a plan too."""
+        """Take over the model of `--init`; refuse a model and data of different objectives, of a plan too."""
+        self._name_model()
         model, data = self._get(self.config, "model"), self._get(self.config, "data")
         check_objective((model.overrides or {}).get("is_causal", True), data.mask_fraction)
+
+    def _name_model(self) -> None:
+        """Take the default model, or that of `--init`, unless one is named."""
+        model, source = self._get(self.config, "model"), self._get(self.config, "init", default=None)
+        if model.model is not None:
+            return
+        if not source:
+            model.model = DEFAULT_MODEL
+            return
+        derived = derive_model(source, model.overrides or {})
+        if model.vocab_size > derived.vocab_size:
+            raise UserError(
+                f"the data need {model.vocab_size} rows of embeddings and init={source} has {derived.vocab_size}: "
+                "it is of another tokenizer."
+            )
+        model.model, model.overrides, model.vocab_size = derived
+        rank_zero_only(print)(f"the model is that of {source}: {derived.model} with {derived.overrides}", flush=True)
 
     def describe_score(self, score: float) -> str:
         """Write the loss in nats."""

@@ -199,6 +199,7 @@ def _named_configs() -> dict[str, DecoderConfig]:
 
 
 CONFIGS = _named_configs()
+DEFAULT_MODEL = "dcformer_pp_debug"
 
 
 def decoder_config(name: str, **overrides) -> DecoderConfig:
@@ -242,8 +243,8 @@ OF_CHOICE = ("windows",)  # fields that weights can be trained further with
 def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: str) -> None:
     """Check that the weights of one model mean the same in another.
 
-    Composition may be added; where there was some it must be the same. Windows may be others; so may the context, but
-    for learned positions.
+    Composition and QK-norm may be added; where there was some it must be the same. Windows may be others; so may the
+    context, but for learned positions.
 
     Args:
         before: The model that they are of.
@@ -257,6 +258,8 @@ def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: s
     free = {*OF_TRAINING, *OF_CHOICE}
     if not before.is_composed:
         free |= set(COMPOSE_OPTIONS)
+    if not before.qk_norm:
+        free.add("qk_norm")
     if before.position == "learned":
         free.remove("context_length")
     pairs = {field.name: (getattr(before, field.name), getattr(now, field.name)) for field in fields(DecoderConfig)}

@@ -17,13 +17,18 @@ from dctrain.recompute import Recompute, set_recompute
 from dctrain.sharding.deferred import weights_device
 from dctrain.sharding.tensor_parallel import Plan
 
-from .config import build_config, check_same
+from .config import DEFAULT_MODEL, build_config, check_same
 from .data import Batch, TokenDataModule
 from .data.samples import as_batch
 from .decoder import Decoder
 from .load import load_decoder
 from .loss import IGNORED, Likelihood
 from .parallel import split_decoder
+
+
+def _may_be_drawn(name: str) -> bool:
+    """Tell whether a parameter may be missing where weights come from: of what can be added to a model."""
+    return is_of_composition(name) or ".q_norm." in name or ".k_norm." in name
 
 
 def check_objective(is_causal: bool, mask_fraction: float | None) -> None:
@@ -70,7 +75,7 @@ class LanguageModel(TrainingModule):
 
     def __init__(
         self,
-        model: str = "dcformer_pp_debug",
+        model: str = DEFAULT_MODEL,
         vocab_size: int = 257,
         context_length: int = 256,
         overrides: dict[str, Any] | None = None,
@@ -137,7 +142,7 @@ class LanguageModel(TrainingModule):
         settings = "data.vocab_size, model.model, model.overrides"
         check_same(decoder.config, self.config, f"init={source} is another model", settings)
         weights = decoder.state_dict()
-        return weights, check_initial(source, weights, self.model, is_of_composition)
+        return weights, check_initial(source, weights, self.model, _may_be_drawn)
 
     def split_model(self, rank: int, ranks: int) -> Plan:
         """Tell the decoder to compute a rank's share; return how it is split then."""

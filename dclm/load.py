@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import find_checkpoint, load_checkpoint, map_checkpoint
 from dctrain.device import check_device
 from dctrain.errors import UserError, told_as
 
-from .config import build_config
+from .config import DecoderConfig, build_config
 from .data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
 from .decoder import Decoder
-from .hub import is_known, load_pretrained
+from .hub import is_known, load_pretrained, read_config
 
 
 class LoadedModel(NamedTuple):
@@ -89,6 +89,23 @@ def _with_tokenizer(
     return LoadedModel(decoder.eval(), words)
 
 
+def load_config(checkpoint: str | Path) -> DecoderConfig:
+    """Read the configuration of a decoder, without its weights; arguments and errors as of `load_model`."""
+    if (Path(checkpoint) / "config.json").is_file():
+        with told_as():
+            return read_config(Path(checkpoint))
+    path = find_checkpoint(str(checkpoint))
+    return _config_of(map_checkpoint(path), path)
+
+
+def _config_of(content: dict, path: Path) -> DecoderConfig:
+    hp = content.get("hyper_parameters", {})
+    if not {"model", "vocab_size", "context_length", "overrides"} <= hp.keys():
+        raise UserError(f"{path} is no checkpoint of dclm.")
+    with told_as(f"{path} does not hold the weights of the model that it names"):
+        return build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {})
+
+
 def load_decoder(checkpoint: str | Path, dtype: torch.dtype | None = None) -> Decoder:
     """Load a decoder alone; arguments and errors as of `load_model`."""
     return _load(checkpoint, dtype)[0].eval()
@@ -101,12 +118,11 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
             return load_pretrained(checkpoint, dtype), partial(_tokenizer_in, Path(checkpoint))
     path = find_checkpoint(str(checkpoint))
     content = load_checkpoint(path)
-    hp, data = content.get("hyper_parameters", {}), content.get("TokenDataModule", {})
-    if not {"model", "vocab_size", "context_length", "overrides"} <= hp.keys() or "state_dict" not in content:
-        raise UserError(f"{path} is no checkpoint of dclm.")
+    config, data = _config_of(content, path), content.get("TokenDataModule", {})
+    if "state_dict" not in content:
+        raise UserError(f"{path} is no checkpoint of dclm: it holds no weights.")
     weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
     with told_as(f"{path} does not hold the weights of the model that it names"):
-        config = build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {})
         decoder = Decoder(config, device="meta")  # nothing is allocated before shapes are compared
         decoder.load_state_dict(weights, assign=True)
     return decoder.to(dtype), partial(_tokenizer_of, data, path)

@@ -27,8 +27,6 @@ def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | 
         UserError: If it cannot be opened.
     """
     tokens = str(tokens)
-    if tokenizer is not None and not tokens.startswith(PREFIX):
-        raise UserError(f"data.tokenizer={tokenizer!r}: data.tokens={tokens!r} brings its own; leave it out.")
     if tokens == TASKS:
         return TaskStream()
     if not tokens.startswith(PREFIX):
@@ -124,6 +122,9 @@ class TokenDataModule(ResumableDataModule):
         self.tokens, self.context_length = tokens, context_length
         self.mask_fraction, self.mask_span = mask_fraction, mask_span
         self.vocab_size = embedding_rows(tokens, tokenizer, vocab_size, vocab_multiple, mask_fraction)
+        sources = [str(one) for one in (tokens, validation) if one is not None]
+        if tokenizer is not None and tokens != TASKS and not any(one.startswith(PREFIX) for one in sources):
+            raise UserError(f"data.tokenizer={tokenizer!r}: data.tokens={tokens!r} brings its own; leave it out.")
         self.val_tokens, self.separate_documents = val_tokens, separate_documents
         self.validation, self.tokenizer = validation, tokenizer
         self.corpus: Corpus | IndexedCorpus | TaskStream | None = None

@@ -29,6 +29,7 @@ from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, t
 BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
 BPE_SAMPLE_BYTES = 2**27
 VAL_FRACTION, VAL_FRACTION_WITHIN = 0.005, 0.1
+PLAN = "plan.json"
 MOST_LOOKED_AT = 10_000  # documents among which one for validation is looked for
 
 
@@ -110,7 +111,7 @@ def make_tokens(
     if is_default:
         val_fraction = 0.0 if val else VAL_FRACTION
     options = Options(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
-    if val_fraction and not _has_val(files, options):
+    if val_fraction and _is_split_within(files, Path(out), options):
         options = replace(options, is_within=True, val_fraction=VAL_FRACTION_WITHIN if is_default else val_fraction)
         print(f"few documents: the last {options.val_fraction:.1%} of each is for validation")
     manifest = prepare(files + val_files, Path(out), options)
@@ -270,6 +271,15 @@ class Split:
 def _line_start(text: str, position: int) -> int:
     """Return where the line that holds a position begins; the position itself if that is the first line."""
     return text.rfind("\n", 0, position) + 1 or position
+
+
+def _is_split_within(files: list[Path], out: Path, options: Options) -> bool:
+    """Tell whether documents are split: as was decided before for a corpus that exists, else if none is chosen."""
+    plan = out / PLAN
+    if plan.is_file():
+        with suppress(ValueError, AttributeError):  # a damaged plan is refused when it is compared
+            return bool(json.loads(plan.read_text()).get("is_within", False))
+    return not _has_val(files, options)
 
 
 def _has_val(files: list[Path], options: Options) -> bool:

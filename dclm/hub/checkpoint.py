@@ -154,6 +154,11 @@ def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = Fals
     return folder
 
 
+def read_config(folder: Path) -> DecoderConfig:
+    """Read the configuration of a folder that `load_pretrained` takes; errors are those of it."""
+    return _read_config(folder)[1]
+
+
 def _read_config(folder: Path) -> tuple[Format, DecoderConfig, dict]:
     path = folder / "config.json"
     if not path.is_file():

@@ -160,7 +160,7 @@ NOT_SUPPORTED = "is not supported; accepted: auto, ddp, fsdp2, or, with options,
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (["fsdp"], f"trainer.strategy FSDPStrategy {NOT_SUPPORTED}"),
+        (["fsdp"], f"trainer.strategy fsdp {NOT_SUPPORTED}"),
         (["ModelParallelStrategy", "--trainer.strategy.tensor_parallel_size=1"], NOT_SUPPORTED),
         (["FSDP2Strategy", "--trainer.strategy.replicas=2"], "replicas=2 must be a divisor of the 1 ranks"),
         (["FSDP2Strategy", "--trainer.strategy.replicas=0"], "replicas=0 must be a divisor of the 1 ranks"),

@@ -105,7 +105,6 @@ def in_61(corpus):
     [
         ({"overrides": "norm_eps: 1.0e-6"}, "is another model: norm_eps=1e-05, here 1e-06"),
         ({"overrides": "rotary_base: 500.0, num_layers: 1"}, "num_layers=2, here 1, rotary_base=10000.0, here 500.0"),
-        ({"overrides": "qk_norm: true"}, "qk_norm=False, here True"),
         ({"model": "transformer_debug"}, "norm='rms', here 'layer', mlp='swiglu', here 'gelu'"),
         ({"data": "--data.vocab_size=300"}, "vocab_size=257, here 300 (data.vocab_size, model.model"),
         ({"init": "none"}, "no checkpoint"),
@@ -152,3 +151,51 @@ def test_swap_attention_begins_near_the_plain_decoder():
 def test_swaps_that_cannot_be(name, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.swap_attention(small_decoder(name), **options)
+
+
+ADDED = "--model.overrides={windows: [8], qk_norm: true, pre_compose: true, post_compose: true}"
+
+
+def without_model(arguments: list[str]) -> list[str]:
+    return [one for one in arguments if not one.startswith(("--model.model", "--model.overrides"))]
+
+
+def test_the_model_is_taken_from_the_weights(corpus, plain, tmp_path, capsys):
+    fit = ["fit", *without_model(small(corpus, tmp_path / "new")), ADDED, *STILL, f"--init={plain}"]
+    run("plan", *fit[1:], "--trainer.devices=2")
+    assert "2 ranks" in capsys.readouterr().out
+    run(*fit)
+    out = capsys.readouterr().out
+    assert f"the model is that of {plain}" in out and "tensors are drawn anew" in out
+    before, now = weights(plain), weights(tmp_path / "new")
+    assert all(torch.equal(now[name], weight) for name, weight in before.items())
+    new = now.keys() - before.keys()
+    assert {name.split(".")[4] for name in new} == {"compose", "q_norm", "k_norm"}
+    config = tmp_path / "new/t/version_0/config.yaml"
+    run("validate", f"--config={config}", f"--checkpoint={tmp_path / 'new/t/version_0'}")  # it says what the model is
+    run("fit", *without_model(small(corpus, tmp_path / "same")), *STILL, f"--init={plain}")
+    assert weights(tmp_path / "same").keys() == before.keys()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
+def test_the_model_is_taken_from_a_folder(corpus, tmp_path, model_type):
+    (tmp_path / "theirs").mkdir()
+    decoder = saved(tmp_path / "theirs", model_type)
+    data = [f"--data.tokens={in_61(corpus)}", "--data.vocab_size=61"]
+    fit = [*without_model(small(corpus, tmp_path / "new")), *data, *STILL, f"--init={tmp_path / 'theirs'}"]
+    run("fit", *fit, "--model.overrides={pre_compose: true, post_compose: true}")
+    now = weights(tmp_path / "new")
+    assert all(torch.equal(now[f"model.{name}"], weight) for name, weight in decoder.state_dict().items())
+    assert any("compose" in name for name in now)
+
+
+@pytest.mark.parametrize("wrong", ["num_layers: 3", "num_heads: 2", "norm: layer", "position: learned"])
+def test_settings_that_contradict_the_weights_are_refused(corpus, plain, tmp_path, capsys, wrong):
+    fit = [*without_model(small(corpus, tmp_path / "new")), *STILL, f"--init={plain}"]
+    error = mistake(capsys, run, "fit", *fit, f"--model.overrides={{{wrong}}}")
+    assert f"model.overrides.{wrong.split(':')[0]}=" in error and "contradicts init=" in error
+
+
+def test_data_of_more_tokens_than_the_weights_are_refused(corpus, plain, tmp_path, capsys):
+    fit = [*without_model(small(corpus, tmp_path / "new")), *STILL, f"--init={plain}", "--data.vocab_size=300"]
+    assert "300 rows of embeddings" in mistake(capsys, run, "fit", *fit)

@@ -21,6 +21,8 @@ def folder(tmp_path) -> Path:
     blocks = [Block((0, 0), (0, 0), (1, 3)), Block((1, 0), (1, 0), (3, 3))]
     parts = {"x": Part(x, x.shape, blocks), "scalar": whole_part(torch.tensor(0.1, dtype=torch.float64))}
     parts["empty"] = whole_part(torch.empty(0, dtype=torch.bfloat16))
+    if dist.is_initialized():  # left by a run that failed, of another test in this process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         write_parts(tmp_path / "a.ckpt", parts)

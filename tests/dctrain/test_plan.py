@@ -71,14 +71,14 @@ def test_what_does_not_fit_is_refused():
     ("option", "message"),
     [
         ("--gpu_memory=1", "most of it for"),
-        ("--trainer.devices=auto", "trainer.devices='auto' must be a number to plan with"),
+        ("--trainer.devices=some", "trainer.devices='some'"),
         ("--trainer.num_nodes=0", "trainer.num_nodes=0 must be positive"),
         ("--data.batch_size=-3", "data.batch_size=-3 must be positive"),
         ("--gpu_memory=-1", "gpu_memory=-1.0 must be positive"),
         ("--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be at least 1"),
         ("--trainer.strategy=nonsense", "trainer.strategy='nonsense' is unknown; accepted: auto, ddp, fsdp2"),
         ("--trainer.precision=bf16-true", "plan knows: 32-true, bf16-mixed, 16-mixed"),
-        ("--trainer.strategy=fsdp", "trainer.strategy FSDPStrategy is not supported"),
+        ("--trainer.strategy=fsdp", "trainer.strategy fsdp is not supported"),
         ("--trainer.strategy=ddp", "of 80, most of it for gradients (51.7)"),
     ],
 )

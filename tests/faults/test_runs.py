@@ -195,7 +195,7 @@ def test_an_export_without_a_tensor_is_refused(stopped, tmp_path, capsys):
     del content["state_dict"]["model.head.weight"]
     torch.save(content, tmp_path / "a.ckpt")
     error = mistake(capsys, run, "export", f"--checkpoint={tmp_path}/a.ckpt", f"--out={tmp_path}/out")
-    assert "does not hold the weights of the model it names: " in error and "head.weight" in error
+    assert "does not hold the weights of the model" in error and "head.weight" in error
 
 
 TWO_SHARDS = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]

@@ -79,7 +79,7 @@ def test_a_plan_that_nothing_came_of_may_be_mended(tmp_path, capsys):
 
 def test_a_corpus_too_small_to_validate_says_so_at_once(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text " * 30)
-    run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus")
-    assert "warning: no document fell to the validation split" in capsys.readouterr().out
+    run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus", "--val_fraction=0")
+    assert "warning: there are no validation tokens" in capsys.readouterr().out
     error = mistake(capsys, run, "fit", *small(tmp_path / "corpus", tmp_path / "root"))
     assert "corpus/val holds 0 tokens; a sequence takes 24 and one more" in error

@@ -153,6 +153,7 @@ class Worker {
     float *k_panels, *v_panels, *k_copy, *v_copy, *q_copy, *d_out_copy, *out_copy, *dk_copy, *dv_copy;
     float *x, *p, *g, *composed, *row_softmax, *dot, *query_weights[2], *key_weights[2];
     float *d_query, *d_key[2], *d_base[2], *row;
+    double* base_sums[2];  // of all blocks so far: a float would lose the small terms of a sum over all pairs
     vec* scratch;
     Sum* row_sums;
     // The item and the block at hand
@@ -188,6 +189,7 @@ class Worker {
         for (int i = 0; i < 2; i++) {
             d_key[i] = arena.take(S * c.H * KEY_SLOTS);
             d_base[i] = arena.take(c.compositions[i].base ? c.H * heads.group * W : 0);
+            base_sums[i] = (double*)arena.take(c.compositions[i].base ? 2 * c.H * heads.group : 0);
         }
         q_copy = arena.take(block), d_out_copy = arena.take(block);
         k_copy = arena.take(rows), dk_copy = arena.take(rows), dv_copy = arena.take(rows);
@@ -610,7 +612,17 @@ class Worker {
     void start_gradients() const {
         for (int i = 0; i < 2; i++) {
             std::fill(d_key[i], d_key[i] + round_up(c.S, W) * c.H * KEY_SLOTS, 0.0f);
-            if (c.compositions[i].base) std::fill(d_base[i], d_base[i] + c.H * heads.group * W, 0.0f);
+            if (!c.compositions[i].base) continue;
+            std::fill(d_base[i], d_base[i] + c.H * heads.group * W, 0.0f);
+            std::fill(base_sums[i], base_sums[i] + c.H * heads.group, 0.0);
+        }
+    }
+
+    // Take over what a block has added to the gradient of a base.
+    void put_base_gradients(int i) const {
+        for (int64_t j = 0; c.compositions[i].base && j < c.H * heads.group; j++) {
+            base_sums[i][j] += total(load(d_base[i] + j * W));
+            store(d_base[i] + j * W, vec{});
         }
     }
 
@@ -623,7 +635,7 @@ class Worker {
             put_key_gradients(c.gradients[i], d_key[i], to);
             float* base = c.gradients[i].base;
             for (int64_t j = 0; base && j < c.H * heads.group; j++)
-                base[to * c.H * heads.group + j] = total(load(d_base[i] + j * W));
+                base[to * c.H * heads.group + j] = (float)base_sums[i][j];
         }
     }
 
@@ -644,6 +656,7 @@ class Worker {
     void clear_query_gradients() const { std::fill(d_query, d_query + queries * c.H * QUERY_SLOTS * W, 0.0f); }
 
     void put_query_gradients(int i) const {
+        put_base_gradients(i);
         int64_t slots = c.H * QUERY_SLOTS;
         for (int64_t n = 0; n < count && c.gradients[i].exists; n++) {
             for (int64_t j = 0; j < slots; j += W) store(row + j, totals(d_query + (n * slots + j) * W));
