@@ -20,10 +20,7 @@ from dcmha import COMPOSE_OPTIONS, DCAttention, DCCrossAttention, compose_option
 from dcmha.cross import SidedProjection
 from dcmha.options import check_names
 
-
-def _share(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the parameters, buffers, parts and attributes of another."""
-    module.__dict__.update({n: v.copy() if isinstance(v, dict | set) else v for n, v in vars(other).items()})
+from .families.parts import share
 
 
 class Adopted(DCAttention):
@@ -36,7 +33,7 @@ class Adopted(DCAttention):
 
     def __init__(self, attention: nn.Module, **options) -> None:
         nn.Module.__init__(self)
-        _share(self, attention)
+        share(self, attention)
         self._set_options(**options)
         projection = attention.qkv if attention.qkv is not None else attention.q_proj
         self.dim, self.attn_dim = projection.in_features, attention.proj.in_features
@@ -135,7 +132,7 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
 
     def __init__(self, pooling: AttentionPoolLatent, **options) -> None:
         nn.Module.__init__(self)
-        _share(self, pooling)
+        share(self, pooling)
         check_names(options, (*COMPOSE_OPTIONS, "impl"))
         self._set_options(**options)
         self.dim, self.context_dim = self.latent_dim, self.kv.in_features

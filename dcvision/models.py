@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from dcmha import DCAttention
 
+from .families import ComposedParts
+
 PLAIN_OPTIONS = {"pre_compose": False, "post_compose": False}
 FIXED = {"pos_embed": "none", "class_token": False, "final_norm": True, "fc_norm": False, "qkv_bias": True}
 
+register_notrace_module(ComposedParts)
 register_notrace_module(DCAttention)  # a leaf to torch.fx, whose tracing its checks would end
 
 

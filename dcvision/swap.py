@@ -15,10 +15,11 @@ from dcmha import DCAttention
 from dcmha.options import check_names
 
 from .adopted import FAMILIES, Adopted, AdoptedPooling
+from .families import CONVOLUTIONS, FAMILIES_BY_PARTS, LEFT, ComposedParts, composed_class
 
 SUPPORTED = (
-    "VisionTransformer (ViT, DeiT, DeiT3, BEiT3, CLIP, SigLIP, DINOv2), Eva (EVA, EVA-02, DINOv3), "
-    "Beit (BEiT, BEiT v2), SwinTransformer, NaFlexVit"
+    "ViT, DeiT, BEiT, CLIP, SigLIP, DINO, EVA, Swin and Swin V2, SAM, RelPos ViT, CaiT, PVT v2, Twins, Next-ViT, "
+    "MViT v2, Hiera, MaxViT, CoAtNet, NaFlexViT (see dcvision/families/README.md)"
 )
 
 
@@ -37,7 +38,8 @@ def swap_attention(
         layers: Which attention layers, counted from the input, from 0 (negative: from the end); all that are left if
             None; [] with `pooling` for the pooling alone.
         pooling: Compose its attention pooling too (`global_pool="map"`), by `DCCrossAttention`.
-        **options: Options of `DCAttention` (`DCAttention.OPTIONS`), such as `rank`, `num_groups` or `query_wise`.
+        **options: Options of `DCAttention` (`DCAttention.OPTIONS`), such as `rank`, `num_groups` or `query_wise`;
+            `window` for families without windows of their own.
 
     Returns:
         The model.
@@ -50,14 +52,14 @@ def swap_attention(
     check_names(options, DCAttention.OPTIONS)
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
-    names = _attention_names(model)
+    names = attention_names(model)
     chosen = _choose(model, names, layers)
     if not chosen and not pooling:
         raise ValueError(f"layers={layers} leaves nothing to swap in {type(model).__name__}: {_accepted(names)}.")
     swapped = {}
     for name in (names[layer] for layer in chosen):
         attention = model.get_submodule(name)
-        swapped[name] = _adopt(name, FAMILIES[type(attention)], attention, options)
+        swapped[name] = _adopt(name, _counterpart(type(attention)), attention, options)
     if pooling:
         pools = {name: module for name, module in model.named_modules() if type(module) is AttentionPoolLatent}
         if not pools:
@@ -132,7 +134,7 @@ def _remake(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
     has_pooling = any(isinstance(module, AttentionPoolLatent) for module in model.modules())
     for options in swaps:
         options = options | {"pooling": options.get("pooling", False) and has_pooling}
-        if options["pooling"] or _choose(model, _attention_names(model), options.get("layers")):
+        if options["pooling"] or _choose(model, attention_names(model), options.get("layers")):
             swap_attention(model, **options)
     return model
 
@@ -148,6 +150,11 @@ def fit_weights(weights: dict, model: nn.Module, base: str) -> dict:
     return weights
 
 
+def _counterpart(kind: type[nn.Module]) -> type[nn.Module]:
+    """Find the composed class that takes the place of an attention class of timm."""
+    return FAMILIES[kind] if kind in FAMILIES else composed_class(kind, FAMILIES_BY_PARTS[kind])
+
+
 def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) -> nn.Module:
     """Make the counterpart of a module; an error names it."""
     try:
@@ -156,13 +163,16 @@ def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) ->
         raise ValueError(f"{name}: {error}") from error
 
 
-def _attention_names(model: nn.Module) -> list[str]:
+def attention_names(model: nn.Module) -> list[str]:
     """Find the attention layers that can be swapped; refuse a model with others."""
     modules = dict(model.named_modules())
+    reasons = {f"{type(m).__name__} is {LEFT[type(m)]}" for m in modules.values() if type(m) in LEFT}
+    if reasons:
+        raise ValueError(f"{type(model).__name__} cannot be composed: {'; '.join(sorted(reasons))}.")
     others = {type(m).__name__ for m in modules.values() if _is_other_attention(m)}
     if others:
         raise ValueError(f"{type(model).__name__} has {', '.join(sorted(others))}; supported are {SUPPORTED}.")
-    names = [name for name, m in modules.items() if type(m) in FAMILIES or isinstance(m, Adopted)]
+    names = [name for name, m in modules.items() if _is_known(m) or isinstance(m, SWAPPED)]
     if not names:
         has = (
             "its layers are DCAttention" if any(isinstance(m, DCAttention) for m in modules.values()) else "none found"
@@ -171,17 +181,27 @@ def _attention_names(model: nn.Module) -> list[str]:
     return names
 
 
+SWAPPED = (Adopted, ComposedParts)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Tell whether a module is attention of timm's that can be swapped."""
+    return type(module) in FAMILIES or type(module) in FAMILIES_BY_PARTS
+
+
 def _is_other_attention(module: nn.Module) -> bool:
     """Tell whether a module looks like self-attention of a kind that is not known here."""
     name = type(module).__name__
-    is_attention = re.search("Attention|Attn|ParallelScalingBlock", name) is not None
+    is_attention = re.search("Attention|Attn|MHSA|SHMA|ParallelScalingBlock", name) is not None
     is_pooling = re.search("Pool", name) is not None
-    return is_attention and not is_pooling and type(module) not in FAMILIES and not isinstance(module, DCAttention)
+    if not is_attention or is_pooling or isinstance(module, (DCAttention, ComposedParts, *CONVOLUTIONS)):
+        return False
+    return not any(_is_known(part) or isinstance(part, SWAPPED) for part in module.modules())  # blocks may be named so
 
 
 def _choose(model: nn.Module, names: list[str], layers: Iterable[int] | None) -> list[int]:
     """Number the layers that are asked for; without `layers`, all that are not swapped yet."""
-    swapped = [isinstance(model.get_submodule(name), Adopted) for name in names]
+    swapped = [isinstance(model.get_submodule(name), SWAPPED) for name in names]
     if layers is None:
         return [layer for layer, done in enumerate(swapped) if not done]
     layers = list(layers) if isinstance(layers, Iterable) else [layers]

@@ -1,6 +1,7 @@
 """Composed attention in models of timm that exist: nothing that was learned changes."""
 
 import re
+from pathlib import Path
 
 import pytest
 import timm
@@ -27,6 +28,26 @@ MODELS = {  # one of each family, and the forms in which families differ: norms,
     "swin_tiny_patch4_window7_224": {"img_size": 112},
     "naflexvit_base_patch16_gap": {"depth": 1},
     "naflexvit_base_patch16_siglip": {"depth": 1},
+    "swinv2_tiny_window8_256": {
+        "img_size": 64,
+        "window_size": 4,
+        "depths": (2, 2),
+        "embed_dim": 24,
+        "num_heads": (2, 4),
+    },
+    "swinv2_cr_tiny_ns_224": {"img_size": 64, "window_size": 2, "depths": (2, 2), "embed_dim": 24, "num_heads": (2, 4)},
+    "samvit_base_patch16_224": {"img_size": 64, "depth": 2, "window_size": 3, "embed_dim": 96},
+    "vit_relpos_small_patch16_224": {"img_size": 64, "depth": 2},
+    "vit_srelpos_small_patch16_224": {"img_size": 64, "depth": 2},
+    "cait_xxs24_224": {"img_size": 64, "depth": 2},
+    "pvt_v2_b0": {},
+    "twins_svt_small": {"img_size": 64, "depths": (1, 1, 2, 2)},
+    "nextvit_small": {},
+    "mvitv2_tiny": {"img_size": 64},
+    "hiera_tiny_224": {"img_size": 224, "stages": (1, 1, 1, 1)},
+    "sam2_hiera_tiny": {"stages": (1, 1, 2, 1)},
+    "maxvit_pico_rw_256": {"img_size": 64},
+    "coatnet_nano_rw_224": {"img_size": 64},
 }
 
 
@@ -39,13 +60,15 @@ def make_model(name: str, **kwargs) -> nn.Module:
             if isinstance(module, LayerScale):
                 module.gamma.fill_(1.0)
         for parameter_name, parameter in model.named_parameters():
+            if not parameter.any() and parameter_name.endswith("weight"):
+                parameter.fill_(1.0)
             if re.search("gamma_|bias|relative", parameter_name):
                 parameter.add_(0.5 * torch.randn_like(parameter))
     return model
 
 
 def images(name: str) -> torch.Tensor:
-    size = MODELS[name].get("img_size", 64)
+    size = 224 if name == "sam2_hiera_tiny" else MODELS[name].get("img_size", 64)
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
@@ -219,10 +242,15 @@ def test_names_that_cannot_be_swapped():
     [
         (lambda: timm.create_model("resnet18"), {}, "ResNet has no self-attention to swap"),
         (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its layers are DCAttention"),
+        (lambda: timm.create_model("levit_128s"), {}, "Levit.* has Attention.*; supported are ViT"),
+        (lambda: timm.create_model("xcit_nano_12_p16_224"), {}, "XCA is channel attention"),
+        (lambda: timm.create_model("convit_tiny"), {}, "GPSA is gated positional attention"),
+        (lambda: timm.create_model("mobilevitv2_050"), {}, "LinearSelfAttention is linear attention"),
+        (lambda: make_model("pvt_v2_b0"), {"window": 3}, "window=3: Attention has windows of its own, or none"),
         (
-            lambda: timm.create_model("swinv2_tiny_window8_256"),
-            {},
-            "has WindowAttention; supported are VisionTransformer",
+            lambda: make_model("cait_xxs24_224"),
+            {"num_groups": 2},
+            "num_groups=2: TalkingHeadAttn mixes all heads itself",
         ),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; accepted: some of 0 to 1"),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, r"layers=\[\] leaves nothing to swap"),
@@ -257,3 +285,12 @@ def test_bad_input_leaves_the_model_as_it_was(make, options, message):
         swap_attention(model, **options)
     after = dict(model.named_modules())
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+
+
+@pytest.mark.slow
+def test_the_table_of_families_says_what_swap_attention_does():
+    """Of the timm that is installed; `python -m dcvision.families.survey` prints it."""
+    from dcvision.families.survey import survey, table
+
+    readme = (Path(__file__).parents[2] / "dcvision/families/README.md").read_text()
+    assert readme.endswith(table(survey()))

@@ -1,0 +1,66 @@
+"""Attention with relative position biases: SAM's, the RelPos vision transformers, MaxViT and CoAtNet."""
+
+from functools import partial
+
+from timm.layers import apply_rot_embed_cat
+from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
+from torch import Tensor, nn
+
+from .parts import Family, Parts, Widths, as_image, as_tokens, heads, join, one_width, output, project
+
+
+def _sam(module: nn.Module, x: Tensor) -> Parts:
+    """Of images or windows [B, h, w, C]; the bias depends on the queries."""
+    size, tokens = x.shape[1:3], x.flatten(1, 2)
+    q, k, v = project(module, tokens)
+    q, k, bias = module.q_norm(q), module.k_norm(k), None
+    if module.use_rel_pos:
+        tables = (module.rel_pos_h, module.rel_pos_w)
+        bias = get_decomposed_rel_pos_bias(q.flatten(0, 1), *tables, size, size).unflatten(0, q.shape[:2])
+    elif module.rope is not None:
+        q, k = (apply_rot_embed_cat(part, module.rope.get_embed()).type_as(v) for part in (q, k))
+    return Parts(q, k, v, tokens, tokens, lambda attended: output(module, attended).unflatten(1, size), bias)
+
+
+def _bias(module: nn.Module, shared: Tensor | None) -> Tensor | None:
+    return shared if module.rel_pos is None else module.rel_pos.get_bias()
+
+
+def _rel_pos(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> Parts:
+    q, k, v = project(module, x)
+    q, k = module.q_norm(q), module.k_norm(k)
+    return Parts(q, k, v, x, x, partial(output, module), _bias(module, shared_rel_pos))
+
+
+def _split(module: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Split [B, T, 3 H D] by the order of its rows: head by head, or all queries first."""
+    if module.head_first:
+        return heads(qkv, module.num_heads).chunk(3, -1)
+    return tuple(heads(part, module.num_heads) for part in qkv.chunk(3, -1))
+
+
+def _maxvit(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> Parts:
+    """Of windows or grids [B, h, w, C]."""
+    tokens, size = x.flatten(1, -2), x.shape[1:-1]
+
+    def finish(attended: Tensor) -> Tensor:
+        return output(module, attended).unflatten(1, size)
+
+    return Parts(*_split(module, module.qkv(tokens)), tokens, tokens, finish, _bias(module, shared_rel_pos))
+
+
+def _coatnet(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> Parts:
+    """Of images [B, C, h, w]."""
+    tokens, size = as_tokens(x), x.shape[2:]
+
+    def finish(attended: Tensor) -> Tensor:
+        return module.proj_drop(module.proj(as_image(join(attended), size)))
+
+    parts = _split(module, as_tokens(module.qkv(x)))
+    return Parts(*parts, tokens, tokens, finish, _bias(module, shared_rel_pos))
+
+
+SAM = Family(_sam, one_width)
+REL_POS = Family(_rel_pos, one_width)
+MAXVIT = Family(_maxvit, one_width)
+COATNET = Family(_coatnet, lambda module: Widths(module.qkv.in_channels))

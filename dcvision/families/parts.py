@@ -1,0 +1,161 @@
+"""One layer for many attention classes of timm: a family says what queries, keys and values are, and what follows."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, C model width
+
+from collections.abc import Callable
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dcmha import ComposedLayer, ComposeProjection, ComposeWeights, compose_options_of
+from dcmha.cross import SidedProjection
+
+
+class Parts(NamedTuple):
+    """What an attention module makes of its input.
+
+    Attributes:
+        q: Queries [B, H, T, D].
+        k: Keys [B, H, S, D].
+        v: Values [B, H, S, D].
+        queries: Tokens that make the query side of the compose weights [B, T, C].
+        keys: Tokens that make the key side [B, S, C].
+        finish: Makes the module's output of the attended values [B, H, T, D].
+        bias: Added to the scores after their composition, broadcastable to [B, H, T, S]; None for none.
+        pre: Static mixing of the scores by the module itself, beyond the identity [H, H] (from, to); None for none.
+        post: The same of the weights.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    queries: Tensor
+    keys: Tensor
+    finish: Callable[[Tensor], object]
+    bias: Tensor | None = None
+    pre: Tensor | None = None
+    post: Tensor | None = None
+
+
+class Widths(NamedTuple):
+    """Of the tokens that make compose weights: of the queries, and of the keys if they are others."""
+
+    queries: int
+    keys: int | None = None
+
+
+class Family(NamedTuple):
+    """An attention class of timm.
+
+    Attributes:
+        parts: Makes the parts: the module and the arguments of its forward.
+        widths: Reads the widths off a module.
+        heads: Name of the attribute that counts heads.
+        scale: Reads what queries are scaled by.
+        mixes_heads: Whether the class has static mixing of its own, of all heads.
+    """
+
+    parts: Callable[..., Parts]
+    widths: Callable[[nn.Module], Widths]
+    heads: str = "num_heads"
+    scale: Callable[[nn.Module], float] = lambda module: float(module.scale)
+    mixes_heads: bool = False
+
+
+class ComposedParts(ComposedLayer):
+    """Attention of a family, composed. It shares the parameters, buffers, parts and attributes of timm's module.
+
+    Args:
+        attention: The module that it takes the place of.
+        **options: `impl` and fields of `ComposeOptions`.
+
+    Raises:
+        ValueError: If an option is unknown or out of range, or does not fit the module.
+    """
+
+    family: ClassVar[Family]
+
+    def __init__(self, attention: nn.Module, **options) -> None:
+        nn.Module.__init__(self)
+        share(self, attention)
+        self._set_options(**options)
+        if self.window is not None:
+            raise ValueError(f"window={self.window}: {type(attention).__name__} has windows of its own, or none.")
+        if self.family.mixes_heads and self.options.num_groups > 1:
+            raise ValueError(
+                f"num_groups={self.options.num_groups}: {type(attention).__name__} mixes all heads itself."
+            )
+        self.num_heads = getattr(attention, self.family.heads)
+        self.scale = self.family.scale(attention)
+        if not hasattr(self, "attn_drop"):
+            self.attn_drop = nn.Dropout(0.0)
+        parameter, widths = next(attention.parameters()), self.family.widths(attention)
+        made = compose_options_of(self.options) | {"device": parameter.device, "dtype": parameter.dtype}
+        if widths.keys is None:
+            self.compose = ComposeProjection(widths.queries, self.num_heads, **made)
+        else:
+            self.compose = SidedProjection(widths.queries, widths.keys, self.num_heads, **made)
+
+    def forward(self, *args, **kwargs):
+        """Attend as timm's module does, with composed heads; arguments and output are its own."""
+        parts = self.family.parts(self, *args, **kwargs)
+        is_one = isinstance(self.compose, ComposeProjection)
+        pre, post = self.compose(parts.queries) if is_one else self.compose(parts.queries, parts.keys)
+        pre, post = _with_base(pre, parts.pre), _with_base(post, parts.post)
+        return parts.finish(self.attend(parts.q, parts.k, parts.v, pre, post, parts.bias))
+
+
+def share(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the parameters, buffers, parts and attributes of another."""
+    module.__dict__.update({n: v.copy() if isinstance(v, dict | set) else v for n, v in vars(other).items()})
+
+
+def _with_base(weights: ComposeWeights | None, base: Tensor | None) -> ComposeWeights | None:
+    """Add a static mixing [H, H] of all heads to a composition."""
+    if base is None:
+        return weights
+    weights = ComposeWeights() if weights is None else weights
+    return weights._replace(base=base[None] if weights.base is None else weights.base + base[None])
+
+
+@cache
+def composed_class(kind: type[nn.Module], family: Family) -> type[ComposedParts]:
+    """Make the composed counterpart of a class of timm: a subclass of it, so that its methods and checks hold."""
+    return type(f"Composed{kind.__name__}", (ComposedParts, kind), {"family": family, "__module__": __name__})
+
+
+def heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, T, H D] to [B, H, T, D]."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def join(x: Tensor) -> Tensor:
+    """[B, H, T, D] to [B, T, H D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make q, k and v [B, H, T, D] of tokens [B, T, C] by a fused projection, all queries first."""
+    return tuple(heads(part, module.num_heads) for part in module.qkv(x).chunk(3, -1))
+
+
+def one_width(module: nn.Module) -> Widths:
+    """Read the width of the input of a fused projection."""
+    return Widths(module.qkv.in_features)
+
+
+def output(module: nn.Module, x: Tensor) -> Tensor:
+    """Project attended values [B, H, T, D] to the output [B, T, C]."""
+    return module.proj_drop(module.proj(join(x)))
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """[B, C, h, w] to [B, h w, C]."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def as_image(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
+    """[B, h w, C] to [B, C, h, w]."""
+    return x.transpose(1, 2).unflatten(2, tuple(size))

@@ -1,0 +1,56 @@
+"""What `swap_attention` says of every family of timm: `python -m dcvision.families.survey` prints README.md's table."""
+
+from importlib.util import find_spec
+
+import timm
+import torch
+from torch import nn
+
+from ..swap import attention_names
+
+TAKEN, REFUSED, NONE = "taken", "refused", "no self-attention"
+
+
+def survey() -> list[tuple[str, str, str, str]]:
+    """Ask of one model of each of timm's modules: return module, model, verdict, and what is taken or why it is not."""
+    modules = [module for module in timm.list_modules() if find_spec(f"timm.models.{module}") is not None]
+    return [(module, *_ask(sorted(timm.list_models(module=module), key=_by_size))) for module in modules]
+
+
+def _by_size(name: str) -> tuple:
+    """Order models by how small they are likely to be."""
+    small = ("atto", "femto", "pico", "nano", "xxs", "xxt", "xs", "tiny", "_t", "_s", "small", "_b0", "18")
+    return next((i for i, word in enumerate(small) if word in name), len(small)), len(name), name
+
+
+def _ask(names: list[str]) -> tuple[str, str, str]:
+    for name in names:
+        try:
+            with torch.device("meta"):
+                model = timm.create_model(name)
+        except Exception:  # noqa: S112  some deprecated names, and models that cannot be built on the meta device
+            continue
+        return name, *_verdict(model)
+    return "-", REFUSED, "no model could be built"
+
+
+def _verdict(model: nn.Module) -> tuple[str, str]:
+    try:
+        names = attention_names(model)
+    except ValueError as error:
+        said = str(error).partition(";")[0] if "supported are" in str(error) else str(error)
+        return (NONE, "") if "no self-attention" in said and "none found" in said else (REFUSED, said)
+    kinds = {type(model.get_submodule(name)).__name__ for name in names}
+    return TAKEN, f"{len(names)} layers: {', '.join(sorted(kinds))}"
+
+
+def table(rows: list[tuple[str, str, str, str]]) -> str:
+    """Write the families that have attention as Markdown, and name the others."""
+    lines = ["| family (timm module) | example | verdict | attention, or the reason |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows if row[2] != NONE]
+    others = ", ".join(row[0] for row in rows if row[2] == NONE)
+    return "\n".join([*lines, "", f"Without self-attention: {others}.", ""])
+
+
+if __name__ == "__main__":
+    print(table(survey()), end="")

@@ -1,0 +1,34 @@
+"""CaiT: attention that mixes heads by static projections of its own, and attention of the class token."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .parts import Family, Parts, Widths, heads, one_width, output, project
+
+
+def _cait(module: nn.Module, x: Tensor) -> Parts:
+    """Scores become W a + b over heads, which is composition with the static base W^T - I. The softmax does not see the
+    constant b of a head; that of the weights adds b times the sum of the head's values.
+    """
+    q, k, v = project(module, x)
+    one = torch.eye(module.num_heads, dtype=x.dtype, device=x.device)
+    pre, post = (projection.weight.T - one for projection in (module.proj_l, module.proj_w))
+
+    def finish(attended: Tensor) -> Tensor:
+        constant = module.proj_w.bias.view(1, -1, 1, 1) * v.sum(2, keepdim=True)
+        return output(module, attended + constant)
+
+    return Parts(q, k, v, x, x, finish, None, pre, post)
+
+
+def _class_attention(module: nn.Module, x: Tensor) -> Parts:
+    """The first token of [B, S, C] attends to all."""
+    first = x[:, :1]
+    q, k, v = (heads(part, module.num_heads) for part in (module.q(first), module.k(x), module.v(x)))
+    return Parts(q, k, v, first, x, partial(output, module))
+
+
+CAIT = Family(_cait, one_width, mixes_heads=True)
+CLASS_ATTENTION = Family(_class_attention, lambda module: Widths(module.q.in_features, module.k.in_features))
