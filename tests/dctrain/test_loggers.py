@@ -25,7 +25,7 @@ LOGGERS = {
     "mlflow": ["--trainer.logger=MLFlowLogger"],
     "several": ["--trainer.logger=CSVLogger", "--trainer.logger+=WandbLogger", *OFFLINE],
 }
-SLOW = ("csv elsewhere", "several")
+SLOW = ("none", "csv elsewhere", "added", "several")
 CURVES = {"default": ["tensorboard"], "csv": ["csv"], "added": ["tensorboard", "csv"], "several": ["csv"]}
 
 

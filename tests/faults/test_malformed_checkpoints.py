@@ -167,7 +167,7 @@ def test_resume_refuses(images, tmp_path, capsys, name):
     resumed(images, capsys, write(images.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_RESUME])
 def test_resume_of_text_refuses(text, tmp_path, capsys, name):
     resumed(text, capsys, write(text.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
@@ -180,6 +180,7 @@ def test_resume_refuses_an_unknown_position_in_the_data(images, text, tmp_path, 
         resumed(made, capsys, write(made.content, change, tmp_path / "bad.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_IMAGES])
 def test_commands_of_images_refuse(images, tmp_path, capsys, name):
     path = write(images.content, (EVERYWHERE | OF_IMAGES)[name], tmp_path / "bad.ckpt")
@@ -190,6 +191,7 @@ def test_commands_of_images_refuse(images, tmp_path, capsys, name):
         images.refused(capsys, "validate", "--checkpoint", path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_TEXT])
 def test_commands_of_text_refuse(text, tmp_path, capsys, name):
     path = write(text.content, (EVERYWHERE | OF_TEXT)[name], tmp_path / "bad.ckpt")

@@ -67,7 +67,6 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
         (("evaluate", "--masked", "short.txt", "--mask_fraction=2"), "mask_fraction=2.0 must be in"),
         (("evaluate", "--masked", "empty.txt"), "holds too little text to score"),
         (("evaluate", "--masked", "short.txt", "--checkpoint=causal"), "a causal model is asked for masked tokens"),
-        (("export",), "is_causal=False cannot be written"),
         (("generate", "--prompt=a"), "sees both ways"),
     ):
         command, *options = args
@@ -79,6 +78,12 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
             run(command, *options)
         error = capsys.readouterr().err
         assert exit_info.value.code == 2 and said in error and "Traceback" not in error, args
+
+
+def test_a_masked_model_is_exported_in_our_own_format(trained, tmp_path, capsys):
+    run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'out'}")
+    assert "in our own format" in capsys.readouterr().out
+    assert not dclm.load_pretrained(tmp_path / "out").config.is_causal
 
 
 def test_a_run_keeps_its_direction_and_its_masks(trained, tmp_path, capsys):

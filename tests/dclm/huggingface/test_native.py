@@ -59,8 +59,9 @@ def test_saved_folders_load_on_either_side(both, tmp_path, transformers):  # noq
     assert loaded.dtype == torch.bfloat16 and loaded.config.max_position_embeddings == 64
 
 
-def test_the_trainer_learns_and_resumes(both, tmp_path, transformers):  # noqa: F811
-    _, theirs = both
+def test_the_trainer_learns_and_resumes(tmp_path, transformers):  # noqa: F811
+    dclm.save_pretrained(decoder("dcformer_pp_debug", num_kv_heads=2), tmp_path / "native", native=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "native")
     data = [{"input_ids": row, "labels": row} for row in ids(16, 12)]
     args = transformers.TrainingArguments(
         output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
