@@ -14,13 +14,14 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .arguments import check_callbacks, check_devices, check_trainer, plain_values
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from .callbacks.console import RunProgressBar
 from .callbacks.costs import CostRecord
 from .callbacks.record import RunRecord
 from .callbacks.speed import SpeedMonitor
@@ -91,7 +92,11 @@ class TrainerCLI(LightningCLI):
                 save_config_callback=None,  # `RunRecord` does it
                 seed_everything_default=0,
                 auto_configure_optimizers=False,
-                trainer_defaults={"use_distributed_sampler": False, "logger": [DEFAULT]},
+                trainer_defaults={
+                    "use_distributed_sampler": False,
+                    "logger": [DEFAULT],
+                    "enable_model_summary": False,  # `CostRecord` prints the model's size and FLOPs
+                },
                 parser_kwargs={
                     "prog": self.program,
                     "allow_abbrev": False,
@@ -221,6 +226,8 @@ class TrainerCLI(LightningCLI):
         """List the callbacks. The one that validates the last step comes first: the end of a run finds it validated."""
         if self.subcommand != "fit" or config.get("fast_dev_run"):
             return of_user
+        if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
+            of_user = [*of_user, RunProgressBar()]
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
         due = DueValidation()
         record = RunRecord(self._parser(self.subcommand), self.given, self.run_dir.is_resumed)
@@ -393,10 +400,15 @@ def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
         ".*your dataloader is not resumable.*",  # it has no state because it needs none: steps tell its position
     ):
         warnings.filterwarnings("ignore", noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     make_cli()
     if torch.distributed.is_initialized():
         gc.collect()  # sharded parameters hold their process groups, whose threads must end before the interpreter does
         torch.distributed.destroy_process_group()
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()
 
 
 def _check_subcommand(cli: type[TrainerCLI], args: list[str]) -> None:

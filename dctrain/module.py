@@ -22,6 +22,7 @@ from .sharding.norm import total_norm
 from .sharding.tensor_parallel import Plan
 from .strategy import FSDP2Strategy, data_rank
 
+WARMUP_OF_SHORT_RUNS = 10  # which part of a run is warm-up where it has fewer steps than its recipe's warm-up
 MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
 
 
@@ -279,8 +280,11 @@ class TrainingModule(L.LightningModule):
         hp = self.hparams
         total_steps = self._total_steps()
         warmup_steps = self.warmup_steps(total_steps)
-        if warmup_steps >= total_steps and not self.trainer.fast_dev_run:
-            raise UserError(f"model.warmup_steps={warmup_steps} must be less than the run's {total_steps} steps.")
+        if warmup_steps >= total_steps:
+            shortened = total_steps // WARMUP_OF_SHORT_RUNS
+            said = f"warm-up of {warmup_steps} steps shortened to {shortened}: the run has {total_steps} steps"
+            rank_zero_only(print)(said, flush=True)
+            warmup_steps = shortened
         optimizer = torch.optim.AdamW(
             self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas), fused=self._is_fused() or None
         )

@@ -14,7 +14,7 @@ COSTS = "costs.json"
 
 class CostRecord(Callback):
     """Writes parameters, the FLOPs of a forward pass of one unit (image, token), and the units of an optimiser step to
-    `costs.json` of the run.
+    `costs.json` of the run, and prints the first two.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -30,3 +30,6 @@ class CostRecord(Callback):
             "units_per_step": samples * pl_module.example(1).units,
         }
         write_json(Path(folder) / COSTS, costs)
+        name, unit = pl_module.hparams.get("model", type(pl_module.model).__name__), costs["unit"].removesuffix("s")
+        size = f"{costs['parameters']:,} parameters"
+        print(f"model {name}: {size}, {costs['forward_flops']:,} FLOPs in the forward pass of one {unit}", flush=True)

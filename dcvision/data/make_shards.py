@@ -1,12 +1,14 @@
 """From images to WebDataset shards: `python -m dcvision shards`; an interrupted preparation goes on where it stopped.
 
 The images are those of class folders, or of the official validation tar with its ground truth. `PREFIX-manifest.json`
-lists every shard with its number of samples and SHA-256.
+lists every shard with its number of samples and SHA-256, and the images that could not be read, which are left out.
 """
 
 import json
 import os
+import tarfile
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.files import written_whole
 from dctrain.prepared import digest_lines, file_digest, preparing, verify_files
 
+from .decode import BadImage, decode
 from .layouts import Image, class_folders, validation_images
 
 
@@ -66,7 +69,14 @@ def make_shards(
         paths = (None if path is None else Path(path) for path in (validation_tar, labels, classes, devkit_meta))
         images, names = validation_images(*paths)
     manifest_path = write_shards(images, names, Path(out), prefix, num_shards, seed, workers)
-    print(f"{len(images)} images of {len(names)} classes in {num_shards} shards; manifest {manifest_path}")
+    manifest = json.loads(manifest_path.read_text())
+    unreadable = [key for shard in manifest["shards"] for key in shard.get("unreadable", ())]
+    if unreadable:
+        count = len(unreadable)
+        print(
+            f"left out, as they cannot be read (the manifest lists them): {count} images, the first is {unreadable[0]}"
+        )
+    print(f"{manifest['samples']} images of {len(names)} classes in {num_shards} shards; manifest {manifest_path}")
 
 
 def verify(folder: str) -> None:
@@ -112,16 +122,23 @@ def plan(images: list[Image], out: Path, prefix: str, num_shards: int, seed: int
 
 
 def write_shard(shard: Shard) -> dict:
-    """Write one shard whole, and return its entry of the manifest."""
+    """Write one shard whole, but for images that cannot be read, and return its entry of the manifest."""
     with written_whole(shard.path) as file, TarWriter(file, mtime=0) as writer:
         for image in shard.images:
-            writer.write({"__key__": image.key, image.extension: image.read(), "cls": str(image.label)})
+            content = image.read()
+            with suppress(BadImage):
+                decode(content)
+                writer.write({"__key__": image.key, image.extension: content, "cls": str(image.label)})
     return describe(shard)
 
 
 def describe(shard: Shard) -> dict:
     """Make the entry in the manifest of a shard that is written."""
-    return {"file": shard.path.name, "samples": len(shard.images), "sha256": file_digest(shard.path)}
+    with tarfile.open(shard.path) as tar:
+        written = {member.name.removesuffix(".cls") for member in tar if member.name.endswith(".cls")}
+    unreadable = [image.key for image in shard.images if image.key not in written]
+    entry = {"file": shard.path.name, "samples": len(written), "sha256": file_digest(shard.path)}
+    return entry | ({"unreadable": unreadable} if unreadable else {})
 
 
 def write_shards(
@@ -141,7 +158,8 @@ def write_shards(
         if preparation.manifest() is None or not all(shard.path.exists() for shard in shards):
             preparation.begin()
             entries = _write_missing(shards, num_workers)
-            preparation.finish({"samples": len(images), "classes": len(classes), "shards": entries})
+            samples = sum(entry["samples"] for entry in entries)
+            preparation.finish({"samples": samples, "classes": len(classes), "shards": entries})
     return preparation.manifest_path
 
 

@@ -143,3 +143,19 @@ def test_the_script_runs(folder, tmp_path):
     command = [sys.executable, "data/make_shards.py", f"--folder={folder}", f"--out={tmp_path}/out", "--num_shards=2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "15 images of 3 classes in 2 shards" in done.stdout, done.stderr
+
+
+def test_images_that_cannot_be_read_are_left_out_and_listed(folder, tmp_path, make):
+    (folder / "n01" / "bad.png").write_bytes(b"no image")
+    cut = encode(np.zeros((64, 64, 3), dtype=np.uint8))
+    (folder / "n02" / "cut.png").write_bytes(cut[: len(cut) // 2])
+    options = ["--folder", folder, "--out", tmp_path / "out", "--num_shards", 2]
+    said = make(*options)
+    assert "left out, as they cannot be read (the manifest lists them): 2 images" in said and "15 images of 3" in said
+    manifest = json.loads((tmp_path / "out/train-manifest.json").read_text())
+    assert manifest["samples"] == 15 == sum(shard["samples"] for shard in manifest["shards"])
+    assert len([key for shard in manifest["shards"] for key in shard.get("unreadable", [])]) == 2
+    assert len(contents(tmp_path / "out", "train")) == 15
+    (tmp_path / "out/train-manifest.json").unlink()  # as a kill leaves it: shards that exist are described again
+    assert make(*options).splitlines()[-2:] == said.splitlines()[-2:]
+    assert json.loads((tmp_path / "out/train-manifest.json").read_text()) == manifest

@@ -68,7 +68,7 @@ def test_a_run_is_held_by_one_process_and_a_dead_one_holds_nothing(shards, tmp_p
 
 @pytest.mark.parametrize(
     "wrong",
-    ["--model.warmup_steps=1000", "--data.num_classes=3", "--model.model=nothing", "--data.train=folder:nowhere"],
+    ["--model.lr=-1", "--data.num_classes=3", "--model.model=nothing", "--data.train=folder:nowhere"],
 )
 def test_a_refused_run_leaves_no_folder(shards, tmp_path, capsys, wrong):
     mistake(capsys, run, "fit", *small(shards, tmp_path / "root"), wrong)

@@ -1,0 +1,30 @@
+"""What a run prints: its size, its progress and its end; no advertisement, and nothing that says nothing."""
+
+import re
+
+from tests.dcvision.commands import run, small
+
+
+def test_console_of_a_run(shards, tmp_path, capsys):
+    arguments = [one for one in small(shards, tmp_path) if "progress_bar" not in one and "model_summary" not in one]
+    run("fit", *arguments, "--trainer.max_epochs=-1", "--trainer.max_steps=3", "--model.warmup_steps=500")
+    out, err = capsys.readouterr()
+    assert "warm-up of 500 steps shortened to 0: the run has 3 steps" in out
+    size = r"model dcvit_digits_patch2_8: [\d,]+ parameters, [\d,]+ FLOPs in the forward pass of one image\n"
+    assert re.search(size, out)
+    assert "Epoch 0" in out + err and "train/loss" in out + err
+    for noise in ("v_num", "litlogger", "/-2", "Total FLOPs", "fatal:"):
+        assert noise not in out + err, noise
+
+
+def test_warmup_that_fits_is_kept(shards, tmp_path, capsys):
+    run("fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=3", "--model.warmup_steps=2")
+    assert "warm-up" not in capsys.readouterr().out
+
+
+def test_resumed_run_without_steps_left_says_so(shards, tmp_path, capsys):
+    fit = ["fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=2", "--resume=latest"]
+    run(*fit)
+    assert "nothing was trained" not in capsys.readouterr().out
+    run(*fit)
+    assert "nothing was trained: the run has come to its end, step 2, before" in capsys.readouterr().out
