@@ -1,17 +1,15 @@
 """`dclm explain report`: what there is to see of a model on a prompt, as one page."""
 
-from pathlib import Path
-
 import torch
 
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
-from dctrain.checkpoint import make_folder
+from dctrain.cli import relative
 from dctrain.evaluation.run import check_at_least_one, find_dtype, name_models
 from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
-from dctrain.explain.page import Shown, check_size, facts_of, small_maps, write_page
+from dctrain.explain.page import Shown, check_size, facts_of, page_path, small_maps, write_page
 
 from ..load import LoadedModel, load_model
 from .attribute import KINDS, attribution_of
@@ -38,7 +36,7 @@ def report(
         checkpoint: A model, as `generate` takes it; of a plain one what makes sense is shown.
         prompt: The text.
         target: The token after it that is credited to parts of the model; the likeliest one if left out.
-        out: The page.
+        out: The page, a file that ends in .html; any other name is a folder for its index.html.
         steps: Points of the integral of the credits.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         device: Where to run, such as cuda.
@@ -57,10 +55,9 @@ def report(
     found = [*_of_prompt(model, question, steps), explain_diversity([(name, decoder)])]
     composed = "" if _is_composed(model) else " Plain attention: there is no composition to break down."
     facts = f"{facts_of(origin_of(checkpoint, decoder), decoder)}{composed}"
-    path = Path(out)
-    make_folder(str(path.parent))
+    path = page_path(out)
     write_page(path, f"{name}: {prompt[-80:]!r}", facts, Shown(question.words[:-1]), maps, found)
-    print(out)
+    print(relative(path))
 
 
 def _is_composed(model: LoadedModel) -> bool:

@@ -60,7 +60,11 @@ def explain_ablation(models: Sequence[Results]) -> Explanation:
     rows = [row for results in models for row in _with_parts(_rows(results))]
     names = dict.fromkeys(row.model for row in rows)
     pictures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
-    return Explanation("Without parts of the model", "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
+    reading = (
+        "The model measured again with one part switched off at a time. The larger the number in brackets, the more the"
+        " model needs that part."
+    )
+    return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
 
 
 def _rows(results: Results) -> list[Row]:

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from ..markdown import markdown_table
 from .attribution import Attribution
 from .explanation import Explanation
-from .maps import draw_map
+from .maps import draw_map, draw_over
 
+PATCHES = "patches"  # the kind whose parts are places of an image, by rows and columns
 SHOWN = 8  # of the parts of a kind, in the printed table
 
 
@@ -37,17 +38,22 @@ class Sums(NamedTuple):
     rank_correlation: float | None
 
 
-def explain_attribution(found: Sequence[Attribution], what: str) -> Explanation:
+def explain_attribution(found: Sequence[Attribution], what: str, image: np.ndarray | None = None) -> Explanation:
     """Tell what matters most.
 
     Args:
         found: Attributions of one number.
         what: The number, in words.
+        image: The image whose patches are credited, uint8 [height, width, 3]; None if there is none.
     """
     rows = [row for a in found for row in _rows(a)]
     sums = [Sums(a.parts.kind, a.whole, a.without, a.gap, a.rank_correlation) for a in found]
-    pictures, tables = {"attribution": _draw(found, what)}, {"attribution": rows, "attribution-sums": sums}
-    return Explanation(what, "\n\n".join(map(_tell, found)), pictures, tables)
+    pictures, tables = {"attribution": _draw(found, what, image)}, {"attribution": rows, "attribution-sums": sums}
+    reading = (
+        f"How much of the {what} integrated gradients credit to each part. A positive credit means that the part raises"
+        " it; the credits of a kind sum up to the difference that all its parts make."
+    )
+    return Explanation(what, reading, "\n\n".join(map(_tell, found)), pictures, tables)
 
 
 def _rows(a: Attribution) -> list[Row]:
@@ -79,15 +85,18 @@ def _by_layer(a: Attribution) -> dict[str, float]:
     return found
 
 
-def _draw(found: Sequence[Attribution], what: str) -> Figure:
-    """Draw a map for each kind: a row for each layer, or one where there are none."""
+def _draw(found: Sequence[Attribution], what: str, image: np.ndarray | None) -> Figure:
+    """Draw a map for each kind: a row for each layer, or one where there are none; patches over their image."""
     maps = [_map(a) for a in found]
-    heights = [max(1.2, 0.32 * len(layers)) for layers, *_ in maps]
+    heights = [4.0 if a.parts.kind == PATCHES else max(1.2, 0.32 * len(m[0])) for a, m in zip(found, maps, strict=True)]
     figure = Figure(figsize=(9, sum(heights) + 1.4 * len(maps) + 0.4), layout="constrained")
     figure.suptitle(what, fontsize=10, parse_math=False)
     cells = figure.subplots(len(maps), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, a, (layers, names, values) in zip(cells, found, maps, strict=True):
-        draw_map(axes, values, f"{a.parts.kind}: credit", rows=layers, columns=names)
+        if a.parts.kind == PATCHES and image is not None:
+            draw_over(axes, values, f"{PATCHES}: credit", image)
+        else:
+            draw_map(axes, values, f"{a.parts.kind}: credit", rows=layers, columns=names)
     return figure
 
 

@@ -119,7 +119,11 @@ def explain_breakdown(recorded: Recorded, pair: Pair) -> Explanation:
     ]
     said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
     pictures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
-    return Explanation(pair.title, f"{markdown_table(['', *names], lines)}{said}", pictures, tables)
+    reading = (
+        "The composition of one query and one key, term by term: the scores or weights of all heads before, what each "
+        "branch adds, and what comes out. Each row is a head, and the terms of a row sum up to its last column."
+    )
+    return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{said}", pictures, tables)
 
 
 def _columns(found: Breakdown) -> dict[str, Tensor]:

@@ -78,7 +78,11 @@ def explain_circuits(scores: Sequence[Score], written: Sequence[Written], top: i
     title = f"share whose partner is among the {top} that a head writes"
     said = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
     tables = {"heads": scores} | ({"circuits": written} if written else {})
-    return Explanation("What heads write", "\n\n".join(said), {"heads": draw_heads(maps, title)}, tables)
+    reading = (
+        "What each head would write into the output for a source, by its value and output matrices alone. A high share "
+        "means that the head writes the partner that the relation names."
+    )
+    return Explanation("What heads write", reading, "\n\n".join(said), {"heads": draw_heads(maps, title)}, tables)
 
 
 def _best(scores: Sequence[Score], relation: str) -> list[Score]:

@@ -87,7 +87,11 @@ def explain_diversity(models: Iterable[tuple[str, nn.Module]]) -> Explanation:
     curves = {name: _measure(model, name) for name, model in models}
     rows = [row for name, layers in curves.items() for layer, one in layers.items() for row in _rows(name, layer, one)]
     pictures, tables = {"diversity": _draw(curves)}, {"diversity": rows}
-    return Explanation("How different the heads are", _table(rows), pictures, tables)
+    reading = (
+        "The share of the variance of a layer's heads that their first principal components capture, as in figure 5 of "
+        "the paper. A curve that rises slowly, and a low captured variance, mean that the heads differ much."
+    )
+    return Explanation("How different the heads are", reading, _table(rows), pictures, tables)
 
 
 def _measure(model: nn.Module, name: str) -> dict[str, Diversity]:

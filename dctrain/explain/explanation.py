@@ -23,12 +23,14 @@ class Explanation(NamedTuple):
 
     Attributes:
         title: What it is of.
+        reading: What it shows, and how to read it, in two sentences.
         text: The most important numbers, as Markdown.
         pictures: Pictures, by the name of their file.
         tables: All numbers, by the name of their file: named tuples of one kind, at least one.
     """
 
     title: str
+    reading: str
     text: str
     pictures: Mapping[str, Figure]
     tables: Mapping[str, Sequence[NamedTuple]]
@@ -78,7 +80,7 @@ def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin
         _write(folder / f"{name}.csv", text.getvalue().encode())
     for name, figure in found.pictures.items():
         _write(folder / f"{name}.png", as_png(figure))
-    print(f"{found.title}\n\n{found.text}\n")
+    print(f"{found.title}\n\n{found.reading}\n\n{found.text}\n")
     files = [f"{name}.csv" for name in found.tables] + [f"{name}.png" for name in found.pictures]
     if origins:
         files.append(f"{next(iter(found.tables))}.json")

@@ -47,6 +47,29 @@ def draw_map(
     axes.figure.colorbar(drawn, ax=axes)
 
 
+def draw_over(axes: Axes, values: np.ndarray, title: str, image: np.ndarray) -> None:
+    """Draw numbers of patches over their image, red where positive and blue where negative, with a colour bar.
+
+    Args:
+        axes: Where.
+        values: A number for each patch [rows, columns].
+        title: What it is.
+        image: uint8 [height, width, 3].
+    """
+    limit = float(np.abs(values).max()) or 1.0
+    rows, columns = values.shape
+    place = {"extent": (-0.5, columns - 0.5, rows - 0.5, -0.5), "interpolation": "nearest"}
+    axes.imshow(image, **place)
+    strength = 0.8 * np.abs(values) / limit
+    drawn = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, alpha=strength, **place)
+    axes.set_title(title, fontsize=9, parse_math=False)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_tick_params(labelsize=7)
+    bar = axes.figure.colorbar(drawn, ax=axes)
+    bar.solids.set_alpha(1.0)
+
+
 def by_layer(heads: Iterable[tuple[str, int, float]]) -> tuple[list[str], np.ndarray]:
     """Arrange numbers of heads, each with its layer and its number there, as a matrix: a row for each layer."""
     found: dict[str, dict[int, float]] = {}

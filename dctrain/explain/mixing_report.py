@@ -44,7 +44,12 @@ def explain_mixing(meters: Mapping[str, Mapping[str, MixingMeter]], what: str) -
     """
     found = {(name, of): meter.mixing() for name, both in meters.items() for of, meter in both.items()}
     rows = [row for key, mixing in found.items() for row in _rows(*key, mixing)]
-    return Explanation(what, _table(found), {"mixing": _draw(found, what)}, {"mixing": rows})
+    reading = (
+        "How much each composition changes scores (pre) or weights (post), by branch. A size of 1 means that the branch"
+        " adds as much as the identity keeps; the shares tell how much depends on the query or the key and how much is "
+        "static."
+    )
+    return Explanation(what, reading, _table(found), {"mixing": _draw(found, what)}, {"mixing": rows})
 
 
 def _rows(layer: str, composition: str, mixing: Mixing) -> list[Row]:

@@ -1,4 +1,4 @@
-"""`explain report`: explanations as one HTML page that needs nothing else: pictures inline, tables that sort, attention
+"""`explain report`: explanations as one HTML page that needs nothing else: figures as SVG, tables that sort, attention
 that follows the pointer.
 """
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from dcmha.analysis import Recorded
 
+from ..checkpoint import make_folder
 from ..errors import UserError, told_as
 from ..files import written_whole
-from .explanation import Explanation, Origin, as_png
+from .explanation import Explanation, Origin
+from .markup import figure_svg, table_html, text_html
 
 ROWS = 1000  # of a table; more are left out, and that is said
 LEVELS = 127
@@ -89,6 +91,19 @@ class Shown(NamedTuple):
     pixels: Tensor | None = None
 
 
+def page_path(out: str) -> Path:
+    """Tell which file `--out` names: the one that ends in .html, or else the index.html of a folder; make its folder.
+
+    Raises:
+        UserError: If the folder cannot be made.
+    """
+    path = Path(out)
+    if path.suffix.lower() not in (".html", ".htm"):
+        path = path / "index.html"
+    make_folder(str(path.parent))
+    return path
+
+
 def write_page(
     path: Path, title: str, facts: str, shown: Shown, maps: dict[str, Maps], found: Sequence[Explanation]
 ) -> None:
@@ -149,7 +164,11 @@ def _attention(shown: Shown, maps: dict[str, Maps]) -> str:
     content = {"words": list(shown.words), "layers": layers, "grid": shown.grid, "prefix": shown.prefix}
     content["is_spaced"] = not any(word[:1].isspace() for word in shown.words[1:])
     content["picture"] = None if shown.pixels is None else _inline(_png(shown.pixels))
-    said = "Hover over a head, or tap it; click a token or a patch to ask where that looks."
+    said = (
+        "How much the chosen token or patch attends to each other one, in one head, before and after composition, and "
+        "below in all heads of the layer. Point at a head, or tap it, to choose it; click a token or a patch to see "
+        "where that looks. Red is positive and blue is negative."
+    )
     script = json.dumps(content).replace("<", "\\u003c")
     return (
         f'<p class="note">{said}</p><div id="attention"></div>'
@@ -158,30 +177,22 @@ def _attention(shown: Shown, maps: dict[str, Maps]) -> str:
 
 
 def _section(found: Explanation) -> str:
-    pictures = "".join(
-        f'<img alt="{html.escape(f"{found.title}: {name}")}" src="{_inline(as_png(figure))}">'
-        for name, figure in found.pictures.items()
-    )
+    pictures = "".join(figure_svg(figure, f"{found.title}: {name}") for name, figure in found.pictures.items())
     tables = "".join(_table(name, rows) for name, rows in found.tables.items())
-    return f'{pictures}<div class="scroll"><pre>{html.escape(found.text)}</pre></div>{tables}'
+    return f'<p class="note">{html.escape(found.reading)}</p>{text_html(found.text)}{pictures}{tables}'
 
 
 def _table(name: str, rows: Sequence[NamedTuple]) -> str:
-    head = "".join(f"<th>{html.escape(field.replace('_', ' '))}</th>" for field in rows[0]._fields)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
+    """Write all numbers of an explanation, as far as a page can hold them."""
+    header = [field.replace("_", " ") for field in rows[0]._fields]
+    is_numeric = [all(isinstance(value, int | float | None) for value in column) for column in zip(*rows, strict=True)]
     rest = f", the first {ROWS}" if len(rows) > ROWS else ""
-    return (
-        f"<details><summary>all numbers: {html.escape(name)}, {len(rows)} lines{rest}</summary>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>'
-    )
+    table = table_html(header, [[_cell(value) for value in row] for row in rows[:ROWS]], is_numeric)
+    return f"<details><summary>all numbers: {html.escape(name)}, {len(rows)} lines{rest}</summary>{table}</details>"
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f'<td class="number">{value:.6g}</td>'
-    if isinstance(value, int):
-        return f'<td class="number">{value}</td>'
-    return f"<td>{html.escape(str(value))}</td>"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _png(pixels: Tensor) -> bytes:

@@ -22,7 +22,7 @@ from dctrain.explain.places import check_kinds
 
 from ..evaluation.images import readable_images
 from ..evaluation.networks import Network
-from ..pictures import patch_grid
+from ..pictures import patch_grid, read_image
 from .images import load_on, load_with_image
 
 KINDS = ("branches", "heads", "patches")
@@ -79,7 +79,7 @@ def attribute(
         credits = Credits(over or kinds_of(network.model, kinds), steps, alone)
         with torch.no_grad():
             number = find_class(network, target, network.model(pixels)[0])
-        found = attribution_of(network, pixels, number, credits)
+        found = attribution_of(network, pixels, number, credits, read_image(image, pixels.shape[-1]))
         found = found._replace(title=f"{found.title} for {Path(image).name}")
     else:
         network = load_on(checkpoint, device)
@@ -88,8 +88,10 @@ def attribute(
     write_explanation(found, folder, [origin_of(checkpoint, network.model)], asked)
 
 
-def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credits) -> Explanation:
+def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credits, shown: Tensor) -> Explanation:
     """Credit the log-probability of a class, given by its number, for an image [1, 3, size, size].
+
+    The credits of patches are drawn over `shown`, the image as uint8 [3, height, width].
 
     Raises:
         UserError: If the model has no such parts.
@@ -98,7 +100,8 @@ def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credi
     objective = partial(_mean_log_probability, model, pixels, label)
     makers = {"patches": partial(_patch_parts, model, pixels.shape[-1])}
     found = credits.attribute(model, [objective], makers)
-    return explain_attribution(found, f"log-probability of {class_name(network, number)}")
+    title = f"log-probability of {class_name(network, number)}"
+    return explain_attribution(found, title, shown.permute(1, 2, 0).numpy())
 
 
 def find_class(network: Network, target: str | None, logits: Tensor) -> int:

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from dcmha import DCAttention
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
-from dctrain.checkpoint import make_folder
+from dctrain.cli import relative
 from dctrain.errors import told_as
 from dctrain.evaluation.run import check_at_least_one, name_models
 from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
-from dctrain.explain.page import Maps, Shown, check_size, facts_of, small_maps, write_page
+from dctrain.explain.page import Maps, Shown, check_size, facts_of, page_path, small_maps, write_page
 
 from ..evaluation.networks import Network
 from ..pictures import View, patch_grid, prefix_tokens, read_image
@@ -40,7 +40,7 @@ def report(
         checkpoint: A model, as `evaluate` takes it; of a plain one what makes sense is shown.
         image: An image file, which is prepared as the model was made for.
         target: Name or number of the class that is credited to parts of the model; the likeliest one if left out.
-        out: The page.
+        out: The page, a file that ends in .html; any other name is a folder for its index.html.
         steps: Points of the integral of the credits.
         device: Where to run, such as cuda.
 
@@ -58,16 +58,15 @@ def report(
     with torch.no_grad():
         number = find_class(network, target, model(pixels)[0])
     maps = _maps(model, pixels, view)
-    found = [*_of_image(network, pixels, number, steps), explain_diversity([(name, model)])]
+    found = [*_of_image(network, pixels, view.pixels, number, steps), explain_diversity([(name, model)])]
     shown = Shown(token_names(view), view.grid, view.prefix, view.pixels)
     composed = "" if _composing(model) else " Plain attention: there is no composition to break down."
     missing = [name for name in attention_layers(model) if name not in maps]
     composed += f" Not recorded: {', '.join(missing)}." if missing else ""
     facts = f"{facts_of(origin_of(checkpoint, model), model)}{composed}"
-    path = Path(out)
-    make_folder(str(path.parent))
+    path = page_path(out)
     write_page(path, f"{name}: {Path(image).name}", facts, shown, maps, found)
-    print(out)
+    print(relative(path))
 
 
 def _composing(model: nn.Module) -> list[DCAttention]:
@@ -94,16 +93,17 @@ def _maps(model: nn.Module, pixels: Tensor, view: View) -> dict[str, Maps]:
     return maps
 
 
-def _of_image(network: Network, pixels: Tensor, number: int, steps: int) -> list[Explanation]:
+def _of_image(network: Network, pixels: Tensor, shown: Tensor, number: int, steps: int) -> list[Explanation]:
     """Explain what the model does with an image; of plain attention, without what is of compositions."""
     composing = _composing(network.model)
     if not composing:
-        return [attribution_of(network, pixels, number, Credits([kind for kind in KINDS if kind != "branches"], steps))]
+        credits = Credits([kind for kind in KINDS if kind != "branches"], steps)
+        return [attribution_of(network, pixels, number, credits, shown)]
     with torch.inference_mode(), measure_mixing(network.model) as meters:
         network.model(pixels)
     composition = "post" if composing[0].options.post_compose else "pre"
     return [
-        attribution_of(network, pixels, number, Credits(KINDS, steps)),
+        attribution_of(network, pixels, number, Credits(KINDS, steps), shown),
         breakdown_of(network, pixels, composition=composition),
         explain_mixing(meters, "compositions over the image's patches"),
     ]

@@ -128,19 +128,6 @@ def test_a_resume_from_the_best_leaves_one_last_and_one_best(shards, tmp_path):
     assert sorted(names) == ["best-epoch", "last-step"]
 
 
-@pytest.mark.slow
-def test_a_csv_log_goes_on_in_its_folder(shards, tmp_path):
-    logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}/csv"]
-    arguments = [*small(shards, tmp_path), *logger]
-    run("fit", *arguments, *stop_at(tmp_path / "a", 12))
-    folder = tmp_path / "csv/lightning_logs/version_0"
-    run("fit", *arguments, f"--resume={folder}")
-    with open(folder / "metrics.csv") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
-    assert steps == list(range(30))
-    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
-
-
 DAMAGES = {
     "a flipped bit": "is damaged: ",
     "cut short": "is no readable checkpoint",
@@ -263,13 +250,12 @@ def test_what_a_kill_left_half_written_goes_with_the_next_of_its_kind(shards, tm
 
 @pytest.mark.slow
 def test_checkpoints_of_others_are_left_alone(shards, tmp_path):
-    """Of runs that share a folder, for they have no logger; and a user's own copies."""
-    arguments = [*small(shards, tmp_path), "--trainer.logger=false"]
-    run("fit", *arguments, "--trainer.max_epochs=1")
-    before = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    run("fit", *arguments, "--trainer.max_steps=3")
-    assert before | {"last-step=3.ckpt"} <= {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    """A run without a logger has a folder of its own; a user's copies in a run stay."""
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
+    before = {path.name for path in (tmp_path / "t/version_0/checkpoints").iterdir()}
+    run("fit", *small(shards, tmp_path), "--trainer.logger=false", "--trainer.max_steps=3")
+    assert (tmp_path / "t/version_1/checkpoints/last-step=3.ckpt").is_file()
+    assert {path.name for path in (tmp_path / "t/version_0/checkpoints").iterdir()} == before
     folder = tmp_path / "t/version_0/checkpoints"
     (best,) = folder.glob("best-*")
     kept = [

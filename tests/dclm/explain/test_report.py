@@ -41,7 +41,8 @@ def recorded(models):
 def test_the_page_holds_all_that_it_shows(page, recorded):
     text = page.read_text(encoding="utf-8")
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text) and "http" not in text
-    assert text.count('src="data:image/png;base64,') == 4 and text.count("<table>") == 5
+    assert text.count("<svg ") == 4 and "| ---" not in text and "<pre>" not in text
+    assert text.count("<table>") == 5 + 6  # of all numbers, and of the most important ones
     data = json.loads(re.search(r'id="attention-data">(.*?)</script>', text, re.DOTALL)[1])
     assert "".join(data["words"]) == PROMPT
     for layer in data["layers"]:
@@ -85,21 +86,52 @@ def test_tables_sort(page):
 
 @needs_browser
 def test_it_fits_a_phone(page):
-    script = "document.title = `${document.documentElement.scrollWidth} ${window.innerWidth}`"
-    wide, screen = map(int, title(opened(page, script=script, size=PHONE)).split())
-    assert wide <= screen
+    script = """
+    const texts = [...document.querySelectorAll("svg text")].filter((one) => one.textContent.trim());
+    const letters = texts.map((one) => Math.max(one.getBoundingClientRect().height, one.getBoundingClientRect().width));
+    document.title = `${document.documentElement.scrollWidth} ${window.innerWidth} ${Math.min(...letters)}`;
+    """
+    wide, screen, letters = map(float, title(opened(page, script=script, size=PHONE)).split())
+    assert wide <= screen and letters >= 7
+
+
+@needs_browser
+def test_all_heads_of_a_layer_are_side_by_side(page, recorded):
+    """A click on one chooses it; each shows the whole map of its head."""
+    script = """
+    document.querySelectorAll("#all-heads figure")[3].click();
+    const canvas = document.querySelectorAll("#all-heads canvas")[3];
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    document.title = JSON.stringify([...pixels].filter((_, at) => at % 4 === 3));
+    """
+    document = opened(page, "layer=1&head=2&query=4", script)
+    strengths = torch.tensor(json.loads(title(document))).float() / 255
+    expected = recorded["blocks.1.attn"].maps.composed_weights[0, 3]
+    torch.testing.assert_close(
+        strengths.view_as(expected), 0.75 * (expected / expected.abs().max()).abs(), atol=0.01, rtol=0
+    )
+    assert "blocks.1.attn, head 3: where" in document and document.count('class="small"') == len(
+        recorded["blocks.1.attn"].maps.composed_weights[0]
+    )
 
 
 def test_plain_models_have_a_page(here):
     run("explain", "report", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
     text = (here / "report.html").read_text(encoding="utf-8")
     assert "Plain attention: there is no composition to break down." in text
-    assert text.count('src="data:image/png;base64,') == 2 and '"name": "blocks.1.attn"' in text
+    assert text.count("<svg ") == 2 and '"name": "blocks.1.attn"' in text
 
 
 def test_mistakes(here, capsys):
     asked = ("explain", "report", "--checkpoint=model")
     assert "target='qqq' is" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--target=qqq")
     assert "steps=0 must be at least 1" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--steps=0")
-    taken = mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--out=plain", "--steps=2")
-    assert "cannot be written" in taken
+    (here / "file").write_text("")
+    taken = mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--out=file", "--steps=2")
+    assert "file" in taken
+
+
+def test_out_may_be_a_folder(here, capsys):
+    run("explain", "report", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2", "--out=pages/first")
+    assert capsys.readouterr().out.strip() == "pages/first/index.html"
+    assert (here / "pages/first/index.html").read_text(encoding="utf-8").startswith("<!doctype html>")
