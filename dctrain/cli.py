@@ -37,7 +37,7 @@ from .checkpoint import (
     newest_checkpoint,
     run_folder,
 )
-from .commands import Functions, TrainerParser, describe, run_named
+from .commands import Functions, TrainerParser, first_lines, format_help, run_named
 from .errors import UserError, is_of_another_rank, reason, told_as
 from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
 from .loggers import describe as describe_logger
@@ -100,7 +100,7 @@ class TrainerCLI(LightningCLI):
                 parser_kwargs={
                     "prog": self.program,
                     "allow_abbrev": False,
-                    "description": f"{self.description} {describe(self.functions)} {PLAN}: what `fit` would need.",
+                    "description": self.description,
                 },
             )
 
@@ -251,7 +251,7 @@ class TrainerCLI(LightningCLI):
         raise NotImplementedError
 
     def fit(self, model: L.LightningModule, **kwargs) -> None:
-        """Train, from where `--resume` says, or else from the weights of `--init`."""
+        """Train, from where `--resume` says, from the weights of `--init`, or from random ones."""
         source = self._get(self.config, "init")
         if source is not None and self.resume_from is None:
             model.start_from(source)
@@ -286,7 +286,7 @@ class TrainerCLI(LightningCLI):
         print(f"{result}{' | '.join(shown)}")
 
     def validate(self, model: L.LightningModule, **kwargs) -> None:
-        """Evaluate a checkpoint."""
+        """Evaluate a checkpoint on the validation data."""
         path = self.evaluated_checkpoint()
         with reading(path):
             self.trainer.validate(model, ckpt_path=path, **kwargs)
@@ -432,7 +432,9 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
     try:
         args = with_config_paths(args)
         with _telling_what_runs():
-            if args and args[0] == PLAN:
+            if args in (["-h"], ["--help"]):
+                print(format_help(cli.program, cli.description, _all_commands(cli)), end="")
+            elif args and args[0] == PLAN:
                 run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
             elif args and args[0] in cli.functions:
                 run_named(cli.program, cli.functions, args)
@@ -455,6 +457,12 @@ def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
             raise
         print(f"error: {reason(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _all_commands(cli: type[TrainerCLI]) -> dict[str, str]:
+    """Say in a line each what all subcommands do."""
+    trained = {name: getattr(cli, name) for name in cli.subcommands()}
+    return first_lines(trained) | {PLAN: "Tell what `fit` would need, and train nothing."} | first_lines(cli.functions)
 
 
 @contextmanager

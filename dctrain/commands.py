@@ -61,7 +61,7 @@ def run_named(program: str, functions: Functions, args: list[str]) -> None:
     if not isinstance(named, Mapping):
         return run_function(program, name, named, rest)
     if rest and rest[0] in ("-h", "--help"):
-        return print(f"usage: {program} {name} {{{','.join(named)}}} ...\n\n{describe(named)}")
+        return print(format_help(f"{program} {name}", "", first_lines(named)), end="")
     if not rest or rest[0] not in named:
         got = f"{program} {name} needs a second word" if not rest else f"{rest[0]!r} is none of {program} {name}"
         raise UserError(f"{got}; accepted: {', '.join(named)}.")
@@ -130,12 +130,24 @@ def _parameter_docs(function: Callable[..., None]) -> dict[str, str]:
     return {parameter.arg_name: parameter.description for parameter in parse(inspect.getdoc(function)).params}
 
 
-def describe(functions: Functions) -> str:
-    """Say in one sentence each what the functions do, for the help of a program."""
-    said = (
-        f"{name}: {', '.join(function)}."
-        if isinstance(function, Mapping)
-        else f"{name}: {inspect.getdoc(function).splitlines()[0]}"
+def first_lines(functions: Functions) -> dict[str, str]:
+    """Take of each function the first line of its docstring; of a group of functions their names."""
+    return {
+        name: ", ".join(function) if isinstance(function, Mapping) else inspect.getdoc(function).splitlines()[0]
         for name, function in functions.items()
-    )
-    return "More subcommands: " + " ".join(said) + " Each has --help."
+    }
+
+
+def format_help(program: str, description: str, commands: Mapping[str, str]) -> str:
+    """Write the help of a program that lists all its subcommands.
+
+    Args:
+        program: Its name.
+        description: What it is for.
+        commands: What each subcommand does, in a line.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=description, epilog="Each subcommand has --help.")
+    listed = parser.add_subparsers(title="Available subcommands", metavar="SUBCOMMAND")
+    for name, said in commands.items():
+        listed.add_parser(name, help=said.replace("%", "%%"))
+    return parser.format_help()

@@ -58,8 +58,10 @@ class VisionCLI(TrainerCLI):
         return parser
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
-        """Predict and write one line per image to `--out`, with the names of the classes where they are known; one file
-        per rank where several split the data.
+        """Write the predicted class of each image to `--out`.
+
+        The file has one line per image, with the names of the classes where they are known; there is one file per rank
+        where several split the data.
         """
         path = self.evaluated_checkpoint()
         with reading(path):

@@ -41,7 +41,7 @@ class VisionLanguageCLI(VocabularyCLI):
         super().__init__(VisionLanguageModel, CaptionDataModule, args)
 
     def fit(self, model: VisionLanguageModel, **kwargs) -> None:
-        """Train; a run that starts from a text tower has its tokenizer."""
+        """Train, from where `--resume` says; a run that starts from a text tower has its tokenizer."""
         source = self._get(self.config, "init")
         if source is not None and self.resume_from is None:
             check_tokenizer(source, self.datamodule.words)

@@ -1,6 +1,9 @@
 """What a run prints: its size, its progress and its end; no advertisement, and nothing that says nothing."""
 
 import re
+from importlib import import_module
+
+import pytest
 
 from tests.dcvision.commands import run, small
 
@@ -28,3 +31,12 @@ def test_resumed_run_without_steps_left_says_so(shards, tmp_path, capsys):
     assert "nothing was trained" not in capsys.readouterr().out
     run(*fit)
     assert "nothing was trained: the run has come to its end, step 2, before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])
+def test_help_lists_all_subcommands(program, capsys):
+    module = import_module(f"{program}.cli")
+    module.main(["--help"])
+    listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    (cli,) = [one for one in vars(module).values() if getattr(one, "program", None) == program]
+    assert sorted(listed) == sorted(["SUBCOMMAND", "plan", *cli.subcommands(), *cli.functions])

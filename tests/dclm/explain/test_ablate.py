@@ -143,4 +143,4 @@ def test_what_explain_can_do(capsys):
     assert "dclm explain needs a second word; accepted: ablate, attribute" in mistake(capsys, run, "explain")
     assert "'circuit' is none of dclm explain; accepted: ablate, attr" in mistake(capsys, run, "explain", "circuit")
     run("explain", "--help")
-    assert "usage: dclm explain {ablate,attribute" in capsys.readouterr().out
+    assert "ablate    Measure a trained model without" in capsys.readouterr().out
