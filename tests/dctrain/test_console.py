@@ -39,4 +39,4 @@ def test_help_lists_all_subcommands(program, capsys):
     module.main(["--help"])
     listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
     (cli,) = [one for one in vars(module).values() if getattr(one, "program", None) == program]
-    assert sorted(listed) == sorted(["SUBCOMMAND", "plan", *cli.subcommands(), *cli.functions])
+    assert sorted(listed) == sorted(["plan", *cli.subcommands(), *cli.functions])
