@@ -61,8 +61,8 @@ def explain_ablation(models: Sequence[Results]) -> Explanation:
     names = dict.fromkeys(row.model for row in rows)
     pictures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
     reading = (
-        "The model measured again with one part switched off at a time. The larger the number in brackets, the more the"
-        " model needs that part."
+        "The model is evaluated again with one part switched off at a time. The larger the number in brackets, the more"
+        " the model needs that part."
     )
     return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
 

@@ -36,7 +36,14 @@ def test_config_is_accepted_by_the_command_line(path, capsys):
     assert parsed["model"]["lr"] == config["model"]["lr"]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=name)
+LARGE = ("2b8", "6b9")  # in a name: models of billions of parameters, of which one is planned in the first tier
+PLANNED = [
+    pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "dcpythia_6b9" and any(n in path.stem for n in LARGE)))
+    for path in CONFIGS
+]
+
+
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: name(path))
 def test_config_is_planned_at_its_world_size(path, capsys):
     """Its mesh exists and a rank has room: on the meta device, in a process group that does not exist."""
     MAINS[PROGRAMS[path.parent.name]](["plan", "--config", str(path), "--trainer.devices=8"])

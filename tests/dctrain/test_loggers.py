@@ -25,7 +25,7 @@ LOGGERS = {
     "mlflow": ["--trainer.logger=MLFlowLogger"],
     "several": ["--trainer.logger=CSVLogger", "--trainer.logger+=WandbLogger", *OFFLINE],
 }
-SLOW = ("none", "csv elsewhere", "added", "several")
+SLOW = ("none", "csv elsewhere", "added", "mlflow", "several")
 CURVES = {"default": ["tensorboard"], "csv": ["csv"], "added": ["tensorboard", "csv"], "several": ["csv"]}
 
 

@@ -60,9 +60,16 @@ FORMS = [
 ]
 # every shape with every kind, the forms in turn: each pair of a shape and a kind, and of a kind and a form, occurs;
 # every second of them in the first two tiers, so that each shape, kind and form does
-TIERS = ([], pytest.mark.long, pytest.mark.slow, pytest.mark.long)
+TIERS = ([], [pytest.mark.long], [pytest.mark.slow], [pytest.mark.long])
+
+
+def marks_of(shape: dict, marks: list) -> list:
+    """Put large shapes, which take the interpreter seconds each, into the second tier."""
+    return marks or [pytest.mark.slow] * (shape["H"] > 16 or shape["T"] > 30)
+
+
 CASES = [
-    pytest.param(Case(**shape | kind | form), marks=TIERS[number % 4])
+    pytest.param(Case(**shape | kind | form), marks=marks_of(shape, TIERS[number % 4]))
     for number, ((shape, kind), form) in enumerate(
         zip(itertools.product(SHAPES, KINDS), itertools.cycle(FORMS), strict=False)
     )
@@ -70,7 +77,7 @@ CASES = [
 
 
 MASKED = [  # every shape and every kind in a few; documents need as many keys as queries
-    pytest.param(Case(**shape | kind), marks=[pytest.mark.long] * ((row + column) % 10 > 0))
+    pytest.param(Case(**shape | kind), marks=marks_of(shape, [pytest.mark.long] * ((row + column) % 10 > 0)))
     for (row, shape), (column, kind) in itertools.product(enumerate(SHAPES), enumerate(MASKS))
     if not ("has_documents" in kind and shape["T"] > shape["S"])
 ]
