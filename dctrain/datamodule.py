@@ -134,12 +134,18 @@ class ResumableDataModule(L.LightningDataModule):
                 f"The global batch changed from {self._resume['global_batch']} to {global_batch} {noun}: all {noun} "
                 "left in this epoch are still seen once; the learning-rate schedule goes on by steps."
             )
-            self._count_as_done(progress.steps_per_epoch - progress.remaining)
+            self._count_as_done(progress, start)
         return progress
 
-    def _count_as_done(self, done: int) -> None:
-        """Tell the trainer how many of this epoch's batches, in the new size, lie behind it."""
+    def _count_as_done(self, progress: Progress, start: Position) -> None:
+        """Tell the trainer how many of its epoch's batches, in the new size, lie behind it.
+
+        At the end of an epoch that is all of them: the position in the data is already in the next epoch, and the
+        trainer's counts are not.
+        """
         batches = self.trainer.fit_loop.epoch_loop.batch_progress
+        is_at_end = start.consumed == 0 and batches.current.processed > 0
+        done = progress.steps_per_epoch - (0 if is_at_end else progress.remaining)
         unfinished = batches.total.processed - batches.total.completed  # 1 where the checkpoint was saved after a step
         batches.current.ready = batches.current.started = batches.current.processed = done
         batches.current.completed = done - unfinished

@@ -151,6 +151,21 @@ def test_resumed_with_another_global_batch_sees_the_rest_of_the_epoch_once(shard
     assert len(batches) - rest == 40 // batch_size and len(set(third)) == len(third)
 
 
+@pytest.mark.parametrize("batch_size", [5, pytest.param(2, marks=pytest.mark.slow)])
+def test_resumed_with_another_global_batch_at_the_end_of_an_epoch(shards, tmp_path, batch_size):
+    """A checkpoint after the last step of the first of three epochs, in which that step is not counted as completed."""
+    every = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=10"]
+    keep = ["--trainer.callbacks.save_top_k=-1", "--trainer.callbacks.filename={step}"]
+    run("fit", *small(shards, tmp_path), *every, *keep)
+    (checkpoint,) = tmp_path.rglob("step=10.ckpt")
+    resume = [f"--data.batch_size={batch_size}", f"--resume={checkpoint}"]
+    run("fit", *small(shards, tmp_path), *resume, *record(tmp_path / "b"))
+    batches = [record["samples"] for _, record in sorted(read(tmp_path / "b").items())]
+    assert len(batches) == 2 * (40 // batch_size)
+    for epoch in (batches[: 40 // batch_size], batches[40 // batch_size :]):
+        assert len({name for names in epoch for name in names}) == 40
+
+
 def test_checkpoints_are_replaced_in_one_step(tmp_path, monkeypatch):
     path = tmp_path / "a.ckpt"
     writer = AtomicCheckpointIO()
