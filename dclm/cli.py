@@ -182,6 +182,8 @@ class LanguageCLI(VocabularyCLI):
                 "it is of another tokenizer."
             )
         model.model, model.overrides, model.vocab_size = derived
+        data = self._get(self.config, "data")
+        data.vocab_size, data.vocab_multiple = derived.vocab_size, 1  # config.yaml has the rows that it was made with
         rank_zero_only(print)(f"the model is that of {source}: {derived.model} with {derived.overrides}", flush=True)
 
     def describe_score(self, score: float) -> str:

@@ -67,6 +67,10 @@ def find_checkpoint(path: str) -> Path:
     if not start.is_dir():
         raise UserError(f"no checkpoint: {path} does not exist; accepted: {ACCEPTED}.")
     if start.suffix == ".ckpt":
+        if (start / ".metadata").is_file():
+            raise UserError(
+                f"{path} is of an earlier version: its index can run code and is not read (see CHANGELOG.md)."
+            )
         raise UserError(f"{path} is no whole checkpoint: it has no {INDEX}.")
     found = _newest([*start.glob("*.ckpt"), *start.glob(f"{CHECKPOINTS}/*.ckpt")])
     if found is None:
@@ -171,9 +175,14 @@ def check_resumable(path: Path) -> int:
         raise UserError(f"{path} cannot be resumed from: it has no {', '.join(missing)}.")
     check_progress(content, path)
     skipped = content.get("skipped_steps", [0])[0]
-    if content["global_step"] > skipped and not _has_moments(path, content):
+    if content["global_step"] > skipped and not _has_scaler(content) and not _has_moments(path, content):
         raise UserError(f"{path} cannot be resumed from: it has no state of the optimiser.")
     return content["global_step"]
+
+
+def _has_scaler(content: dict) -> bool:
+    """Tell whether a gradient scaler took part, which skips steps by itself and does not count them."""
+    return any(isinstance(state, dict) and "_growth_tracker" in state for state in content.values())
 
 
 def _has_moments(path: Path, content: dict) -> bool:

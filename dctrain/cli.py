@@ -198,7 +198,7 @@ class TrainerCLI(LightningCLI):
         trainer.run_dir = self.run_dir
         self._held.callback(finish, trainer.loggers)
         if self.run_dir is not None and self.run_dir.is_resumed:
-            keep_rows(trainer.loggers)
+            keep_rows(trainer.loggers, self.resumed_step)
         return trainer
 
     def _placed(self, callbacks: list[Callback]) -> list[Callback]:
@@ -367,17 +367,15 @@ def reading(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _with_folders(args: list[str]) -> list[str]:
-    """Let loggers of files that are named without a `save_dir`, which is required, write into the run's folder."""
-    completed, awaited = [], False
-    for arg, before in zip(args, ["", *args], strict=False):
-        option, _, value = arg.partition("=")
-        if option in NAMES_LOGGER and awaited:
-            completed, awaited = [*completed, f"{SAVE_DIR}={IN_RUN}"], False
+    """Let loggers of files write into the run's folder: `save_dir` is required; a later argument may set another."""
+    completed = []
+    for before, arg in zip(["", *args], args, strict=False):
         completed.append(arg)
-        awaited = awaited and option != SAVE_DIR
-        if (value if option in NAMES_LOGGER else arg if before in NAMES_LOGGER else "").split(".")[-1] in OF_FILES:
-            awaited = True
-    return [*completed, f"{SAVE_DIR}={IN_RUN}"] if awaited else completed
+        option, _, value = arg.partition("=")
+        named = value if option in NAMES_LOGGER else arg if before in NAMES_LOGGER else ""
+        if named.split(".")[-1] in OF_FILES:
+            completed.append(f"{SAVE_DIR}={IN_RUN}")
+    return completed
 
 
 def _as_list(value) -> list:

@@ -53,17 +53,23 @@ class ItemRecorder:
             weights = torch.ones_like(values) if weights is None else weights.detach().float()
             self._batches.setdefault(metric, []).append((list(map(str, names)), values, weights))
 
-    def write(self, folder: Path, rank: int) -> None:
-        """Write what this rank has collected, unless that is nothing."""
+    def write(self, folder: Path, rank: int, world_size: int) -> None:
+        """Write what this rank has collected, unless that is nothing; rank 0 removes files of former ranks."""
         arrays = {}
         for metric, batches in self._batches.items():
             names, values, weights = zip(*batches, strict=True)
             arrays[f"{metric}:names"] = np.array([name for batch in names for name in batch])
             arrays[f"{metric}:values"] = torch.cat(values).cpu().numpy()
             arrays[f"{metric}:weights"] = torch.cat(weights).cpu().numpy()
-        if arrays:
-            with written_whole(folder / NAME.format(rank)) as file:
-                np.savez_compressed(file, **arrays)
+        if not arrays:
+            return
+        if rank == 0:
+            current = {NAME.format(number) for number in range(world_size)}
+            for path in folder.glob(NAME.format("*")):
+                if path.name not in current:
+                    path.unlink()
+        with written_whole(folder / NAME.format(rank)) as file:
+            np.savez_compressed(file, **arrays)
 
 
 def read_items(folder: Path) -> dict[str, Items]:
@@ -89,4 +95,4 @@ def write_items(folder: Path, items: Mapping[str, Items]) -> None:
     for metric, (values, weights) in items.items():
         recorder.add(metric, list(values), torch.tensor([*values.values()]), torch.tensor([*weights.values()]))
     folder.mkdir(parents=True, exist_ok=True)
-    recorder.write(folder, 0)
+    recorder.write(folder, 0, 1)

@@ -11,6 +11,7 @@ No logger can move the folder of the run.
 """
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -106,29 +107,44 @@ def _recorded(run: RunDir, kind: type[Logger]) -> str | None:
 @rank_zero_only
 def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
     """Write the ids that loggers gave the run to `loggers.json`, for a resume to continue them."""
-    ids = {kind.__name__: getattr(one, name) for kind, name in WITH_ID.items() for one in loggers if type(one) is kind}
-    if ids:
-        write_json(folder / LOGGERS, ids)
+    found = [(kind, getattr(one, name)) for kind, name in WITH_ID.items() for one in loggers if isinstance(one, kind)]
+    if found:
+        path = folder / LOGGERS
+        before = json.loads(path.read_text()) if path.is_file() else {}  # of loggers that this resume goes without
+        write_json(path, before | {kind.__name__: run_id for kind, run_id in found})
 
 
 @rank_zero_only
-def keep_rows(loggers: Iterable[Logger]) -> None:
-    """Let CSV loggers of a resumed run append to the rows so far, which they would remove."""
+def keep_rows(loggers: Iterable[Logger], step: int) -> None:
+    """Let CSV loggers of a resumed run append to their rows of before `step`, which they would remove."""
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             path = Path(logger.log_dir) / "metrics.csv"
-            before = path.read_text() if path.is_file() else ""
+            names, rows = _rows_before(path, step)
             writer = logger.experiment
-            if before:
-                path.write_text(before)
-                writer.metrics_keys = next(csv.reader(before.splitlines()))
+            if names:
+                with path.open("w", newline="") as file:
+                    table = csv.DictWriter(file, names)
+                    table.writeheader()
+                    table.writerows(rows)
+                writer.metrics_keys = names
+
+
+def _rows_before(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]]:
+    """Read the whole rows of a CSV log that were logged before a step; a kill can tear the last one."""
+    if not path.is_file():
+        return [], []
+    whole, end, _ = path.read_text().rpartition("\n")
+    table = csv.DictReader(io.StringIO(whole + end))
+    rows = [row for row in table if not row["step"] or int(row["step"]) < step]
+    return list(table.fieldnames or []), rows
 
 
 @rank_zero_only
 def finish(loggers: Iterable[Logger]) -> None:
     """Let Weights & Biases end its runs: a run that goes on would be taken for that of the next one in this process."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
+        if isinstance(logger, WandbLogger) and logger._experiment is not None:  # `experiment` would begin a run
             logger.experiment.finish()
 
 

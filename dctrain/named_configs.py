@@ -1,5 +1,6 @@
 """The configurations that come with the package, by name: `--config vision/digits`, from any folder."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,10 @@ def find_config(name: str) -> str:
 
     What is neither is returned as it is, for the parser to refuse.
     """
-    if Path(name).exists():
+    if os.path.isfile(name):  # False, not an error, for a whole configuration on the command line
         return name
     for candidate in (FOLDER / name.removeprefix("configs/"), FOLDER / f"{name}.yaml"):
-        if candidate.resolve().is_relative_to(FOLDER.resolve()) and candidate.exists():
+        if candidate.resolve().is_relative_to(FOLDER.resolve()) and os.path.isfile(candidate):
             return str(candidate)
     return name
 
@@ -43,7 +44,7 @@ def with_config_paths(args: list[str]) -> list[str]:
 
 def _checked(name: str) -> str:
     path = find_config(name)
-    if Path(path).is_file():
+    if os.path.isfile(path):
         check_yaml_file(Path(path))
     return path
 

@@ -10,13 +10,14 @@ It depends on `trainer.default_root_dir` and `--name` alone; loggers write into 
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed import is_initialized
 
 from .callbacks.costs import COSTS
 from .files import held
@@ -62,13 +63,19 @@ class RunTrainer(L.Trainer):
     """
 
     run_dir: RunDir | None = None
+    _log_dir: str | None = None  # once the ranks know each other
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the run, of the first rank. A broadcast: all ranks must ask."""
+        """The folder of the run, of the first rank. The first time it is a broadcast: all ranks must ask."""
         if self.run_dir is None:
             return super().log_dir
-        return self.strategy.broadcast(str(self.run_dir.path))
+        if self._log_dir is None:
+            folder = self.strategy.broadcast(str(self.run_dir.path))
+            if not is_initialized():
+                return folder
+            self._log_dir = folder
+        return self._log_dir
 
 
 @contextmanager
@@ -101,11 +108,10 @@ def _is_of_the_start(folder: Path, path: Path) -> bool:
 
 def _claim(experiment: Path) -> Path:
     """Make the first version that does not exist yet: making a folder succeeds for one process alone."""
-    experiment.mkdir(parents=True, exist_ok=True)
     taken = [path.name.removeprefix("version_") for path in experiment.glob("version_*")]
     for number in count(max((int(name) for name in taken if name.isdecimal()), default=-1) + 1):
         try:
-            (experiment / f"version_{number}").mkdir()
+            (experiment / f"version_{number}").mkdir(parents=True)
         except FileExistsError:
             continue
         return experiment / f"version_{number}"
@@ -114,7 +120,7 @@ def _claim(experiment: Path) -> Path:
 def _remove(folder: Path) -> None:
     """Remove a run, and the folder of its experiment if it was the only one."""
     shutil.rmtree(folder)
-    if not any(folder.parent.iterdir()):
+    with suppress(OSError):  # other runs are in it, or another process has removed it
         folder.parent.rmdir()
 
 

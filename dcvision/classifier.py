@@ -277,10 +277,10 @@ class ImageClassifier(TrainingModule):
             self.val_top1.update(logits, labels)
             self.val_top5.update(logits, labels)
             names = [name for name, is_counted in zip(batch.names, counts.tolist(), strict=True) if is_counted]
-            ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
+            best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
             self.items.add(f"{prefix}/loss", names, losses)
-            self.items.add(f"{prefix}/top1", names, ranks < 1)
-            self.items.add(f"{prefix}/top5", names, ranks < 5)
+            self.items.add(f"{prefix}/top1", names, best[:, 0])
+            self.items.add(f"{prefix}/top5", names, best.any(1))
         for name in ("loss", "top1", "top5"):
             self.log(f"{prefix}/{name}", getattr(self, f"val_{name}"), prog_bar=True, on_step=False, on_epoch=True)
 

@@ -66,6 +66,7 @@ class ExactCaptions(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print and draw some."""
+        folder = trainer.log_dir  # a broadcast: all ranks ask
         if not trainer.is_global_zero:
             return
         told, captions, images = self._tell(trainer, pl_module, 0, min(SHOWN, self.count))
@@ -73,8 +74,8 @@ class ExactCaptions(Callback):
         for number in range(min(IN_TERMINAL, len(told))):
             print("\n".join(beside(images[number], [told[number], f"(is: {captions[number][0]})"])), end="\n\n")
         figure = draw_captions(images, told, captions)
-        if trainer.log_dir is not None:
-            figure.savefig(Path(trainer.log_dir) / f"captions-{self.name}.png", dpi=120)
+        if folder is not None:
+            figure.savefig(Path(folder) / f"captions-{self.name}.png", dpi=120)
         if isinstance(trainer.logger, TensorBoardLogger):
             trainer.logger.experiment.add_figure(f"captions/{self.name}", figure, trainer.global_step)
 

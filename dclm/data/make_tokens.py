@@ -264,13 +264,15 @@ class Split:
             return [(text, True)]
         if not self.options.is_within:
             return [(text, _is_val(text, self.options.val_fraction))]
-        cut = _line_start(text, len(text) - math.ceil(len(text) * self.options.val_fraction))
+        cut = _cut(text, math.ceil(len(text) * self.options.val_fraction))
         return [(part, is_val) for part, is_val in ((text[:cut], False), (text[cut:], True)) if part]
 
 
-def _line_start(text: str, position: int) -> int:
-    """Return where the line that holds a position begins; the position itself if that is the first line."""
-    return text.rfind("\n", 0, position) + 1 or position
+def _cut(text: str, count: int) -> int:
+    """Return where the last `count` characters begin, or the line or word before that if half as many more hold it."""
+    position = len(text) - count
+    start = max(0, position - count // 2)
+    return next((at + 1 for end in "\n " if (at := text.rfind(end, start, position)) >= 0), position)
 
 
 def _is_split_within(files: list[Path], out: Path, options: Options) -> bool:

@@ -50,4 +50,4 @@ class RunRecord(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the items of the last validation; every rank writes its own."""
-        pl_module.items.write(Path(trainer.log_dir), trainer.global_rank)
+        pl_module.items.write(Path(trainer.log_dir), trainer.global_rank, trainer.world_size)

@@ -118,23 +118,26 @@ def _check_sums(folder: Path, stored: list, alone: bool) -> None:
         found = [None] * ranks
         dist.all_gather_object(found, damaged[0])
         damaged = found
-    for name in filter(None, damaged):
-        raise UserError(f"{folder} is damaged: its file {name} is not what was written.")
+    for said in filter(None, damaged):
+        raise UserError(f"{folder} is damaged: its file {said}.")
 
 
 def _first_damaged(folder: Path, entries: list) -> str | None:
-    """Name the file of the first entry, which is a zip archive by itself, whose CRC-32 is another."""
+    """Tell which file has the first entry, a zip archive by itself, that cannot be read or whose CRC-32 is another."""
     for entry in entries:
-        with open(folder / entry.relative_path, "rb") as file:
-            file.seek(entry.offset)
-            content = io.BytesIO(file.read(entry.length))
+        try:
+            with open(folder / entry.relative_path, "rb") as file:
+                file.seek(entry.offset)
+                content = io.BytesIO(file.read(entry.length))
+        except OSError as error:  # told, not raised: the other ranks wait for what this one has found
+            return f"{entry.relative_path} cannot be read ({error.strerror})"
         try:
             with zipfile.ZipFile(content) as archive:
                 is_damaged = archive.testzip() is not None
         except zipfile.BadZipFile:
             is_damaged = True
         if is_damaged:
-            return entry.relative_path
+            return f"{entry.relative_path} is not what was written"
     return None
 
 

@@ -147,7 +147,8 @@ def write_shards(
     """Write the shards that are missing, their manifest and the class names; return the manifest's path.
 
     Raises:
-        UserError: If there are fewer images than shards, two of one name, or `out` was made from others.
+        UserError: If there are fewer images than shards, two of one name, or `out` was made from others, or no image of
+            a shard can be read.
     """
     shards = plan(images, out, prefix, num_shards, seed)
     listing = digest_lines(f"{image.key} {image.label} {image.size}" for image in images)
@@ -158,6 +159,9 @@ def write_shards(
         if preparation.manifest() is None or not all(shard.path.exists() for shard in shards):
             preparation.begin()
             entries = _write_missing(shards, num_workers)
+            for entry in entries:
+                if not entry["samples"]:
+                    raise UserError(f"{out / entry['file']} would hold no image: none of its images can be read.")
             samples = sum(entry["samples"] for entry in entries)
             preparation.finish({"samples": samples, "classes": len(classes), "shards": entries})
     return preparation.manifest_path

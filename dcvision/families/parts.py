@@ -76,6 +76,7 @@ class ComposedParts(ComposedLayer):
     """
 
     family: ClassVar[Family]
+    kind: ClassVar[type[nn.Module]]
 
     def __init__(self, attention: nn.Module, **options) -> None:
         nn.Module.__init__(self)
@@ -97,6 +98,11 @@ class ComposedParts(ComposedLayer):
             self.compose = ComposeProjection(widths.queries, self.num_heads, **made)
         else:
             self.compose = SidedProjection(widths.queries, widths.keys, self.num_heads, **made)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickle by timm's class: a process that reads it may not have made the composed class yet."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return (_empty, (self.kind,), *state)
 
     def forward(self, *args, **kwargs):
         """Attend as timm's module does, with composed heads; arguments and output are its own."""
@@ -123,7 +129,17 @@ def _with_base(weights: ComposeWeights | None, base: Tensor | None) -> ComposeWe
 @cache
 def composed_class(kind: type[nn.Module], family: Family) -> type[ComposedParts]:
     """Make the composed counterpart of a class of timm: a subclass of it, so that its methods and checks hold."""
-    return type(f"Composed{kind.__name__}", (ComposedParts, kind), {"family": family, "__module__": __name__})
+    return type(
+        f"Composed{kind.__name__}", (ComposedParts, kind), {"family": family, "kind": kind, "__module__": __name__}
+    )
+
+
+def _empty(kind: type[nn.Module]) -> ComposedParts:
+    """Make the composed counterpart of a class of timm without its state, which unpickling fills in."""
+    from . import FAMILIES_BY_PARTS
+
+    made = composed_class(kind, FAMILIES_BY_PARTS[kind])
+    return made.__new__(made)
 
 
 def heads(x: Tensor, num_heads: int) -> Tensor:

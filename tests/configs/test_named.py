@@ -29,12 +29,16 @@ HOSTILE = {
 def test_names_are_found_from_any_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert Path(find_config(name)).read_text() == (FOLDER / "vision/digits.yaml").read_text()
-    (tmp_path / "vision").mkdir()
+    (tmp_path / "vision/digits").mkdir(parents=True)  # a folder is no configuration
+    assert Path(find_config("vision/digits")).parent == FOLDER / "vision"
+    (tmp_path / "vision/digits").rmdir()
     (tmp_path / "vision/digits").write_text("own")
     assert find_config("vision/digits") == "vision/digits"  # a file of the user's comes first
 
 
-@pytest.mark.parametrize("name", ["nothing", "../cli.py", "vision/../../cli.py", "/etc/passwd"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "{a: " + "x" * 300 + "}", "../cli.py", "vision/../../cli.py", "/etc/passwd"]
+)
 def test_other_names_are_left_as_they_are(name):
     assert find_config(name) == name
 

@@ -199,3 +199,13 @@ def test_settings_that_contradict_the_weights_are_refused(corpus, plain, tmp_pat
 def test_data_of_more_tokens_than_the_weights_are_refused(corpus, plain, tmp_path, capsys):
     fit = [*without_model(small(corpus, tmp_path / "new")), *STILL, f"--init={plain}", "--data.vocab_size=300"]
     assert "300 rows of embeddings" in mistake(capsys, run, "fit", *fit)
+
+
+def test_configuration_of_a_run_from_padded_weights_is_complete(corpus, tmp_path):
+    run("fit", *small(corpus, tmp_path / "padded"), *PLAIN, *STILL, "--data.vocab_size=300")
+    init = f"--init={tmp_path / 'padded/t/version_0'}"
+    run("fit", *without_model(small(corpus, tmp_path / "new")), *STILL, init)
+    made = tmp_path / "new/t/version_0"
+    run("validate", f"--config={made / 'config.yaml'}", f"--checkpoint={made}")
+    run("fit", f"--config={made / 'config.yaml'}", f"--resume={made}", "--trainer.max_epochs=2")
+    assert (made / "config-resumed.yaml").is_file()

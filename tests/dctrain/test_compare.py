@@ -311,11 +311,21 @@ def test_items_are_kept_by_name(tmp_path):
         recorder.clear()
         recorder.add("val/loss", names, torch.arange(len(names)) + 0.5)
         recorder.add("val/loss", [""], torch.ones(1))
-        recorder.write(tmp_path, rank)
+        recorder.write(tmp_path, rank, 2)
     found = read_items(tmp_path)
     assert found == {"val/loss": Items({"a": 0.5, "b": 1.5, "c": 0.5}, {"a": 1.0, "b": 1.0, "c": 1.0})}
     write_items(tmp_path / "copy", found)
     assert read_items(tmp_path / "copy") == found
+
+
+def test_items_of_a_larger_world_before_are_removed(tmp_path):
+    for rank, world_size, value in ((1, 2, 9.0), (0, 1, 1.0)):
+        recorder = ItemRecorder()
+        recorder.add("val/loss", ["a"], torch.tensor([value]))
+        recorder.write(tmp_path, rank, world_size)
+    assert read_items(tmp_path)["val/loss"].values == {"a": 1.0}
+    ItemRecorder().write(tmp_path, 0, 1)  # a run that evaluated nothing leaves what is there
+    assert read_items(tmp_path)["val/loss"].values == {"a": 1.0}
 
 
 def make_result(top1: list[float]) -> dict:

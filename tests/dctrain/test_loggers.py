@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dctrain.loggers import finish, keep_rows, record_ids
 from tests.dcvision.commands import run, small
 from tests.faults.drill import mistake
 
@@ -110,3 +112,37 @@ def test_missing_package_of_a_logger_is_named(tmp_path, capsys):
     error = mistake(capsys, run, "fit", *arguments(tmp_path), "--trainer.logger=CometLogger")
     assert "comet" in error
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_folder_of_a_logger_of_files_can_be_chosen_by_its_arguments(tmp_path):
+    mine = ["--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=mine"]
+    run("fit", *arguments(tmp_path), *mine, "--trainer.max_steps=1", "--model.warmup_steps=0")
+    assert (tmp_path / "mine/t/version_0/metrics.csv").is_file()
+    assert (tmp_path / "runs/t/version_0/config.yaml").is_file()
+
+
+def test_rows_of_a_resumed_run_are_whole_and_of_before_its_step(tmp_path):
+    """A kill can come after rows that the checkpoint does not know, and in the middle of one."""
+    log = tmp_path / "version_0/metrics.csv"
+    log.parent.mkdir()
+    log.write_bytes(b"loss,step\r\n1.0,0\r\n2.0,1\r\n3.0,2\r\n4.0,")
+    logger = CSVLogger(tmp_path, name="", version=0)
+    keep_rows([logger], step=2)
+    logger.log_metrics({"loss": 5.0}, step=2)
+    logger.save()
+    with log.open(newline="") as file:
+        assert list(csv.reader(file)) == [["loss", "step"], ["1.0", "0"], ["2.0", "1"], ["5.0", "2"]]
+
+
+def test_logger_that_was_not_used_begins_no_run(tmp_path):
+    finish([WandbLogger(save_dir=tmp_path, offline=True)])
+    assert not list(tmp_path.rglob("*run*"))
+
+
+def test_ids_of_other_loggers_and_of_subclasses_are_kept(tmp_path):
+    class Mine(WandbLogger):
+        version = "abc"
+
+    (tmp_path / "loggers.json").write_text('{"MLFlowLogger": "1"}')
+    record_ids([Mine(save_dir=tmp_path, offline=True)], tmp_path)
+    assert json.loads((tmp_path / "loggers.json").read_text()) == {"MLFlowLogger": "1", "WandbLogger": "abc"}

@@ -16,6 +16,9 @@ from dcvision.data.decode import decode
 from dcvision.data.shards import ShardSource, expand_urls
 from tests.conftest import encode
 from tests.dctrain.commands import ROOT
+from tests.faults.drill import mistake
+
+from .commands import run
 
 CLASSES = ["n01", "n02", "n03"]
 
@@ -159,3 +162,12 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(folder, tmp_path, ma
     (tmp_path / "out/train-manifest.json").unlink()  # as a kill leaves it: shards that exist are described again
     assert make(*options).splitlines()[-2:] == said.splitlines()[-2:]
     assert json.loads((tmp_path / "out/train-manifest.json").read_text()) == manifest
+
+
+def test_shard_without_a_readable_image_is_refused(tmp_path, capsys):
+    for name in ("n01", "n02"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "bad.png").write_bytes(b"no image")
+    asked = ["shards", f"--folder={tmp_path / 'images'}", f"--out={tmp_path / 'out'}", "--num_shards=2"]
+    assert "none of its images can be read" in mistake(capsys, run, *asked)
+    assert not (tmp_path / "out/train-manifest.json").exists()

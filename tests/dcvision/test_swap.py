@@ -1,6 +1,9 @@
 """Composed attention in models of timm that exist: nothing that was learned changes."""
 
+import copy
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,19 @@ def test_a_swapped_model(name, tmp_path):
     torch.testing.assert_close(again(x), started)
     zero_compose(model)
     assert (model(x) - expected).norm() < 3e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "hiera_tiny_224"])
+def test_a_swapped_model_is_pickled_and_copied(name, tmp_path):
+    """Read in a process that has swapped nothing."""
+    model, x = swap_attention(make_model(name)), images(name)
+    expected = model(x).detach()
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected)
+    torch.save((model, x, expected), tmp_path / "model.pt")
+    script = "import sys, torch; model, x, y = torch.load(sys.argv[1], weights_only=False)"
+    script += "; torch.testing.assert_close(model(x), y)"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "model.pt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_some_layers_and_options():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.errors import UserError
 from tests.conftest import numbered_samples, write_shard
 from tests.dclm.commands import run as run_dclm
 from tests.dclm.commands import small as small_dclm
@@ -156,7 +157,7 @@ def text(tmp_path_factory) -> Made:
     return Made(root / "runs", run_dclm, small_dclm(corpus, root / "refused"))
 
 
-def resumed(made: Made, capsys, path: Path) -> None:
+def check_refusal(made: Made, capsys, path: Path) -> None:
     error = made.refused(capsys, "fit", "--resume", path)
     assert path.name in error or "the checkpoint" in error
     assert not list((path.parent / "refused").rglob("*.*"))  # a refused run leaves nothing
@@ -164,20 +165,20 @@ def resumed(made: Made, capsys, path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_RESUME])
 def test_resume_refuses(images, tmp_path, capsys, name):
-    resumed(images, capsys, write(images.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
+    check_refusal(images, capsys, write(images.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_RESUME])
 def test_resume_of_text_refuses(text, tmp_path, capsys, name):
-    resumed(text, capsys, write(text.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
+    check_refusal(text, capsys, write(text.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
 
 
 @pytest.mark.parametrize("name", OF_DATA)
 def test_resume_refuses_an_unknown_position_in_the_data(images, text, tmp_path, capsys, name):
     for made, key in ((images, "ImageDataModule"), (text, "TokenDataModule")):
         change = partial(OF_DATA[name], name=key)
-        resumed(made, capsys, write(made.content, change, tmp_path / "bad.ckpt"))
+        check_refusal(made, capsys, write(made.content, change, tmp_path / "bad.ckpt"))
 
 
 @pytest.mark.slow
@@ -208,3 +209,22 @@ def test_the_unchanged_checkpoint_is_taken(images, text, tmp_path):
         path = write(made.content, lambda content: None, tmp_path / "good.ckpt")
         made.run("fit", *made.arguments, f"--resume={path}", f"--trainer.default_root_dir={tmp_path / 'a'}",
                  "--trainer.max_epochs=-1", "--trainer.max_steps=4")  # fmt: skip
+
+
+def test_steps_that_a_gradient_scaler_skipped_need_no_state_of_the_optimiser(images, tmp_path):
+    """It skips the first ones, for its factor begins too large, and does not count them."""
+    content = copy.deepcopy(images.content)
+    content["optimizer_states"][0]["state"] = {}
+    torch.save(content, tmp_path / "plain.ckpt")
+    with pytest.raises(UserError, match="no state of the optimiser"):
+        check_resumable(tmp_path / "plain.ckpt")
+    content["MixedPrecision"] = torch.amp.GradScaler("cpu").state_dict()
+    torch.save(content, tmp_path / "scaled.ckpt")
+    assert check_resumable(tmp_path / "scaled.ckpt") == 3
+
+
+def test_sharded_checkpoint_of_before_is_named_as_such(tmp_path):
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt/.metadata").write_bytes(b"")
+    with pytest.raises(UserError, match="of an earlier version"):
+        find_checkpoint(str(tmp_path / "last.ckpt"))

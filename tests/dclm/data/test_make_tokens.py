@@ -355,6 +355,14 @@ def test_one_text_is_split_within(tmp_path, capsys, options, fraction):
     assert counts == [len(val), len(val) - 1]
 
 
+@pytest.mark.parametrize("text", ["Title\n" + "word " * 2000, "x" * 10_000], ids=["one long line", "no break at all"])
+def test_split_within_takes_no_more_than_half_as_many_again(tmp_path, text):
+    (tmp_path / "one.txt").write_text(text)
+    run("tokens", "--inputs", str(tmp_path / "one.txt"), f"--out={tmp_path / 'c'}", "--val_fraction=0.1")
+    val = Corpus(tmp_path / "c").split("val")[:]
+    assert 0.1 <= (len(val) - 1) / len(text) <= 0.15 and bytes(val[:4].astype("uint8")) in (b"word", b"xxxx")
+
+
 def test_few_documents_are_each_split_within(tmp_path):
     lines = [json.dumps({"text": f"{number} " + "word " * 50}) for number in range(3)]
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
