@@ -29,7 +29,7 @@ class Derived(NamedTuple):
 
 
 def derive_model(source: str, added: Mapping[str, Any]) -> Derived:
-    """Take over the configuration of weights, with what a user adds.
+    """Derive the configuration from the weights and the fields that a user adds.
 
     Args:
         source: A run or checkpoint of dclm, or a folder of a model.

@@ -118,7 +118,7 @@ def make_tokens(
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {Path(out) / 'manifest.json'}")
     if manifest["tokens"]["val"] == 0:
-        print("warning: there are no validation tokens; to train on this corpus, remove it and give --val_fraction")
+        print("warning: there are no validation tokens; to validate on this corpus, remove it and set --val_fraction")
     if manifest["skipped"]:
         print(f"left out, for not being UTF-8 (the manifest lists them): {len(manifest['skipped'])} files")
 
@@ -285,7 +285,7 @@ def _is_split_within(files: list[Path], out: Path, options: Options) -> bool:
 
 
 def _has_val(files: list[Path], options: Options) -> bool:
-    """Tell whether any document is chosen for validation, as far as a look at the first ones tells."""
+    """Return whether a document is chosen for validation; True if there are too many to look at."""
     count = 0
     for file in files:
         for document in read_documents(file, options.text_key):
@@ -296,7 +296,7 @@ def _has_val(files: list[Path], options: Options) -> bool:
 
 
 class Batch(NamedTuple):
-    """Documents, or parts of them; those that are no UTF-8 apart by their file's number.
+    """Documents, or parts of documents; files that are not UTF-8 are listed by number.
 
     Attributes:
         texts: The documents.

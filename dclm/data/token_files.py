@@ -64,12 +64,12 @@ class Corpus:
         splits = manifest.get("splits")
         are_lists = isinstance(splits, dict) and all(isinstance(entries, list) for entries in splits.values())
         if not are_lists or not all(_is_entry(entry) for entries in splits.values() for entry in entries):
-            raise UserError(f"{path} is damaged: its splits are no lists of files.")
+            raise UserError(f"{path} is damaged: its splits are not lists of files.")
         for name in ("vocab_size", "eos_id"):
             if type(manifest.get(name)) is not int or manifest[name] < 0:
-                raise UserError(f"{path} is damaged: {name}={manifest.get(name)!r} is no number.")
+                raise UserError(f"{path} is damaged: {name}={manifest.get(name)!r} is not a number.")
         if not isinstance(manifest.get("eos"), str | None):
-            raise UserError(f"{path} is damaged: eos={manifest['eos']!r} is no text.")
+            raise UserError(f"{path} is damaged: eos={manifest['eos']!r} is not a string.")
 
     def tokenizer(self) -> Tokenizer:
         """Make the tokenizer that made the tokens."""

@@ -13,7 +13,7 @@ class PublishedConfig(PreTrainedConfig):
     """Fields as `config.json` of the published models has them (`dclm/README.md`).
 
     Args:
-        **fields: Any of them, and what the library itself keeps in configurations.
+        **fields: Any of them, and the fields of `transformers.PretrainedConfig`.
 
     Raises:
         ValueError: If a value is outside what the format defines.
@@ -36,7 +36,7 @@ class PublishedConfig(PreTrainedConfig):
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """Name the fields that decide what the model is."""
+        """Return the names of the fields that define the model."""
         return {*field_defaults({"model_type": cls.model_type})}
 
     def decoder_config(self) -> DecoderConfig:
@@ -76,10 +76,10 @@ class DCLMConfig(PreTrainedConfig):
     """Fields are those of `DecoderConfig`, by their names: grouped keys and values, every branch, masked models.
 
     Args:
-        **fields: Any of them, and what the library itself keeps in configurations.
+        **fields: Any of them, and the fields of `transformers.PretrainedConfig`.
 
     Raises:
-        ValueError: If a value is out of range, or the decoder looks at another sequence (`cross_layers`).
+        ValueError: If a value is out of range, or the decoder has cross-attention (`cross_layers`).
     """
 
     model_type = NATIVE_TYPE
@@ -102,7 +102,7 @@ class DCLMConfig(PreTrainedConfig):
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """Name the fields that decide what the model is."""
+        """Return the names of the fields that define the model."""
         return DEFAULTS.keys() - {"model_type"}
 
     def to_diff_dict(self) -> dict:

@@ -29,7 +29,7 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
 
 
 class Outputs(NamedTuple):
-    """What a forward pass of whole texts returns."""
+    """Output of a forward pass over whole sequences."""
 
     loss: Tensor | None
     logits: Tensor | None
