@@ -66,10 +66,10 @@ def composed_attention(
         scale: Factor on q k^T; 1/sqrt(D) if None.
         dropout_p: Probability of dropping a composed weight.
         num_groups: G; heads mix within G equal groups (section 3.2).
-        impl: "reference" (dense, in the input's dtype), "compiled" (chunks of queries, float32 inside), "cpu" (C++,
-            compiled on first use, float32 inside), "triton" (fused kernels; CUDA), or "auto": "triton" on CUDA
-            and "cpu" on a CPU where they can run, else "compiled". `resolve_impl` tells which.
-            "reference" and "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others
+        impl: "reference" (dense), "compiled" (chunks of queries), "cpu" (C++, compiled on first use), "triton" (fused
+            kernels; CUDA), or "auto": "triton" on CUDA and "cpu" on a CPU where they can run, else "compiled"
+            (`resolve_impl` returns which). They compute in float32, "reference" and "compiled" in float64 for float64
+            inputs; "triton" stores scores and weights between its kernels in the dtype of the inputs. "reference" and "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others
             raise. Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there
             "compiled" recomputes nothing, so that it keeps T x S.
 

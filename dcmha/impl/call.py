@@ -73,6 +73,11 @@ class Call(NamedTuple):
     num_groups: int
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which inputs of `dtype` are computed with: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @torch.compiler.assume_constant_result
 def is_transformed() -> bool:
     """Tell whether this runs inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`."""

@@ -1,5 +1,7 @@
-"""Composed attention as the paper writes it (equations 4 and 7), dense, in the input's dtype: the definition of
-correct.
+"""Composed attention as the paper writes it (equations 4 and 7), dense: the definition of correct.
+
+Computed in float32 (float64 for float64 inputs): rounded to 16 bits, scores and the terms of a composition, which cancel,
+lose several percent.
 
 DCMHA, ICML 2024, https://arxiv.org/abs/2405.08553
 """
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..weights import ComposeWeights, SideWeights
-from .call import Call
+from .call import Call, compute_dtype
 from .dropout import draw_seed, drop
 from .masking import both_visible, mask_of_documents, masked_softmax, visible_keys
 
@@ -64,7 +66,7 @@ def inner_values(a: Tensor, side: SideWeights, token: Literal["t", "s"], num_gro
 
 
 class AttentionMaps(NamedTuple):
-    """What attention does to every pair, each [B, H, T, S].
+    """What attention does to every pair, each [B, H, T, S], float32 (float64 for float64 inputs).
 
     Attributes:
         scores: Scaled q k^T.
@@ -79,9 +81,17 @@ class AttentionMaps(NamedTuple):
     composed_weights: Tensor
 
 
+def _widened(call: Call) -> Call:
+    """Cast the tensors of a call to the dtype that it is computed in."""
+    dtype = compute_dtype(call.q.dtype)
+    pre, post = (None if weights is None else weights.map(lambda w: w.to(dtype)) for weights in (call.pre, call.post))
+    bias = None if call.bias is None else call.bias.to(dtype)
+    return call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype), pre=pre, post=post, bias=bias)
+
+
 def attention_maps(call: Call) -> AttentionMaps:
     """Compute every step of composed attention."""
-    q, k, _, pre, post, visible, bias, documents, is_causal, window, scale, _, num_groups = call
+    q, k, _, pre, post, visible, bias, documents, is_causal, window, scale, _, num_groups = _widened(call)
     T, S = q.shape[-2], k.shape[-2]
     by_key_head = q.unflatten(1, (k.shape[1], -1))  # heads that share one of the keys' are neighbours
     scores = composed_scores = torch.einsum("bngtd,bnsd->bngts", by_key_head, k).flatten(1, 2) * scale
@@ -105,4 +115,5 @@ def attention(call: Call) -> Tensor:
     if call.dropout_p > 0.0:
         weights = drop(weights, draw_seed(weights.device), call.dropout_p)
     by_key_head = weights.unflatten(1, (call.v.shape[1], -1))
-    return torch.einsum("bngts,bnsd->bngtd", by_key_head, call.v).flatten(1, 2)
+    out = torch.einsum("bngts,bnsd->bngtd", by_key_head, call.v.to(weights.dtype)).flatten(1, 2)
+    return out.to(call.q.dtype)

@@ -172,6 +172,41 @@ def test_low_precision_error_is_at_most_that_of_the_reference(case, dtype):
         assert cpu <= (tolerance("cpu") if dtype == torch.float32 else reference + band), (name, cpu, reference)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("factor", [1, 128], ids="x{}".format)  # a power of two, exact in bfloat16
+def test_bfloat16_loses_no_more_than_its_own_rounding(impl, factor):
+    """Everything between the 16-bit inputs and the 16-bit results is float32, also where scores are large."""
+    case = Case(T=50, S=50, H=6, D=64, is_causal=True)
+    rounded = {k: x.detach().bfloat16().double() for k, x in make_operands(case).items()}
+    rounded["q"] *= factor
+    errors = errors_of(case, rounded, impl, torch.bfloat16)
+    assert max(errors.values()) < torch.finfo(torch.bfloat16).eps, errors
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_scores_lose_what_float32_loses_in_them(impl):
+    """Scores of some hundreds are off by their own rounding, and weights and gradients by a small multiple of it."""
+    case = Case(T=50, S=50, H=6, D=64)
+    rounded = {k: x.detach().float().double() for k, x in make_operands(case).items()}
+    rounded["q"] *= 128
+    largest = (torch.einsum("bhtd,bhsd->bhts", rounded["q"], rounded["k"]) / case.D**0.5).abs().max().item()
+    errors = errors_of(case, rounded, impl, torch.float32)
+    assert max(errors.values()) < 8 * torch.finfo(torch.float32).eps * largest, errors
+
+
+def errors_of(case, rounded: dict[str, torch.Tensor], impl: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of an implementation's output and gradients in a dtype, against the reference in float64."""
+
+    def results(impl, dtype):
+        operands = {k: x.to(dtype).requires_grad_() for k, x in rounded.items()}
+        out = run(case, operands, impl)
+        return out, *torch.autograd.grad(out, list(operands.values()), cotangent.to(dtype))
+
+    cotangent = torch.randn(rounded["q"].shape, dtype=torch.float64).to(dtype).double()
+    pairs = zip(results(impl, dtype), results("reference", torch.float64), strict=True)
+    return {k: relative_error(a.double(), b) for k, (a, b) in zip(("out", *rounded), pairs, strict=True)}
+
+
 @pytest.mark.parametrize("impl", EXACT)
 def test_gradcheck(impl):
     case = Case(B=1, T=3, S=4, H=4, D=2, G=2, R=1, is_causal=True, mask="bool")

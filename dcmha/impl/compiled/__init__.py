@@ -2,8 +2,8 @@
 
 Chunks of queries, whose composition is broadcasts with sums over the heads: `torch.compile` fuses them into few kernels
 (`blocks.py`). It runs on any device; on CUDA its chunks are compiled, elsewhere if the caller compiles, to whom a call
-of many chunks is one opaque operator (`opaque.py`). Sums over heads and the softmax are done in max(input dtype,
-float32).
+of many chunks is one opaque operator (`opaque.py`). Everything is computed in
+float32 (float64 for float64 inputs).
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
-from ..call import Call
+from ..call import Call, compute_dtype
 from ..dropout import drop
 from ..masking import masked_softmax
 
@@ -62,10 +62,10 @@ class Block(NamedTuple):
 
 def attend(block: Block) -> Tensor:
     """Attend from a block of queries to its keys: [B, H, T, D]."""
-    compute_dtype = torch.promote_types(block.q.dtype, torch.float32)
+    dtype = compute_dtype(block.q.dtype)
     (B, H, T, D), (_, key_heads, S, _) = block.q.shape, block.k.shape
     queries = block.q.reshape(B, key_heads, H // key_heads * T, D)  # heads that share keys are rows of one product
-    scores = (queries @ block.k.mT).view(B, H, T, S).to(compute_dtype) * block.scale
+    scores = (queries.to(dtype) @ block.k.to(dtype).mT).view(B, H, T, S) * block.scale
     if block.pre is not None:
         scores = _compose(scores, block.pre, block.num_groups)
     if block.bias is not None:
@@ -76,8 +76,8 @@ def attend(block: Block) -> Tensor:
     if block.seed is not None:
         seed, first_query, first_key = block.seed[:2], block.seed[2], block.seed[3]
         weights = drop(weights, seed, block.dropout_p, first_query, first_key)
-    out = weights.to(block.v.dtype).view(B, key_heads, H // key_heads * T, S) @ block.v
-    return out.view(B, H, T, D)
+    out = weights.view(B, key_heads, H // key_heads * T, S) @ block.v.to(dtype)
+    return out.view(B, H, T, D).to(block.q.dtype)
 
 
 def gradients(block: Block, d_out: Tensor) -> list[Tensor]:

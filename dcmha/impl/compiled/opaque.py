@@ -8,7 +8,7 @@ Its backward pass computes each block again, and takes the gradient of that.
 import torch
 from torch import Tensor
 
-from ..call import Call, refuse_derivative
+from ..call import Call, compute_dtype, refuse_derivative
 from ..masking import Documents
 from .blocks import attend, attend_compiled, gradients, gradients_compiled, tensors_of, weights_from, with_tensors
 from .slices import list_blocks
@@ -57,7 +57,7 @@ def attend_blocks(call: Call, seed: Tensor | None) -> Tensor:
 def gradients_of_blocks(d_out: Tensor, call: Call, seed: Tensor | None) -> list[Tensor | None]:
     """Compute the gradients of a call's tensors, those of `tensors_of`, block by block."""
     tensors = tensors_of(call)
-    sums = [None if x is None else torch.zeros_like(x, dtype=_wide(x)) for x in tensors]
+    sums = [None if x is None else torch.zeros_like(x, dtype=compute_dtype(x.dtype)) for x in tensors]
     places = list_blocks(with_tensors(call, sums), seed)  # the same slices of them
     start = 0
     for block, place in zip(list_blocks(call, seed), places, strict=True):
@@ -67,10 +67,6 @@ def gradients_of_blocks(d_out: Tensor, call: Call, seed: Tensor | None) -> list[
             total += part
         start = stop
     return [None if x is None else total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @torch.library.custom_op("dcmha::chunked_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> Tensor")
