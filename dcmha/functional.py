@@ -69,9 +69,10 @@ def composed_attention(
         impl: "reference" (dense), "compiled" (chunks of queries), "cpu" (C++, compiled on first use), "triton" (fused
             kernels; CUDA), or "auto": "triton" on CUDA and "cpu" on a CPU where they can run, else "compiled"
             (`resolve_impl` returns which). They compute in float32, "reference" and "compiled" in float64 for float64
-            inputs; "triton" stores scores and weights between its kernels in the dtype of the inputs. "reference" and "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others
-            raise. Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there
-            "compiled" recomputes nothing, so that it keeps T x S.
+            inputs; "triton" stores scores and weights between its kernels in the dtype of the inputs. "reference" and
+            "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others raise.
+            Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there "compiled"
+            recomputes nothing, so that it keeps T x S.
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.

@@ -55,6 +55,10 @@ class ResumableDataModule(L.LightningDataModule):
         """Samples of the training set."""
         raise NotImplementedError
 
+    def count_samples(self) -> int:
+        """Count the samples of the training set, without a trainer."""
+        return self.num_samples
+
     @property
     def steps_per_epoch(self) -> int:
         """Training batches of each rank in an epoch, `trainer.limit_train_batches` applied."""

@@ -2,6 +2,7 @@
 
 import re
 from pydoc import locate
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
@@ -11,6 +12,7 @@ from .errors import UserError
 from .flops import forward_flops
 from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, share_of_a_rank
 from .module import TrainingModule
+from .plan_length import PEAK_TFLOPS, Length, count_steps, describe_time, measured_speed, stated_speed
 from .sharding.deferred import deferred_weights
 from .sharding.layout import HEADS, REPLICAS, SHARDS
 from .strategy import check_strategy, is_sharding, mesh_axes
@@ -25,7 +27,8 @@ class Planning:
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        parser.add_argument("--gpu_memory", type=float, default=80.0, help="Of a device, in GiB.")
+        for name, kind, default, said in OPTIONS:
+            parser.add_argument(f"--{name}", type=kind, default=default, help=said)
         return parser
 
     def _set_seed(self) -> None:
@@ -38,24 +41,66 @@ class Planning:
             self.module = self._model_class(**model)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        trainer, batch_size = self._get(self.config, "trainer"), self._get(self.config, "data").batch_size
-        print("\n".join(plan(self.module, trainer, batch_size, self._get(self.config, "gpu_memory"))))
+        trainer, data = self._get(self.config, "trainer"), self._get(self.config, "data")
+        estimate = Estimate(**{name: self._get(self.config, name) for name in Estimate._fields})
+        num_samples = estimate.train_samples
+        if num_samples is None and (trainer["max_steps"] is None or trainer["max_steps"] < 1):
+            num_samples = self._count_samples(data)
+        gpu_memory = self._get(self.config, "gpu_memory")
+        print("\n".join(plan(self.module, trainer, data.batch_size, gpu_memory, num_samples, estimate)))
+
+    def _count_samples(self, data: dict) -> int | None:
+        """Count the samples of the training set; None if it is not on this machine."""
+        datamodule = self._datamodule_class(**data)
+        try:
+            return datamodule.count_samples()
+        except (UserError, OSError):
+            return None
 
 
-def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: float) -> list[str]:
-    """Tell what a run will need, a line each.
+class Estimate(NamedTuple):
+    """From what the length, the time and the price of a run are estimated: the options of the same names."""
+
+    train_samples: int | None = None
+    mfu: float | None = None
+    peak_tflops: float = PEAK_TFLOPS
+    throughput: str | None = None
+    hour_price: float | None = None
+
+
+OPTIONS = (
+    ("gpu_memory", float, 80.0, "Of a device, in GiB."),
+    ("train_samples", int | None, None, "Samples (images, sequences) of the training set; counted if left out."),
+    ("mfu", float | None, None, "Model FLOPs utilisation that the time is estimated from, in (0, 1]."),
+    ("peak_tflops", float, PEAK_TFLOPS, "Peak of a device for --mfu; the default is an H100's in dense bfloat16."),
+    ("throughput", str | None, None, "Folder of a run whose measured speed the time is estimated from."),
+    ("hour_price", float | None, None, "Price of a device and hour."),
+)
+
+
+def plan(
+    module: TrainingModule,
+    trainer: dict,
+    batch_size: int,
+    gpu_memory: float,
+    num_samples: int | None,
+    estimate: Estimate,
+) -> list[str]:
+    """Compute what a run will need, a line each.
 
     Args:
         module: The model may be on the meta device.
         trainer: The trainer's arguments.
         batch_size: Samples of a rank and batch.
         gpu_memory: Of a device, in GiB.
+        num_samples: Samples of the training set; None if it is not known.
+        estimate: From what the time and the price are estimated.
 
     Raises:
-        UserError: If the mesh does not fit the world, or the run the device.
+        UserError: If the mesh does not fit the world, the run the device, or a number is out of range.
     """
     check_trainer(trainer)
-    _check_planned(trainer, batch_size, gpu_memory)
+    _check_planned(trainer, batch_size, gpu_memory, estimate)
     devices, nodes, accumulate = _devices(trainer), trainer["num_nodes"], trainer["accumulate_grad_batches"]
     world, model = devices * nodes, module.model
     example, _, units_of_one = module.example(1)
@@ -65,11 +110,15 @@ def plan(module: TrainingModule, trainer: dict, batch_size: int, gpu_memory: flo
     memory = plan_memory(module, trainer, batch_size, axes)
     data_ranks = world // axes[HEADS]
     step = units * accumulate * data_ranks
+    steps = count_steps(trainer, num_samples, batch_size * data_ranks)
+    epochs = None if trainer["max_steps"] is not None and trainer["max_steps"] > 0 else trainer["max_epochs"]
+    length = Length(steps, step, module.speed_unit, flops, epochs)
     lines = [
         f"model       {module.hparams['model']}, {numel:,} parameters",
         f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], axes)}",
         f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {data_ranks} ranks)",
-        _length(module, trainer, step, flops),
+        f"run         {length}",
+        *_time(length, world, estimate),
         "rank        " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory._asdict().items()) + " GiB",
         f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
         f"checkpoint  {ADAM_CHECKPOINT_BYTES * numel / GIB:.1f} GiB",
@@ -94,7 +143,20 @@ def _devices(trainer: dict) -> int:
     return int(devices)
 
 
-def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
+def _time(length: Length, world: int, estimate: Estimate) -> list[str]:
+    """Write the line of the time, if it is asked for."""
+    if estimate.mfu is None and estimate.throughput is None:
+        return []
+    if length.steps is None:
+        raise UserError("train_samples=None: expected the size of the training set, which is not on this machine.")
+    if estimate.mfu is not None:
+        speed = stated_speed(estimate.mfu, estimate.peak_tflops)
+    else:
+        speed = measured_speed(estimate.throughput)
+    return [f"time        {describe_time(length, world, speed, estimate.hour_price)}"]
+
+
+def _check_planned(trainer: dict, batch_size: int, gpu_memory: float, estimate: Estimate) -> None:
     """Check what a plan alone depends on.
 
     Raises:
@@ -105,6 +167,12 @@ def _check_planned(trainer: dict, batch_size: int, gpu_memory: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
             raise UserError(f"{name}={number} must be positive.")
+    if estimate.train_samples is not None and estimate.train_samples < 1:
+        raise UserError(f"train_samples={estimate.train_samples}: expected at least 1.")
+    if estimate.mfu is not None and estimate.throughput is not None:
+        raise UserError(f"mfu={estimate.mfu} and throughput={estimate.throughput!r}: expected one of the two.")
+    if estimate.hour_price is not None and estimate.mfu is None and estimate.throughput is None:
+        raise UserError(f"hour_price={estimate.hour_price}: expected --mfu or --throughput with it.")
     if trainer["precision"] not in PRECISIONS:
         raise UserError(f"trainer.precision={trainer['precision']!r}; plan knows: 32-true, bf16-mixed, 16-mixed.")
     if isinstance(strategy, str) and strategy != "auto" and strategy not in StrategyRegistry:
@@ -142,12 +210,3 @@ def _mesh_name(strategy: object, axes: dict[str, int]) -> str:
     if axes[REPLICAS] > 1:
         parts.append(f"in each of {axes[REPLICAS]} replicas")
     return " ".join(parts)
-
-
-def _length(module: TrainingModule, trainer: dict, step: int, flops: int) -> str:
-    """Tell how long the run is: in steps if they are set, else in epochs."""
-    steps = trainer["max_steps"]
-    if steps is None or steps < 1:
-        return f"run         {trainer['max_epochs']} epochs, {3 * flops * step:.2e} FLOPs a step"
-    total = steps * step
-    return f"run         {steps:,} steps, {total / 1e9:,.2f} billion {module.speed_unit}, {3 * flops * total:.2e} FLOPs"

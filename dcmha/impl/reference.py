@@ -1,7 +1,7 @@
 """Composed attention as the paper writes it (equations 4 and 7), dense: the definition of correct.
 
-Computed in float32 (float64 for float64 inputs): rounded to 16 bits, scores and the terms of a composition, which cancel,
-lose several percent.
+Computed in float32 (float64 for float64 inputs): scores and the terms of a composition, which cancel, would lose
+several percent if they were rounded to 16 bits.
 
 DCMHA, ICML 2024, https://arxiv.org/abs/2405.08553
 """

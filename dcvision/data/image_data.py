@@ -54,12 +54,20 @@ class ImageData(ResumableDataModule):
     def setup(self, stage: str) -> None:
         """Open the data sets of a stage."""
         self.check_trainer()
-        if stage == "fit" and self.train_source is None and stream_urls(self.train_spec) is None:
-            self.train_source = self.open(self.train_spec, is_train=True)
         if stage == "fit":
+            self._open_train()
             self.check_steps()
         if self.val_source is None and stream_urls(self.val_spec) is None:
             self.val_source = self.open(self.val_spec, is_train=False)
+
+    def _open_train(self) -> None:
+        if self.train_source is None and stream_urls(self.train_spec) is None:
+            self.train_source = self.open(self.train_spec, is_train=True)
+
+    def count_samples(self) -> int:
+        """Count the samples of the training set, which is opened if it is local."""
+        self._open_train()
+        return self.num_samples
 
     @property
     def num_samples(self) -> int:

@@ -1,0 +1,150 @@
+"""How long a planned run is: its steps, FLOPs, time and cost."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from .callbacks.costs import COSTS
+from .environment import read_environments
+from .errors import UserError
+from .run_dir import ENVIRONMENT
+
+PER_SECOND = "_per_second"
+PASSES = 3  # forward passes that a training step counts as
+PEAK_TFLOPS = 989.0  # of an H100 SXM, dense bfloat16
+
+
+class Length(NamedTuple):
+    """What a run trains on.
+
+    Attributes:
+        steps: Optimiser steps; None if the size of the training set is not known.
+        units: Images or tokens of an optimiser step, over all ranks.
+        unit: What they are.
+        flops: FLOPs of a forward pass of one unit.
+        epochs: Passes over the training set, if they set the length.
+    """
+
+    steps: int | None
+    units: int
+    unit: str
+    flops: int
+    epochs: int | None
+
+    @property
+    def total_flops(self) -> int | None:
+        """FLOPs of the run; None if its steps are not known."""
+        return None if self.steps is None else PASSES * self.flops * self.units * self.steps
+
+    def __str__(self) -> str:
+        a_step = f"{PASSES * self.flops * self.units:.2e} FLOPs a step"
+        epochs = "" if self.epochs is None else f"{self.epochs} epochs, "
+        if self.steps is None:
+            return f"{epochs}{a_step}; --train_samples gives the steps where the data are not on this machine"
+        total = self.steps * self.units
+        number = f"{total / 1e9:,.2f} billion" if total >= 1e7 else f"{total:,}"
+        return f"{epochs}{self.steps:,} steps, {number} {self.unit}, {self.total_flops:.2e} FLOPs"
+
+
+class Speed(NamedTuple):
+    """What a device is expected to do.
+
+    Attributes:
+        flops: FLOP/s of training.
+        source: Where the number is from.
+    """
+
+    flops: float
+    source: str
+
+
+def count_steps(trainer: dict, num_samples: int | None, global_batch: int) -> int | None:
+    """Count the optimiser steps of a run, as `TrainingModule` does; None if the number of samples is not known.
+
+    Args:
+        trainer: The trainer's arguments.
+        num_samples: Samples of the training set, or None.
+        global_batch: Samples of a batch, over all ranks.
+
+    Raises:
+        UserError: If the run has no end, or the training set is smaller than a batch.
+    """
+    max_steps, epochs = trainer["max_steps"], trainer["max_epochs"]
+    if max_steps is not None and max_steps > 0:
+        return max_steps
+    if epochs is None or epochs < 1:
+        raise UserError("the run has no end: set trainer.max_epochs or trainer.max_steps.")
+    if num_samples is None:
+        return None
+    batches, limit = num_samples // global_batch, trainer.get("limit_train_batches")
+    if isinstance(limit, int):
+        batches = min(batches, limit)
+    elif limit is not None:
+        batches = int(batches * limit)
+    if batches < 1:
+        raise UserError(f"train_samples={num_samples}: expected at least one global batch of {global_batch}.")
+    return epochs * -(-batches // trainer["accumulate_grad_batches"])
+
+
+def stated_speed(mfu: float, peak_tflops: float) -> Speed:
+    """Compute the speed of a device from model FLOPs utilisation.
+
+    Args:
+        mfu: Part of the peak, in (0, 1].
+        peak_tflops: Of a device, in TFLOP/s.
+
+    Raises:
+        UserError: If a number is out of range.
+    """
+    if not 0 < mfu <= 1:
+        raise UserError(f"mfu={mfu}: expected a fraction in (0, 1].")
+    if not 0 < peak_tflops < 1e9:
+        raise UserError(f"peak_tflops={peak_tflops}: expected a positive number, in TFLOP/s of one device.")
+    return Speed(mfu * peak_tflops * 1e12, f"{100 * mfu:g} % of {peak_tflops:g} TFLOP/s")
+
+
+def measured_speed(run: str) -> Speed:
+    """Read the speed of a device from a run of the same program: the median of what it logged.
+
+    Args:
+        run: Folder of a run that logged to TensorBoard, as runs do by default.
+
+    Raises:
+        UserError: If it has no record of its speed, costs and devices.
+    """
+    folder = Path(run)
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    try:
+        costs = json.loads((folder / COSTS).read_text())
+        devices = read_environments(folder / ENVIRONMENT)[-1]["devices"]
+        flops = costs["forward_flops"] * 1.0
+        log.Reload()
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"throughput={run!r}: expected the folder of a run that has trained ({error}).") from error
+    rates = [event.value for tag in log.Tags()["scalars"] if tag.endswith(PER_SECOND) for event in log.Scalars(tag)]
+    if not rates:
+        raise UserError(f"throughput={run!r}: expected a run that logged its speed to TensorBoard; it logged none.")
+    a_device = statistics.median(rates) * PASSES * flops / devices
+    return Speed(a_device, f"{statistics.median(rates):,.1f} {costs['unit']}/s on {devices} of {run}")
+
+
+def describe_time(length: Length, world: int, speed: Speed, hour_price: float | None) -> str:
+    """Write the time of a run, in hours, and its price.
+
+    Args:
+        length: Of the run, with steps.
+        world: Number of devices.
+        speed: Of a device.
+        hour_price: Of a device and hour, in any currency; None if it is not asked for.
+
+    Raises:
+        UserError: If the price is negative.
+    """
+    if hour_price is not None and not 0 <= hour_price < 1e9:
+        raise UserError(f"hour_price={hour_price}: expected a number of at least 0.")
+    hours = length.total_flops / (speed.flops * world) / 3600
+    price = "" if hour_price is None else f", price {hours * world * hour_price:,.2f}"
+    return f"{hours:,.2f} h, {hours * world:,.2f} device hours{price} (estimate: {speed.source}; without validation)"

@@ -1,0 +1,108 @@
+"""Length, time and price of planned runs, against runs that were started and numbers worked out by hand."""
+
+import json
+import math
+import re
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from dctrain.errors import UserError
+from dctrain.plan_length import Length, count_steps, describe_time, measured_speed, stated_speed
+from dcvision.cli import main
+
+TRAINER = {"max_steps": -1, "max_epochs": 3, "accumulate_grad_batches": 2, "limit_train_batches": None}
+DIGITS = ["plan", "--config", "vision/digits", "--trainer.max_epochs=3"]
+
+
+def planned(capsys, *options: str) -> dict[str, str]:
+    """The lines of a plan, by their first word."""
+    main([*DIGITS, *options])
+    return dict(re.findall(r"^(\w+) +(.*)$", capsys.readouterr().out, re.M))
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_samples", "steps"),
+    [
+        ({}, 1000, 3 * math.ceil(15 / 2)),
+        ({"limit_train_batches": 4}, 1000, 3 * 2),
+        ({"limit_train_batches": 0.5}, 1000, 3 * math.ceil(7 / 2)),
+        ({"max_steps": 7}, None, 7),
+        ({}, None, None),
+    ],
+)
+def test_steps(changed, num_samples, steps):
+    assert count_steps(TRAINER | changed, num_samples, 64) == steps
+
+
+def test_steps_of_a_plan_are_those_of_the_run(capsys, tmp_path):
+    options = ["--trainer.accumulate_grad_batches=4", "--trainer.limit_train_batches=0.3"]
+    length = planned(capsys, *options)["run"]
+    assert length.startswith("3 epochs, ")
+    quiet = ["--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={tmp_path}", "--model.warmup_steps=1"]
+    main(["fit", *DIGITS[1:], *options, *quiet, "--trainer.accelerator=cpu"])
+    (checkpoint,) = tmp_path.glob("digits/version_0/checkpoints/last-step=*.ckpt")
+    assert f" {checkpoint.stem.partition('=')[2]} steps, " in length
+
+
+def test_time_and_price_of_a_stated_utilisation(capsys):
+    lines = planned(capsys, "--train_samples=64000", "--mfu=0.5", "--peak_tflops=0.1", "--hour_price=36")
+    flops = float(re.search(r"([\d.e+]+) FLOPs", lines["run"])[1])
+    assert "3,000 steps" in lines["run"]
+    hours, price = (float(re.search(rf"{said}", lines["time"])[1]) for said in (r"^([\d.]+) h", r"price ([\d.]+)"))
+    assert hours == pytest.approx(flops / 0.05e12 / 3600, abs=0.006)
+    assert price == pytest.approx(36 * flops / 0.05e12 / 3600, rel=0.01)
+
+
+def test_time_of_a_measured_run(tmp_path):
+    """A run on 4 devices at 100 images/s of 2 FLOPs each, forward: 150 FLOP/s a device."""
+    (tmp_path / "costs.json").write_text(json.dumps({"forward_flops": 2, "unit": "images"}))
+    (tmp_path / "environment.json").write_text(json.dumps([{"devices": 1}, {"devices": 4}]))
+    with SummaryWriter(tmp_path) as writer:
+        for step, rate in enumerate((1.0, 100.0, 100.0, 120.0, 90.0)):
+            writer.add_scalar("train/images_per_second", rate, step)
+    speed = measured_speed(str(tmp_path))
+    assert speed.flops == pytest.approx(150)
+    length = Length(steps=30, units=10, unit="images", flops=5, epochs=None)
+    assert length.total_flops == 4500
+    assert describe_time(length, 2, speed, None).startswith(f"{4500 / 300 / 3600:.2f} h")
+
+
+@pytest.mark.parametrize("content", [None, "[]", "{}", '{"forward_flops": "many", "unit": "images"}'])
+def test_folder_without_measurement_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "costs.json").write_text(content)
+        (tmp_path / "environment.json").write_text(json.dumps([{"devices": 1}]))
+    with pytest.raises(UserError, match="throughput="):
+        measured_speed(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        (["--mfu=0"], "mfu"),
+        (["--mfu=1.5"], "mfu"),
+        (["--mfu=.nan"], "mfu"),
+        (["--mfu=0.5", "--peak_tflops=0"], "peak_tflops"),
+        (["--mfu=0.5", "--throughput=runs/a"], "throughput"),
+        (["--hour_price=2"], "hour_price"),
+        (["--mfu=0.5", "--hour_price=-2"], "hour_price"),
+        (["--train_samples=0"], "train_samples"),
+        (["--train_samples=10"], "train_samples"),
+        (["--data.train=shards:nowhere/{0..9}.tar", "--mfu=0.5"], "train_samples"),
+    ],
+)
+def test_estimates_that_cannot_be_made(capsys, options, argument):
+    with pytest.raises(SystemExit) as stop:
+        main([*DIGITS, *options])
+    assert stop.value.code == 2
+    assert f"{argument}=" in capsys.readouterr().err
+
+
+def test_data_that_are_elsewhere(capsys):
+    """The FLOPs of a step are known, and the option that gives the rest is named."""
+    assert "--train_samples" in planned(capsys, "--data.train=shards:nowhere/{0..9}.tar")["run"]
+
+
+def test_speed_is_a_part_of_the_peak():
+    assert stated_speed(0.25, 400).flops == 1e14
