@@ -43,6 +43,7 @@ from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
 from .loggers import describe as describe_logger
 from .named_configs import with_config_paths
 from .plan import Planning
+from .rendezvous import mark_launcher
 from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights
 from .slurm import cluster_plugins
@@ -196,6 +197,7 @@ class TrainerCLI(LightningCLI):
         with told_as("trainer"):
             trainer = super().instantiate_trainer(**kwargs)
         trainer.run_dir = self.run_dir
+        mark_launcher()
         self._held.callback(finish, trainer.loggers)
         if self.run_dir is not None and self.run_dir.is_resumed:
             keep_rows(trainer.loggers, self.resumed_step)

@@ -21,6 +21,7 @@ from torch.distributed import is_initialized
 
 from .callbacks.costs import COSTS
 from .files import held
+from .rendezvous import watch_start
 
 LOCK = ".lock"
 CONFIG, RESUMED_CONFIG, ENVIRONMENT = "config.yaml", "config-resumed.yaml", "environment.json"
@@ -64,6 +65,10 @@ class RunTrainer(L.Trainer):
 
     run_dir: RunDir | None = None
     _log_dir: str | None = None  # once the ranks know each other
+
+    def _run(self, *args, **kwargs):
+        watch_start(self)
+        return super()._run(*args, **kwargs)
 
     @property
     def log_dir(self) -> str | None:

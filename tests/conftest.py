@@ -25,6 +25,8 @@ def cache(tmp_path_factory):
     (cache / "dcmha/cpu").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("OMP_NUM_THREADS", "1")  # of processes that tests start; `threads` sets those of this one
+        torch.set_num_threads(1)  # fixtures of modules are made before `threads` is
         yield
 
 

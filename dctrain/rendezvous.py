@@ -1,0 +1,84 @@
+"""What a process does until the other processes of its run have started: it does not wait for ever, nor silently."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import lightning as L
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.distributed import is_initialized
+
+LAUNCHER = "DCTRAIN_LAUNCHER"  # process id of the process that starts the others of its machine
+NOTICE_SECONDS, LIMIT_SECONDS, INTERVAL = 60.0, 900.0, 0.5
+
+
+def mark_launcher() -> None:
+    """Leave this process' id to the processes that Lightning starts, unless it is one of them."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.environ[LAUNCHER] = str(os.getpid())
+
+
+def watch_start(trainer: L.Trainer) -> None:
+    """Watch, in a thread, that the processes of a run find each other; it ends when they have.
+
+    The process ends with status 2 and a message if the process that started it has died, or after `LIMIT_SECONDS`.
+
+    Args:
+        trainer: Its strategy has not set up its process group.
+    """
+    if trainer.world_size == 1 or is_initialized():
+        return
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    launcher = None
+    if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
+        launcher = int(os.environ.get(LAUNCHER, 0)) or None
+    name = f"rank {trainer.global_rank} of {trainer.world_size}"
+    arguments = (name, launcher, is_initialized, _say, _end)
+    threading.Thread(target=watch, args=arguments, daemon=True, name="rendezvous").start()
+
+
+def watch(
+    name: str,
+    launcher: int | None,
+    is_ready: Callable[[], bool],
+    say: Callable[[str], None],
+    end: Callable[[str], None],
+    *,
+    notice_seconds: float = NOTICE_SECONDS,
+    limit_seconds: float = LIMIT_SECONDS,
+    interval: float = INTERVAL,
+) -> None:
+    """Wait until a process group is ready.
+
+    Args:
+        name: Of this process, in messages.
+        launcher: Process id of the process that started this one; None if that is not watched.
+        is_ready: Returns whether the process group is ready.
+        say: Prints a message.
+        end: Ends the process with a message.
+        notice_seconds: After this time a message says that the process is waiting.
+        limit_seconds: After this time the process ends.
+        interval: Seconds between looks.
+    """
+    start, is_said = time.monotonic(), False
+    while not is_ready():
+        waited = time.monotonic() - start
+        if launcher is not None and os.getppid() != launcher:
+            return end(f"{name}: the process that started it has died before all processes of the run had started.")
+        if waited > limit_seconds:
+            return end(f"{name}: the other processes of the run have not started within {limit_seconds:.0f} s.")
+        if waited > notice_seconds and not is_said:
+            say(f"{name} is waiting for the other processes of the run (at most {limit_seconds:.0f} s)")
+            is_said = True
+        time.sleep(interval)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _end(message: str) -> None:
+    _say(f"error: {message}")
+    os._exit(2)  # the main thread is inside of the process group's start, which does not return
