@@ -193,6 +193,10 @@ class TokenDataModule(ResumableDataModule):
             return None
         return Masking(self.mask_fraction, self.mask_span, corpus.vocab_size, (corpus.tokenizer().eos_id,))
 
+    def count_samples(self) -> int:
+        """Count the sequences of the training split, which is opened."""
+        return len(self._open(open_corpus(self.tokens, self.tokenizer), "train"))
+
     @property
     def num_samples(self) -> int:
         """Sequences of the training split."""

@@ -266,7 +266,7 @@ def test_options_reach_the_layers(overrides):
 @pytest.mark.parametrize(
     ("tokens", "recompute", "backend"),
     [
-        pytest.param(9, True, "aot_eager", id="short"),
+        pytest.param(9, True, "aot_eager", marks=pytest.mark.slow, id="short"),
         pytest.param(9, False, "inductor", marks=pytest.mark.long, id="short-inductor"),
         pytest.param(300, True, "inductor", marks=pytest.mark.long, id="long-inductor"),
     ],
@@ -290,6 +290,7 @@ def test_compiles_whole_and_trains(tokens, recompute, backend):
     assert list(decoder.state_dict()) == keys
 
 
+@pytest.mark.slow
 def test_compiled_scores_are_the_eager_ones():
     """However many targets count; and that number is compiled for once, not each time."""
     decoder = small("dcformer_pp_debug", num_layers=2).eval()

@@ -82,14 +82,15 @@ def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
     assert len(graphs) <= 2 * (2 + 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         CASE,
-        pytest.param(replace(CASE, mask="float-inf", shared=2, is_causal=False), marks=pytest.mark.slow),
-        pytest.param(replace(CASE, mask="bias 1HTS", window=9, compositions="post"), marks=pytest.mark.slow),
-        pytest.param(replace(CASE, has_documents=True, dropout_p=0.3, branches="qkg"), marks=pytest.mark.slow),
-        pytest.param(replace(CASE, T=50, S=41, compositions="pre"), marks=pytest.mark.slow),
+        replace(CASE, mask="float-inf", shared=2, is_causal=False),
+        replace(CASE, mask="bias 1HTS", window=9, compositions="post"),
+        replace(CASE, has_documents=True, dropout_p=0.3, branches="qkg"),
+        replace(CASE, T=50, S=41, compositions="pre"),
     ],
     ids=str,
 )

@@ -97,6 +97,7 @@ def test_a_mesh_that_does_not_fit_the_world(capsys):
     assert "128 ranks (16 x 8), 8 shards in each of 16 replicas" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_mesh_that_splits_heads(capsys):
     heads = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.tensor_parallel=8", "--data.batch_size=64"]
     main([*CONFIG, *heads, "--model.overrides={num_groups: 8}"])

@@ -7,9 +7,11 @@ import re
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from dclm.cli import main as dclm_main
 from dctrain.errors import UserError
 from dctrain.plan_length import Length, count_steps, describe_time, measured_speed, stated_speed
 from dcvision.cli import main
+from dcvl.cli import main as dcvl_main
 
 TRAINER = {"max_steps": -1, "max_epochs": 3, "accumulate_grad_batches": 2, "limit_train_batches": None}
 DIGITS = ["plan", "--config", "vision/digits", "--trainer.max_epochs=3"]
@@ -43,6 +45,16 @@ def test_steps_of_a_plan_are_those_of_the_run(capsys, tmp_path):
     main(["fit", *DIGITS[1:], *options, *quiet, "--trainer.accelerator=cpu"])
     (checkpoint,) = tmp_path.glob("digits/version_0/checkpoints/last-step=*.ckpt")
     assert f" {checkpoint.stem.partition('=')[2]} steps, " in length
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [(dclm_main, ["--config", "lm/stdlib"]), (dcvl_main, ["--config", "vl/scenes", "--data.batch_size=32"])],
+    ids=["dclm", "dcvl"],
+)
+def test_epochs_of_other_programs_are_counted_in_steps(capsys, program, options):
+    program(["plan", *options, "--trainer.max_steps=-1", "--trainer.max_epochs=2"])
+    assert re.search(r"^run +2 epochs, [\d,]+ steps, ", capsys.readouterr().out, re.M)
 
 
 def test_time_and_price_of_a_stated_utilisation(capsys):

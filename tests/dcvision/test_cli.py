@@ -98,6 +98,7 @@ def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
     assert "holds an exported model already; nothing was overwritten" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 2, patch_size: 4}"]
     run("fit", *small(shards, tmp_path), *model, "--model.swap={rank: 1, layers: [-1]}", "--trainer.max_steps=3")

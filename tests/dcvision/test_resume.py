@@ -66,6 +66,7 @@ def test_resuming_on_other_data_is_refused(shards, tmp_path, capsys):
         assert f"the checkpoint was trained with {message}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stopped_while_accumulating_gradients(shards, tmp_path):
     common = ["--trainer.accumulate_grad_batches=4"]
     run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
@@ -77,7 +78,8 @@ def test_stopped_while_accumulating_gradients(shards, tmp_path):
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("pattern", ["best-epoch=0*", pytest.param("last*", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["best-epoch=0*", "last*"])
 def test_resumed_from_the_checkpoint_of_an_epochs_end(shards, tmp_path, pattern):
     """Saved after validation by the best checkpoint, and at the end of the last epoch of a shorter run."""
     once = ["--trainer.max_steps=30", "--trainer.max_epochs=-1"]

@@ -219,6 +219,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
     assert message in mistake(capsys, run, name, f"--checkpoint={trained / 't/version_0'}", *rest)
 
 
+@pytest.mark.slow
 def test_mistakes_of_models(trained, tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.contrastive=null")
     teller, source = f"--checkpoint={tmp_path / 't/version_0'}", str(trained / "set")

@@ -29,6 +29,7 @@ def log_probability(tokens, target: int) -> float:
     return float(decoder(torch.tensor([tokens]))[0, -1].log_softmax(-1)[target])
 
 
+@pytest.mark.slow
 def test_credits_of_tokens_sum_up(here, capsys):
     run("explain", "attribute", "--checkpoint=model", f"--prompt={PROMPT}", "--steps=128", "--out=out")
     printed = capsys.readouterr().out
@@ -77,7 +78,7 @@ def test_mistakes(here, capsys, arguments, message):
     assert message in mistake(capsys, run, "explain", "attribute", "--checkpoint=model", *prompt, *arguments)
 
 
-@pytest.mark.parametrize("kind", ["texts", "suite"])
+@pytest.mark.parametrize("kind", [pytest.param("texts", marks=pytest.mark.slow), "suite"])
 def test_many_predictions(here, capsys, kind):
     """What is lost without a head alone is what `ablate` says; credits sum up to what all heads change together."""
     if kind == "suite":

@@ -120,6 +120,7 @@ def test_a_broken_kernel_of_few_queries_is_not_used(monkeypatch, a_checked_cpu):
     torch.testing.assert_close(got, run(case, operands, "compiled"))
 
 
+@pytest.mark.slow
 def test_random_numbers_are_left_alone():
     operands = make_operands(CASE, torch.float32)
     state = torch.random.get_rng_state()
@@ -176,6 +177,7 @@ def test_a_launch_that_fails_is_a_finding(monkeypatch):
         call()
 
 
+@pytest.mark.slow
 def test_autograd_has_no_part_in_running_the_kernels(a_checked_cpu, monkeypatch):
     """Its thread for a GPU may be the one that waits for the check."""
     kernels = first_use._results_of_kernels

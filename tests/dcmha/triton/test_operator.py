@@ -65,7 +65,7 @@ TIERS = ([], [pytest.mark.long], [pytest.mark.slow], [pytest.mark.long])
 
 def marks_of(shape: dict, marks: list) -> list:
     """Put large shapes, which take the interpreter seconds each, into the second tier."""
-    return marks or [pytest.mark.slow] * (shape["H"] > 16 or shape["T"] > 30)
+    return marks or [pytest.mark.slow] * (shape["H"] >= 16 or shape["T"] > 30)
 
 
 CASES = [
@@ -241,6 +241,7 @@ def test_all_gradients_of_a_layer(options):
     assert layer.resolved_impl == "reference"  # of the first call
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_what_the_policy_says():
     """With the operator saved, the backward pass does not run its forward again; without, it does."""
     case = Case(B=1, T=9, S=9, H=4, D=16, is_causal=True, branches="qkg")
@@ -302,6 +303,7 @@ def test_compiled_and_checkpointed(how):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_gpu_runs(monkeypatch):
     """The tests of `test_gpu.py`, on this device and at a small size: that they say what they mean to."""
     monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
