@@ -79,7 +79,8 @@ class DCLMConfig(PreTrainedConfig):
         **fields: Any of them, and the fields of `transformers.PretrainedConfig`.
 
     Raises:
-        ValueError: If a value is out of range, or the decoder has cross-attention (`cross_layers`).
+        ValueError: If a value is out of range, the decoder has cross-attention (`cross_layers`), or `tie_word_embeddings`
+            is true.
     """
 
     model_type = NATIVE_TYPE
@@ -95,6 +96,10 @@ class DCLMConfig(PreTrainedConfig):
     def __post_init__(self, **fields) -> None:
         """Keep our fields, and leave the others to the library."""
         named = {self.attribute_map.get(name, name): value for name, value in fields.items()}
+        if named.pop("tie_word_embeddings", False):
+            raise ValueError(
+                "tie_word_embeddings=True; accepted: false, as decoders have an output layer of their own."
+            )
         for name in self.field_names():
             setattr(self, name, named.pop(name, DEFAULTS[name]))
         super().__post_init__(**named)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dclm
 from dclm.decoder import Decoder
@@ -134,3 +135,28 @@ def test_new_models_are_drawn_as_ours_are(transformers):  # noqa: F811
     assert made.decoder.config == decoder(num_kv_heads=2).config
     assert 0.015 < made.decoder.embed.weight.std() < 0.025  # of the debug size
     assert DCLMConfig(num_attention_heads=8, hidden_size=64).decoder_config().num_heads == 8
+
+
+def test_tied_embeddings_are_refused(transformers):  # noqa: F811
+    from dclm.huggingface import DCLMConfig
+
+    assert DCLMConfig().tie_word_embeddings is False
+    with pytest.raises(ValueError, match="tie_word_embeddings=True"):
+        DCLMConfig(tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(("change", "named"), [("missing", "output.weight"), ("unknown", "extra")])
+def test_folder_without_all_weights_or_with_others_is_refused(tmp_path, change, named, transformers):  # noqa: F811
+    """Nothing is drawn at random in their place, as the library does with a warning."""
+    from dclm.huggingface import DCLMConfig, DCLMForCausalLM
+
+    model = DCLMForCausalLM(DCLMConfig())
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    if change == "missing":
+        del weights[named]
+    else:
+        weights[named] = torch.zeros(1)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{change} {named}"):
+        DCLMForCausalLM.from_pretrained(tmp_path)
