@@ -79,8 +79,8 @@ class DCLMConfig(PreTrainedConfig):
         **fields: Any of them, and the fields of `transformers.PretrainedConfig`.
 
     Raises:
-        ValueError: If a value is out of range, the decoder has cross-attention (`cross_layers`), or `tie_word_embeddings`
-            is true.
+        ValueError: If a value is out of range, the decoder has cross-attention (`cross_layers`), or
+            `tie_word_embeddings` is true.
     """
 
     model_type = NATIVE_TYPE

@@ -140,7 +140,7 @@ def test_new_models_are_drawn_as_ours_are(transformers):  # noqa: F811
 def test_tied_embeddings_are_refused(transformers):  # noqa: F811
     from dclm.huggingface import DCLMConfig
 
-    assert DCLMConfig().tie_word_embeddings is False
+    DCLMConfig(tie_word_embeddings=False)
     with pytest.raises(ValueError, match="tie_word_embeddings=True"):
         DCLMConfig(tie_word_embeddings=True)
 
