@@ -121,6 +121,8 @@ def suite(out: str, seed: int = 0, combinations: Literal["all", "trained", "unse
         combinations: Of pattern and transformation: "all", or of the easier tasks that `data.tokens: tasks` draws those
             that training shows ("trained") or does not show ("unseen").
     """
+    if seed < 0:
+        raise UserError(f"seed={seed}: expected at least 0.")
     path = Path(out)
     if path.exists():
         raise UserError(f"{out} exists already; nothing was overwritten.")

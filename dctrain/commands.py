@@ -15,6 +15,7 @@ from .errors import UserError
 EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
 SAID = ("true", "false")
+PATHS = ("out", "checkpoint", "image", "images", "inputs", "texts")  # parameters that name files or folders
 
 Functions = Mapping[str, "Callable[..., None] | Functions"]  # of mappings, the second word says which
 
@@ -107,9 +108,22 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
         )
     switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
     options = parser.parse_args(_completed(args, switches)).as_dict()
+    _check_paths(options)
     if CONFIG not in parameters:
         del options[CONFIG]
     function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
+
+
+def _check_paths(options: Mapping[str, object]) -> None:
+    """Refuse empty paths, of an unset variable of a shell: they would name the working directory.
+
+    Raises:
+        UserError: If one is empty.
+    """
+    for name in PATHS:
+        value = options.get(name)
+        if value == "" or (isinstance(value, Sequence) and "" in list(value)):
+            raise UserError(f"{name}='': expected a path; an empty one may be an unset variable of a shell.")
 
 
 def _completed(args: list[str], switches: set[str]) -> list[str]:

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from dcmha import DCAttention, record_attention
+from dcmha import ComposedLayer, record_attention
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
 
@@ -32,7 +32,7 @@ class AttentionImages(Callback):
         query: Which patch looks, counted row by row; the middle one if None.
 
     Raises:
-        UserError: Before training starts, if the image cannot be read, the model has no `DCAttention` or the run no
+        UserError: Before training starts, if the image cannot be read, the model has no such layers or the run no
             TensorBoard logger; at the first validation, if layers attend within windows or there is no such patch.
     """
 
@@ -77,7 +77,7 @@ def look(checkpoint: str, image: str, out: str, query: int | None = None) -> lis
         The pictures, which are printed too.
 
     Raises:
-        UserError: If a file cannot be read or written, the model has no `DCAttention` or attends within windows, or
+        UserError: If a file cannot be read or written, the model has no such layers or attends within windows, or
             there is no such patch.
     """
     model, size, _ = load_network(checkpoint)
@@ -104,8 +104,8 @@ def _check_layers(model: nn.Module) -> None:
     Raises:
         UserError: If not.
     """
-    if not any(isinstance(module, DCAttention) for module in model.modules()):
-        raise UserError(f"{type(model).__name__} has no DCAttention to look at.")
+    if not any(isinstance(module, ComposedLayer) for module in model.modules()):
+        raise UserError(f"{type(model).__name__} has no DCAttention, nor other composed layers, to look at.")
 
 
 def _view(model: nn.Module, pixels: Tensor, query: int | None) -> View:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
-from dctrain.evaluation.run import check_at_least_one, find_dtype
+from dctrain.evaluation.run import check_at_least_one, check_steps, find_dtype
 from dctrain.explain.attribution import Credits, Parts, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
@@ -80,7 +80,8 @@ def attribute(
     kinds = KINDS if prompt is not None else KINDS[:2]
     if over:
         check_kinds("over", over, kinds)
-    check_at_least_one(steps=steps, limit=limit, batch_size=batch_size)
+    check_steps(steps)
+    check_at_least_one(limit=limit, batch_size=batch_size)
     folder = make_folder(out)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     credits = Credits(over or kinds_of(model.decoder, kinds), steps, alone)

@@ -4,7 +4,7 @@ import torch
 
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.cli import relative
-from dctrain.evaluation.run import check_at_least_one, find_dtype, name_models
+from dctrain.evaluation.run import check_steps, find_dtype, name_models
 from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
@@ -45,7 +45,7 @@ def report(
     Raises:
         UserError: If something cannot be read or written, the target is not one token, or the prompt is too long.
     """
-    check_at_least_one(steps=steps)
+    check_steps(steps)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     question = ask(model, prompt, target)
     decoder, (name,) = model.decoder, name_models([checkpoint])

@@ -79,7 +79,7 @@ def record_attention(
     layers: Iterable[str] | None = None,
     keep: Callable[[Recorded], Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Record the last call of every `DCAttention` and `DCCrossAttention`, by name, while the context is open.
+    """Record the last call of each `ComposedLayer`, such as `DCAttention`, by name, while the context is open.
 
         with torch.no_grad(), record_attention(model) as recorded:
             model(x)

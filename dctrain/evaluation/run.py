@@ -15,6 +15,7 @@ from .ranks import Ranks, joined_ranks
 from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
+MOST_STEPS = 1024  # of an integral
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
 
@@ -164,6 +165,12 @@ def check_at_least_one(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise UserError(f"{name}={number} must be at least 1.")
+
+
+def check_steps(steps: int) -> None:
+    """Raise UserError if an integral cannot have so many points (Gauss-Legendre: their computation takes memory)."""
+    if not 1 <= steps <= MOST_STEPS:
+        raise UserError(f"steps={steps}: expected 1 to {MOST_STEPS}.")
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dcmha import DCAttention
+from dcmha import DCCrossAttention
 from dcmha.analysis import attention_layers, composed_layers
 
 from ..errors import UserError
@@ -21,7 +21,7 @@ def find_layer(model: nn.Module, layer: str | None, composition: str) -> list[st
     Raises:
         ValueError: If there is none.
     """
-    composed = {name: one for name, one in composed_layers(model).items() if isinstance(one, DCAttention)}
+    composed = {name: one for name, one in composed_layers(model).items() if not isinstance(one, DCCrossAttention)}
     found = [name for name, one in composed.items() if composition in one.options.compositions]
     if not found:
         raise ValueError(f"{type(model).__name__} has no {composition}-composition.")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, to_pil_image
 
 from dctrain.checkpoint import find_checkpoint, map_checkpoint
+from dctrain.errors import told_as
 
 from ..compatible import normalisation
 from ..data.decode import Transform, decode, eval_transform
@@ -48,8 +49,9 @@ def load_classifier(checkpoint: str) -> Network:
     if Path(checkpoint).exists() and not is_exported(checkpoint):
         return _of_run(checkpoint)
     model = load_pretrained(checkpoint).eval()
-    config = resolve_data_config({}, model=model)
-    transform = create_transform(**config)
+    with told_as(f"{checkpoint}: its pretrained_cfg does not describe a preprocessing"):
+        config = resolve_data_config({}, model=model)
+        transform = create_transform(**config)
     words = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
     classes = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
     return Network(model, partial(_by_timm, transform), {"by": "timm", **words}, classes)

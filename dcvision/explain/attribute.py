@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dctrain.checkpoint import make_folder
 from dctrain.errors import UserError
-from dctrain.evaluation.run import check_at_least_one
+from dctrain.evaluation.run import check_at_least_one, check_steps
 from dctrain.explain.attribution import Credits, Parts, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
@@ -72,7 +72,8 @@ def attribute(
     kinds = KINDS if images is None else KINDS[:2]
     if over:
         check_kinds("over", over, kinds)
-    check_at_least_one(steps=steps, limit=limit, batch_size=batch_size)
+    check_steps(steps)
+    check_at_least_one(limit=limit, batch_size=batch_size)
     folder = make_folder(out)
     if image is not None:
         network, pixels = load_with_image(checkpoint, image, device)

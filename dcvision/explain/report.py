@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dcmha import DCAttention
+from dcmha import ComposedLayer
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.cli import relative
 from dctrain.errors import told_as
-from dctrain.evaluation.run import check_at_least_one, name_models
+from dctrain.evaluation.run import check_steps, name_models
 from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
@@ -48,7 +48,7 @@ def report(
         UserError: If something cannot be read or written, there is no such class, the model has too many tokens for a
             page, or its layers attend within windows.
     """
-    check_at_least_one(steps=steps)
+    check_steps(steps)
     network, pixels = load_with_image(checkpoint, image, device)
     model, (name,) = network.model, name_models([checkpoint])
     view = View(read_image(image, pixels.shape[-1]), patch_grid(model, pixels.shape[-1]), prefix_tokens(model), None)
@@ -69,8 +69,8 @@ def report(
     print(relative(path))
 
 
-def _composing(model: nn.Module) -> list[DCAttention]:
-    return [layer for layer in model.modules() if isinstance(layer, DCAttention) and layer.options.is_composed]
+def _composing(model: nn.Module) -> list[ComposedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, ComposedLayer) and layer.options.is_composed]
 
 
 @torch.inference_mode()
@@ -80,7 +80,7 @@ def _maps(model: nn.Module, pixels: Tensor, view: View) -> dict[str, Maps]:
     Raises:
         UserError: If one attends within windows.
     """
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, DCAttention)]
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, ComposedLayer)]
     if not layers:
         return {}
 

@@ -117,3 +117,12 @@ def test_the_command_overwrites_nothing(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["suite", "--out", out])
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "named"), [(["--out="], "out=''"), (["--out=a.jsonl", "--seed=-1"], "seed=-1")])
+def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, arguments, named):
+    """A negative seed would draw what its absolute value draws."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["suite", *arguments])
+    assert named in capsys.readouterr().err and not any(tmp_path.iterdir())

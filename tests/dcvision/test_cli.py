@@ -120,6 +120,21 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     assert (tmp_path / "pictures/blocks.1.attn.png").exists()
 
 
+@pytest.mark.slow
+def test_a_swapped_family_is_looked_at_and_explained(shards, tmp_path):
+    """Its layers are composed ones of another class than `DCAttention`."""
+    model = ["--model.model=vit_relpos_small_patch16_224", "--model.model_kwargs={depth: 2, patch_size: 4}"]
+    run("fit", *small(shards, tmp_path), *model, "--model.swap={rank: 1}", "--trainer.max_steps=1")
+    run_folder = tmp_path / "t/version_0"
+    Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
+    of = [f"--checkpoint={run_folder}", f"--image={tmp_path}/image.png"]
+    run("look", *of, f"--out={tmp_path}/pictures")
+    assert (tmp_path / "pictures/blocks.1.attn.png").exists()
+    run("explain", "report", *of, f"--out={tmp_path}/page", "--steps=2")
+    page = (tmp_path / "page/index.html").read_text()
+    assert "blocks.1.attn" in page and "Not recorded" not in page and "no composition" not in page
+
+
 def test_attention_pooling_is_trained(shards, tmp_path):
     model = ["--model.model=vit_base_patch16_siglip_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     run("fit", *small(shards, tmp_path), *model, "--model.swap={pooling: true}", "--trainer.max_steps=3")
