@@ -305,13 +305,15 @@ class TrainingModule(L.LightningModule):
         known.
         """
         trainer = self.trainer
-        if trainer.max_steps > 0:
-            return trainer.max_steps
-        if trainer.max_epochs is None or trainer.max_epochs < 1:
+        has_epochs = trainer.max_epochs is not None and trainer.max_epochs > 0
+        if not has_epochs and trainer.max_steps < 1:
             raise UserError("the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
+        if not has_epochs:
+            return trainer.max_steps
         if trainer.datamodule is None:  # loaders of others have no position
             return int(trainer.estimated_stepping_batches)
-        return trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
+        steps = trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
+        return min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
 
     def _parameter_groups(self) -> list[dict]:
         trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -8,11 +8,12 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .arguments import check_trainer
-from .errors import UserError
+from .datamodule import ResumableDataModule
+from .errors import UserError, reason
 from .flops import forward_flops
 from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, share_of_a_rank
 from .module import TrainingModule
-from .plan_length import PEAK_TFLOPS, Length, count_steps, describe_time, measured_speed, stated_speed
+from .plan_length import PEAK_TFLOPS, Length, count_steps, describe_time, is_set, measured_speed, stated_speed
 from .sharding.deferred import deferred_weights
 from .sharding.layout import HEADS, REPLICAS, SHARDS
 from .strategy import check_strategy, is_sharding, mesh_axes
@@ -44,18 +45,20 @@ class Planning:
         trainer, data = self._get(self.config, "trainer"), self._get(self.config, "data")
         estimate = Estimate(**{name: self._get(self.config, name) for name in Estimate._fields})
         num_samples = estimate.train_samples
-        if num_samples is None and (trainer["max_steps"] is None or trainer["max_steps"] < 1):
-            num_samples = self._count_samples(data)
+        datamodule = self._datamodule_class(**data)
+        if num_samples is None and is_set(trainer["max_epochs"]):
+            num_samples = _count_samples(datamodule)
         gpu_memory = self._get(self.config, "gpu_memory")
         print("\n".join(plan(self.module, trainer, data.batch_size, gpu_memory, num_samples, estimate)))
 
-    def _count_samples(self, data: dict) -> int | None:
-        """Count the samples of the training set; None if it is not on this machine."""
-        datamodule = self._datamodule_class(**data)
-        try:
-            return datamodule.count_samples()
-        except (UserError, OSError):
-            return None
+
+def _count_samples(datamodule: ResumableDataModule) -> int | None:
+    """Count the samples of the training set; None, and a message, if it cannot be opened on this machine."""
+    try:
+        return datamodule.count_samples()
+    except (UserError, OSError) as error:
+        print(f"the training set is not counted: {reason(error)}")
+        return None
 
 
 class Estimate(NamedTuple):
@@ -100,7 +103,7 @@ def plan(
         UserError: If the mesh does not fit the world, the run the device, or a number is out of range.
     """
     check_trainer(trainer)
-    _check_planned(trainer, batch_size, gpu_memory, estimate)
+    _check_planned(trainer, gpu_memory, estimate)
     devices, nodes, accumulate = _devices(trainer), trainer["num_nodes"], trainer["accumulate_grad_batches"]
     world, model = devices * nodes, module.model
     example, _, units_of_one = module.example(1)
@@ -111,7 +114,7 @@ def plan(
     data_ranks = world // axes[HEADS]
     step = units * accumulate * data_ranks
     steps = count_steps(trainer, num_samples, batch_size * data_ranks)
-    epochs = None if trainer["max_steps"] is not None and trainer["max_steps"] > 0 else trainer["max_epochs"]
+    epochs = None if is_set(trainer["max_steps"]) else trainer["max_epochs"]
     length = Length(steps, step, module.speed_unit, flops, epochs)
     lines = [
         f"model       {module.hparams['model']}, {numel:,} parameters",
@@ -156,14 +159,14 @@ def _time(length: Length, world: int, estimate: Estimate) -> list[str]:
     return [f"time        {describe_time(length, world, speed, estimate.hour_price)}"]
 
 
-def _check_planned(trainer: dict, batch_size: int, gpu_memory: float, estimate: Estimate) -> None:
+def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None:
     """Check what a plan alone depends on.
 
     Raises:
         UserError: If it cannot be planned with.
     """
     strategy = trainer["strategy"]
-    numbers = {"trainer.num_nodes": trainer["num_nodes"], "data.batch_size": batch_size, "gpu_memory": gpu_memory}
+    numbers = {"trainer.num_nodes": trainer["num_nodes"], "gpu_memory": gpu_memory}
     for name, number in numbers.items():
         if not number > 0:
             raise UserError(f"{name}={number} must be positive.")

@@ -14,6 +14,7 @@ from .run_dir import ENVIRONMENT
 
 PER_SECOND = "_per_second"
 PASSES = 3  # forward passes that a training step counts as
+LOWEST = 1e-6  # MFU and TFLOP/s: anything below is a mistake
 PEAK_TFLOPS = 989.0  # of an H100 SXM, dense bfloat16
 
 
@@ -73,20 +74,31 @@ def count_steps(trainer: dict, num_samples: int | None, global_batch: int) -> in
         UserError: If the run has no end, or the training set is smaller than a batch.
     """
     max_steps, epochs = trainer["max_steps"], trainer["max_epochs"]
-    if max_steps is not None and max_steps > 0:
-        return max_steps
-    if epochs is None or epochs < 1:
+    if not is_set(max_steps) and not is_set(epochs):
         raise UserError("the run has no end: set trainer.max_epochs or trainer.max_steps.")
+    if not is_set(epochs):
+        return max_steps
     if num_samples is None:
-        return None
-    batches, limit = num_samples // global_batch, trainer.get("limit_train_batches")
-    if isinstance(limit, int):
-        batches = min(batches, limit)
-    elif limit is not None:
-        batches = int(batches * limit)
+        return max_steps if is_set(max_steps) else None
+    steps = epochs * -(-_batches_of_epoch(trainer, num_samples, global_batch) // trainer["accumulate_grad_batches"])
+    return min(steps, max_steps) if is_set(max_steps) else steps
+
+
+def is_set(number: int | None) -> bool:
+    """Return whether a trainer's number of steps or epochs bounds the run: -1 and None do not."""
+    return number is not None and number > 0
+
+
+def _batches_of_epoch(trainer: dict, num_samples: int, global_batch: int) -> int:
+    batches = num_samples // global_batch
     if batches < 1:
         raise UserError(f"train_samples={num_samples}: expected at least one global batch of {global_batch}.")
-    return epochs * -(-batches // trainer["accumulate_grad_batches"])
+    limit = trainer.get("overfit_batches") or trainer.get("limit_train_batches")
+    if limit is not None:
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if batches < 1:
+        raise UserError(f"trainer.limit_train_batches={limit} leaves nothing to train on.")
+    return batches
 
 
 def stated_speed(mfu: float, peak_tflops: float) -> Speed:
@@ -99,10 +111,10 @@ def stated_speed(mfu: float, peak_tflops: float) -> Speed:
     Raises:
         UserError: If a number is out of range.
     """
-    if not 0 < mfu <= 1:
-        raise UserError(f"mfu={mfu}: expected a fraction in (0, 1].")
-    if not 0 < peak_tflops < 1e9:
-        raise UserError(f"peak_tflops={peak_tflops}: expected a positive number, in TFLOP/s of one device.")
+    if not LOWEST <= mfu <= 1:
+        raise UserError(f"mfu={mfu}: expected a fraction in [{LOWEST}, 1].")
+    if not LOWEST <= peak_tflops <= 1e9:
+        raise UserError(f"peak_tflops={peak_tflops}: expected {LOWEST} to 1e9, in TFLOP/s of one device.")
     return Speed(mfu * peak_tflops * 1e12, f"{100 * mfu:g} % of {peak_tflops:g} TFLOP/s")
 
 

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused():
         ("--gpu_memory=1", "most of it for"),
         ("--trainer.devices=some", "trainer.devices='some'"),
         ("--trainer.num_nodes=0", "trainer.num_nodes=0 must be positive"),
-        ("--data.batch_size=-3", "data.batch_size=-3 must be positive"),
+        ("--data.batch_size=-3", "batch_size=-3"),
         ("--gpu_memory=-1", "gpu_memory=-1.0 must be positive"),
         ("--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be at least 1"),
         ("--trainer.strategy=nonsense", "trainer.strategy='nonsense' is unknown; accepted: auto, ddp, fsdp2"),

@@ -30,6 +30,10 @@ def planned(capsys, *options: str) -> dict[str, str]:
         ({"limit_train_batches": 4}, 1000, 3 * 2),
         ({"limit_train_batches": 0.5}, 1000, 3 * math.ceil(7 / 2)),
         ({"max_steps": 7}, None, 7),
+        ({"max_steps": 7}, 1000, 7),
+        ({"max_steps": 700}, 1000, 3 * math.ceil(15 / 2)),
+        ({"max_steps": 700, "max_epochs": None}, 1000, 700),
+        ({"overfit_batches": 2}, 1000, 3 * 1),
         ({}, None, None),
     ],
 )
@@ -93,6 +97,9 @@ def test_folder_without_measurement_is_refused(tmp_path, content):
     ("options", "argument"),
     [
         (["--mfu=0"], "mfu"),
+        (["--mfu=1e-320"], "mfu"),
+        (["--trainer.limit_train_batches=0"], "limit_train_batches"),
+        (["--data.stream_samples=-1"], "stream_samples"),
         (["--mfu=1.5"], "mfu"),
         (["--mfu=.nan"], "mfu"),
         (["--mfu=0.5", "--peak_tflops=0"], "peak_tflops"),
