@@ -1,6 +1,7 @@
 """How long a planned run is: its steps, FLOPs, time and cost."""
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +10,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from .callbacks.costs import COSTS
 from .environment import read_environments
-from .errors import UserError
+from .errors import UserError, told_as
 from .run_dir import ENVIRONMENT
 
 PER_SECOND = "_per_second"
 PASSES = 3  # forward passes that a training step counts as
+MOST = 10**18  # FLOPs, devices
 LOWEST = 1e-6  # MFU and TFLOP/s: anything below is a mistake
 PEAK_TFLOPS = 989.0  # of an H100 SXM, dense bfloat16
 
@@ -129,18 +131,37 @@ def measured_speed(run: str) -> Speed:
     """
     folder = Path(run)
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    try:
-        costs = json.loads((folder / COSTS).read_text())
-        devices = read_environments(folder / ENVIRONMENT)[-1]["devices"]
-        flops = costs["forward_flops"] * 1.0
+    with told_as(f"throughput={run!r}: expected the folder of a run that has trained"):
+        flops, unit, devices = _recorded(folder)
         log.Reload()
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"throughput={run!r}: expected the folder of a run that has trained ({error}).") from error
     rates = [event.value for tag in log.Tags()["scalars"] if tag.endswith(PER_SECOND) for event in log.Scalars(tag)]
-    if not rates:
+    rate = statistics.median(rates) if rates else 0.0
+    if not (math.isfinite(rate) and rate > 0):
         raise UserError(f"throughput={run!r}: expected a run that logged its speed to TensorBoard; it logged none.")
-    a_device = statistics.median(rates) * PASSES * flops / devices
-    return Speed(a_device, f"{statistics.median(rates):,.1f} {costs['unit']}/s on {devices} of {run}")
+    return Speed(rate * PASSES * flops / devices, f"{rate:,.1f} {unit}/s on {devices} of {run}")
+
+
+def _recorded(folder: Path) -> tuple[int, str, int]:
+    """Read the FLOPs of a forward pass of one unit, the unit, and the number of devices of a run.
+
+    Raises:
+        UserError: If one is missing or is not of its type.
+        OSError: If a file cannot be read.
+    """
+    where = read_environments(folder / ENVIRONMENT)
+    last = where[-1] if isinstance(where, list) and where else None
+    found = {
+        COSTS: (json.loads((folder / COSTS).read_text()), {"forward_flops": int, "unit": str}),
+        ENVIRONMENT: (last, {"devices": int}),
+    }
+    values = []
+    for file, (content, fields) in found.items():
+        for name, kind in fields.items():
+            value = content.get(name) if isinstance(content, dict) else None
+            if type(value) is not kind or (kind is int and not 0 < value < MOST):
+                raise UserError(f"throughput={str(folder)!r}: expected {name} in its {file}; it has {value!r}.")
+            values.append(value)
+    return tuple(values)
 
 
 def describe_time(length: Length, world: int, speed: Speed, hour_price: float | None) -> str:

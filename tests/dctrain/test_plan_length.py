@@ -84,11 +84,20 @@ def test_time_of_a_measured_run(tmp_path):
     assert describe_time(length, 2, speed, None).startswith(f"{4500 / 300 / 3600:.2f} h")
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{}", '{"forward_flops": "many", "unit": "images"}'])
-def test_folder_without_measurement_is_refused(tmp_path, content):
-    if content is not None:
-        (tmp_path / "costs.json").write_text(content)
-        (tmp_path / "environment.json").write_text(json.dumps([{"devices": 1}]))
+@pytest.mark.parametrize(
+    ("costs", "environment"),
+    [
+        *((costs, '[{"devices": 1}]') for costs in ("[]", "{}", "null", "3", '"text"', "[" * 100_000)),
+        *((f'{{"forward_flops": {flops}, "unit": "images"}}', '[{"devices": 1}]') for flops in ("-1", "null", "[1]")),
+        ('{"forward_flops": 2, "unit": [1]}', '[{"devices": 1}]'),
+        *(('{"forward_flops": 2, "unit": "images"}', where) for where in ("{}", "[]", "[1]", '[{"devices": 0}]', "7")),
+        (None, None),
+    ],
+)
+def test_folder_without_measurement_is_refused(tmp_path, costs, environment):
+    if costs is not None:
+        (tmp_path / "costs.json").write_text(costs)
+        (tmp_path / "environment.json").write_text(environment)
     with pytest.raises(UserError, match="throughput="):
         measured_speed(str(tmp_path))
 
