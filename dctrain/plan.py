@@ -172,6 +172,10 @@ def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None
             raise UserError(f"{name}={number} must be positive.")
     if estimate.train_samples is not None and estimate.train_samples < 1:
         raise UserError(f"train_samples={estimate.train_samples}: expected at least 1.")
+    if trainer.get("fast_dev_run"):
+        raise UserError(f"trainer.fast_dev_run={trainer['fast_dev_run']}: plan takes whole runs; leave it out.")
+    if estimate.mfu is None and estimate.peak_tflops != PEAK_TFLOPS:
+        raise UserError(f"peak_tflops={estimate.peak_tflops}: expected --mfu with it.")
     if estimate.mfu is not None and estimate.throughput is not None:
         raise UserError(f"mfu={estimate.mfu} and throughput={estimate.throughput!r}: expected one of the two.")
     if estimate.hour_price is not None and estimate.mfu is None and estimate.throughput is None:

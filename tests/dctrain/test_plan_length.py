@@ -107,6 +107,10 @@ def test_folder_without_measurement_is_refused(tmp_path, costs, environment):
     [
         (["--mfu=0"], "mfu"),
         (["--mfu=1e-320"], "mfu"),
+        (["--peak_tflops=100"], "peak_tflops"),
+        (["--throughput="], "throughput"),
+        (["--trainer.fast_dev_run=true"], "fast_dev_run"),
+        (["--trainer.limit_train_batches=1.5"], "limit_train_batches"),
         (["--trainer.limit_train_batches=0"], "limit_train_batches"),
         (["--data.stream_samples=-1"], "stream_samples"),
         (["--mfu=1.5"], "mfu"),
