@@ -78,9 +78,9 @@ class Experiment:
         if (
             not self.seeds
             or len(set(self.seeds)) < len(self.seeds)
-            or any(type(seed) is not int for seed in self.seeds)
+            or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in self.seeds)
         ):
-            raise UserError(f"seeds={list(self.seeds)} must be at least one, whole numbers, none of them twice.")
+            raise UserError(f"seeds={list(self.seeds)} must be at least one, different whole numbers in [0, 2^32).")
         if self.baseline not in self.models:
             raise UserError(f"baseline={self.baseline!r} is none of the models: {', '.join(self.models)}.")
         for name, arguments in self.models.items():
