@@ -147,7 +147,7 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
         ({"models": {"x": {"data": {"seed": 5}}}}, "data.seed, of 'x', cannot be given"),
         ({"models": {"x": {"trainer.logger.class_path": "y"}}}, "trainer.logger.class_path, of 'x', cannot be given"),
         ({"models": {"x": {"model.lr": 1}}, "arguments": {"model": {"lr": 2}}}, "it is given for all runs (model.lr)"),
-        ({"seeds": [1, True]}, "seeds=[1, True] must be at least one, whole numbers"),
+        ({"seeds": [1, True]}, "seeds=[1, True] must be at least one"),
         ({"metrics": {}}, "metrics holds none"),
         ({"paper": {"a": "11.7 %"}}, "paper: a='11.7 %' is no number"),
         ({"families": []}, "families=[] must be a dict"),
