@@ -148,8 +148,8 @@ class TrainerCLI(LightningCLI):
             raise _told_of_instance(error) from error
 
     def _check_named(self) -> None:
-        """Refuse empty names of weights: of an unset variable of a shell."""
-        for option in ("resume", "init", "checkpoint"):
+        """Refuse empty paths: an unset variable of a shell."""
+        for option in ("resume", "init", "checkpoint", "out"):
             if self._get(self.config, option, default=None) == "":
                 raise UserError(f"--{option}='' is empty; leave the option out, or name what it takes (see --help).")
 

@@ -62,7 +62,7 @@ def _count_samples(datamodule: ResumableDataModule) -> int | None:
 
 
 class Estimate(NamedTuple):
-    """From what the length, the time and the price of a run are estimated: the options of the same names."""
+    """Options of `plan` for the length, the time and the price of a run; see `OPTIONS`."""
 
     train_samples: int | None = None
     mfu: float | None = None
@@ -97,7 +97,7 @@ def plan(
         batch_size: Samples of a rank and batch.
         gpu_memory: Of a device, in GiB.
         num_samples: Samples of the training set; None if it is not known.
-        estimate: From what the time and the price are estimated.
+        estimate: Options for the time and the price.
 
     Raises:
         UserError: If the mesh does not fit the world, the run the device, or a number is out of range.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from .callbacks.costs import COSTS
+from .callbacks.speed import logged_speeds
 from .environment import read_environments
 from .errors import UserError, told_as
 from .run_dir import ENVIRONMENT
 
-PER_SECOND = "_per_second"
 PASSES = 3  # forward passes that a training step counts as
 MOST = 10**18  # FLOPs, devices
 LOWEST = 1e-6  # MFU and TFLOP/s: anything below is a mistake
@@ -21,7 +21,7 @@ PEAK_TFLOPS = 989.0  # of an H100 SXM, dense bfloat16
 
 
 class Length(NamedTuple):
-    """What a run trains on.
+    """Length of a run.
 
     Attributes:
         steps: Optimiser steps; None if the size of the training set is not known.
@@ -53,7 +53,7 @@ class Length(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What a device is expected to do.
+    """Expected speed of a device.
 
     Attributes:
         flops: FLOP/s of training.
@@ -138,7 +138,7 @@ def measured_speed(run: str) -> Speed:
     with told_as(f"throughput={run!r}: expected the folder of a run that has trained"):
         flops, unit, devices = _recorded(folder)
         log.Reload()
-    rates = [event.value for tag in log.Tags()["scalars"] if tag.endswith(PER_SECOND) for event in log.Scalars(tag)]
+    rates = logged_speeds(log)
     rate = statistics.median(rates) if rates else 0.0
     if not (math.isfinite(rate) and rate > 0):
         raise UserError(f"throughput={run!r}: expected a run that logged its speed to TensorBoard; it logged none.")

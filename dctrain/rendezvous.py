@@ -1,4 +1,4 @@
-"""What a process does until the other processes of its run have started: it does not wait for ever, nor silently."""
+"""Watches the start of a distributed run: a process that waits for the others says so, and ends after a limit."""
 
 import os
 import sys

@@ -6,7 +6,6 @@ from pathlib import Path
 from dctrain.checkpoint import make_folder
 from dctrain.cli import TrainerCLI, reading, relative, run_program
 from dctrain.compare import comparison
-from dctrain.errors import UserError
 from dctrain.named_configs import listing
 from dctrain.strategy import data_rank
 
@@ -64,8 +63,6 @@ class VisionCLI(TrainerCLI):
         The file has one line per image, with the names of the classes where they are known; there is one file per rank
         where several split the data.
         """
-        if self._get(self.config, "out") == "":
-            raise UserError("out='': expected a path; an empty one may be an unset variable of a shell.")
         path = self.evaluated_checkpoint()
         with reading(path):
             batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})

@@ -32,7 +32,7 @@ class AttentionImages(Callback):
         query: Which patch looks, counted row by row; the middle one if None.
 
     Raises:
-        UserError: Before training starts, if the image cannot be read, the model has no such layers or the run no
+        UserError: Before training starts, if the image cannot be read, the model has no `ComposedLayer` or the run no
             TensorBoard logger; at the first validation, if layers attend within windows or there is no such patch.
     """
 
@@ -77,7 +77,7 @@ def look(checkpoint: str, image: str, out: str, query: int | None = None) -> lis
         The pictures, which are printed too.
 
     Raises:
-        UserError: If a file cannot be read or written, the model has no such layers or attends within windows, or
+        UserError: If a file cannot be read or written, the model has no `ComposedLayer` or attends within windows, or
             there is no such patch.
     """
     model, size, _ = load_network(checkpoint)

@@ -5,10 +5,19 @@ import time
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ..flops import peak_flops
 from ..strategy import data_rank
 from .checkpoints import is_accumulating
+
+PER_SECOND = "_per_second"  # ends the name of the curve
+
+
+def logged_speeds(log: EventAccumulator) -> list[float]:
+    """Return the units/s that a run logged to TensorBoard; the log has been loaded."""
+    tags = [tag for tag in log.Tags()["scalars"] if tag.endswith(PER_SECOND)]
+    return [event.value for tag in tags for event in log.Scalars(tag)]
 
 
 class SpeedMonitor(Callback):
@@ -56,6 +65,6 @@ class SpeedMonitor(Callback):
         rate = self._units / (time.perf_counter() - self._start)
         rate *= data_rank(trainer).ranks
         utilisation = 3 * pl_module.forward_flops * rate / (self._peak * trainer.world_size)
-        pl_module.log(f"train/{pl_module.speed_unit}_per_second", rate)
+        pl_module.log(f"train/{pl_module.speed_unit}{PER_SECOND}", rate)
         pl_module.log("train/mfu", utilisation)
         self._restart()

@@ -18,6 +18,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ..callbacks.costs import COSTS
+from ..callbacks.speed import logged_speeds
 from ..checkpoint import make_folder
 from ..environment import read_environments
 from ..evaluation_items import read_items, write_items
@@ -25,7 +26,6 @@ from .experiment import Experiment, Run
 
 GO_ON = "go on with --resume"  # what a run says that was told to stop
 TRAIN_LOSS = "train/loss"
-PER_SECOND = "_per_second"
 PATIENCE = 0.2  # seconds between looks at a process
 MOST_LETTERS = 60  # of a model's name in the name of a folder
 
@@ -162,7 +162,7 @@ def _read(folder: Path, metrics: Sequence[str]) -> dict:
         return {"error": f"{missing[0]} was not logged, but {logged} (see {folder})"}
     kept = {TRAIN_LOSS, *metrics}
     curves = {tag: _curve(log, tag) for tag in tags if tag in kept or tag.startswith("val/")}
-    speeds = [event.value for tag in tags if tag.endswith(PER_SECOND) for event in log.Scalars(tag)]
+    speeds = logged_speeds(log)
     return {
         "environment": read_environments(folder / "environment.json"),
         "curves": curves,
