@@ -17,6 +17,7 @@ def test_steps_are_fused_where_they_can_be(device, scaler, expected, monkeypatch
     monkeypatch.setattr(torch.optim.lr_scheduler, "LambdaLR", lambda *args: None)
     module = dclm.LanguageModel()
     strategy, plugin = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(scaler=scaler)
-    module._trainer = SimpleNamespace(strategy=strategy, precision_plugin=plugin, max_steps=100, fast_dev_run=False)
+    run = {"max_steps": 100, "max_epochs": None, "fast_dev_run": False}
+    module._trainer = SimpleNamespace(strategy=strategy, precision_plugin=plugin, **run)
     module.configure_optimizers()
     assert made["fused"] is expected
