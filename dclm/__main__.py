@@ -1,6 +1,6 @@
 """`python -m dclm`."""
 
-from dclm.cli import main
+from dctrain.start import dclm
 
 if __name__ == "__main__":
-    main()
+    dclm()

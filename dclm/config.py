@@ -152,7 +152,7 @@ class DecoderConfig(ComposeOptions):
 # Bounds far above any model, so that a damaged or hostile file is refused before anything is allocated.
 MOST = {
     **{"dim": 2**17, "num_layers": 2**12, "num_heads": 2**12, "mlp_dim": 2**20},
-    **{"vocab_size": 2**25, "context_length": 2**31},
+    **{"vocab_size": 2**25, "context_length": 2**24},
 }
 NUMBERS = {
     **{bool: (bool,), int: (int,), float: (float, int)},

@@ -74,5 +74,10 @@ def check_trainer(config: dict) -> None:
             raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")
     if config.get("val_check_interval") == 0:
         raise UserError("trainer.val_check_interval=0 must be a positive number of steps, or part of an epoch.")
+    limit = config.get("limit_train_batches")
+    if isinstance(limit, float) and not 0 <= limit <= 1:
+        raise UserError(f"trainer.limit_train_batches={limit}: expected a number of batches, or a fraction in [0, 1].")
+    if limit is not None and limit <= 0:
+        raise UserError(f"trainer.limit_train_batches={limit} leaves nothing to train on.")
     if config.get("max_steps") == 0:
         raise UserError("trainer.max_steps=0 must be at least 1, or -1 for as many as trainer.max_epochs has.")

@@ -37,7 +37,7 @@ from .checkpoint import (
     newest_checkpoint,
     run_folder,
 )
-from .commands import Functions, TrainerParser, first_lines, format_help, run_named
+from .commands import Functions, TrainerParser, check_not_empty, first_lines, format_help, run_named
 from .errors import UserError, is_of_another_rank, reason, told_as
 from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
 from .loggers import describe as describe_logger
@@ -58,6 +58,7 @@ LATEST = "latest"
 PLAN = "plan"
 NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
 OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of the alternatives that were not meant
+NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that name files or folders
 OF_FILES = ("CSVLogger", "TensorBoardLogger")
 A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
 
@@ -135,7 +136,7 @@ class TrainerCLI(LightningCLI):
         trainer = self._get(self.config, "trainer")
         check_trainer(trainer)
         check_devices(trainer)
-        self._check_named()
+        self.check_named()
         root = Path(trainer.default_root_dir or "runs").resolve()
         self.run_dir = None if trainer.get("fast_dev_run") else self._open_run(root)
         self.given = self.config[self.subcommand].clone()
@@ -147,16 +148,21 @@ class TrainerCLI(LightningCLI):
         except ValueError as error:
             raise _told_of_instance(error) from error
 
-    def _check_named(self) -> None:
-        """Refuse empty paths: an unset variable of a shell."""
-        for option in ("resume", "init", "checkpoint", "out"):
-            if self._get(self.config, option, default=None) == "":
-                raise UserError(f"--{option}='' is empty; leave the option out, or name what it takes (see --help).")
+    def check_named(self) -> None:
+        """Check what the run is called, and refuse empty paths.
+
+        Raises:
+            UserError: If its folder would not lie below the root, or a path is empty.
+        """
+        check_not_empty({name: self._get(self.config, name, default=None) for name in NAMED})
+        for group in ("data", "trainer"):
+            values = vars(self._get(self.config, group))
+            check_not_empty({f"{group}.{name}": value for name, value in values.items()})
+        _check_name(self._get(self.config, "name"))
 
     def _open_run(self, root: Path) -> RunDir:
         """Find or claim the folder of the run: of `fit` the run itself, of evaluations a folder in their run."""
         name = self._get(self.config, "name")
-        _check_name(name)
         if self.subcommand != "fit":
             named = self._get(self.config, "checkpoint", default=None)
             run = None if named is None else run_folder(find_checkpoint(named).resolve())
@@ -215,8 +221,7 @@ class TrainerCLI(LightningCLI):
         named = self._get(self.config, "resume", default=None)
         if named != LATEST:
             return None if named is None else find_checkpoint(named).resolve()
-        _check_name(name := self._get(self.config, "name"))
-        found = newest_checkpoint(root / name)
+        found = newest_checkpoint(root / self._get(self.config, "name"))
         if found is None:
             self.config[self.subcommand]["resume"] = None  # a new run, with a configuration of its own
         return found

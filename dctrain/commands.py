@@ -15,7 +15,7 @@ from .errors import UserError
 EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
 SAID = ("true", "false")
-PATHS = ("out", "checkpoint", "image", "images", "inputs", "texts")  # parameters that name files or folders
+MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # texts that are no names
 
 Functions = Mapping[str, "Callable[..., None] | Functions"]  # of mappings, the second word says which
 
@@ -108,22 +108,24 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
         )
     switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
     options = parser.parse_args(_completed(args, switches)).as_dict()
-    _check_paths(options)
+    check_not_empty({name: value for name, value in options.items() if name not in MAY_BE_EMPTY})
     if CONFIG not in parameters:
         del options[CONFIG]
     function(**options, **({EXTRA: extra} if EXTRA in parameters else {}))
 
 
-def _check_paths(options: Mapping[str, object]) -> None:
-    """Refuse empty paths, of an unset variable of a shell: they would name the working directory.
+def check_not_empty(options: Mapping[str, object]) -> None:
+    """Refuse empty names and paths: an empty path would be the working directory.
+
+    Args:
+        options: Names of options and their values; lists of values too.
 
     Raises:
-        UserError: If one is empty.
+        UserError: If a value is empty.
     """
-    for name in PATHS:
-        value = options.get(name)
+    for name, value in options.items():
         if value == "" or (isinstance(value, Sequence) and "" in list(value)):
-            raise UserError(f"{name}='': expected a path; an empty one may be an unset variable of a shell.")
+            raise UserError(f"{name}='': expected a name or a path; an unset variable of a shell is empty.")
 
 
 def _completed(args: list[str], switches: set[str]) -> list[str]:

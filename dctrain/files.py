@@ -1,8 +1,12 @@
-"""Writing files and folders that a crash or a full disk leaves whole: the old state or the new one."""
+"""Writing files and folders that a crash or a full disk leaves whole: the old state or the new one. Reading files that
+have an end.
+"""
 
+import errno
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +64,17 @@ def told_by_the_system(path: Path) -> Iterator[None]:
         if isinstance(error.__context__, OSError):
             raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
         raise
+
+
+def check_regular(path: Path) -> Path:
+    """Return a path, unless what is there has no end or may never begin: a device, a pipe, a socket.
+
+    Raises:
+        OSError: If it is one of these, or nothing.
+    """
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise OSError(errno.EINVAL, "Not a regular file (a device, pipe or socket)", str(path))
+    return path
 
 
 def write_json(path: Path, content: dict | list) -> None:

@@ -5,11 +5,13 @@ from pydoc import locate
 from typing import NamedTuple
 
 import torch
+from lightning.fabric.utilities.seed import max_seed_value, min_seed_value
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .arguments import check_trainer
 from .datamodule import ResumableDataModule
-from .errors import UserError, reason
+from .errors import UserError, reason, told_as
 from .flops import forward_flops
 from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, share_of_a_rank
 from .module import TrainingModule
@@ -33,10 +35,18 @@ class Planning:
         return parser
 
     def _set_seed(self) -> None:
-        """Nothing is drawn."""
+        """Check the seed alone: nothing is drawn.
+
+        Raises:
+            UserError: If it is out of range.
+        """
+        seed = self._get(self.config, "seed_everything")
+        if type(seed) is int and not min_seed_value <= seed <= max_seed_value:
+            raise UserError(f"seed_everything={seed}: expected {min_seed_value} to {max_seed_value}.")
 
     def instantiate_classes(self) -> None:
         """Build the model alone, without weights where that is possible."""
+        self.check_named()
         model = self._get(self.config, "model")
         with deferred_weights():
             self.module = self._model_class(**model)
@@ -121,6 +131,7 @@ def plan(
         f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], axes)}",
         f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {data_ranks} ranks)",
         f"run         {length}",
+        *([] if trainer["max_time"] is None else [f"            or what is done in max_time={trainer['max_time']}"]),
         *_time(length, world, estimate),
         "rank        " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory._asdict().items()) + " GiB",
         f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
@@ -166,6 +177,8 @@ def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None
         UserError: If it cannot be planned with.
     """
     strategy = trainer["strategy"]
+    with told_as(f"trainer.max_time={trainer['max_time']!r}"):
+        Timer(trainer["max_time"])
     numbers = {"trainer.num_nodes": trainer["num_nodes"], "gpu_memory": gpu_memory}
     for name, number in numbers.items():
         if not number > 0:

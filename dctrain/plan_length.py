@@ -96,8 +96,6 @@ def _batches_of_epoch(trainer: dict, num_samples: int, global_batch: int) -> int
     if batches < 1:
         raise UserError(f"train_samples={num_samples}: expected at least one global batch of {global_batch}.")
     limit = trainer.get("overfit_batches") or trainer.get("limit_train_batches")
-    if isinstance(limit, float) and not 0 <= limit <= 1:
-        raise UserError(f"trainer.limit_train_batches={limit}: expected a number of batches, or a fraction in [0, 1].")
     if limit is not None:
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     if batches < 1:
@@ -131,8 +129,6 @@ def measured_speed(run: str) -> Speed:
     Raises:
         UserError: If it has no record of its speed, costs and devices.
     """
-    if not run:
-        raise UserError("throughput='': expected the folder of a run; an empty one may be an unset shell variable.")
     folder = Path(run)
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     with told_as(f"throughput={run!r}: expected the folder of a run that has trained"):

@@ -1,6 +1,6 @@
 """`python -m dcvision`."""
 
-from dcvision.cli import main
+from dctrain.start import dcvision
 
 if __name__ == "__main__":
-    main()
+    dcvision()

@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dcmha.analysis import Recorded
 from dctrain.errors import UserError, told_as
+from dctrain.files import check_regular
 
 from .data.decode import decode, eval_transform
 
@@ -116,7 +117,7 @@ def read_image(path: str, size: int) -> Tensor:
         UserError: If the file cannot be read.
     """
     with told_as(f"the image {path} cannot be read"):
-        pixels = decode(Path(path).read_bytes())
+        pixels = decode(check_regular(Path(path)).read_bytes())
     return eval_transform(size, crop_fraction=1.0)(pixels)
 
 

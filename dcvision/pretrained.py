@@ -7,6 +7,8 @@ from torch import nn
 
 from dctrain.errors import UserError, told_as
 
+from .exported_config import check_exported_config
+
 
 def is_exported(source: str) -> bool:
     """Tell whether `source` is a folder as `export` writes it."""
@@ -28,5 +30,7 @@ def load_pretrained(source: str) -> nn.Module:
             f"{source} is neither a file or folder nor a model of timm's; accepted: a checkpoint or run of dcvision, "
             "an exported folder, a timm name with pretrained weights."
         )
+    if name != source:
+        check_exported_config(Path(source) / "config.json")
     with told_as(f"{source} has no pretrained weights that can be loaded"):
         return timm.create_model(name, pretrained=True)

@@ -1,6 +1,6 @@
 """`python -m dcvl`."""
 
-from dcvl.cli import main
+from dctrain.start import dcvl
 
 if __name__ == "__main__":
-    main()
+    dcvl()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dctrain.errors import UserError, told_as
+from dctrain.files import check_regular
 
 JSONL = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz")
 COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")
@@ -36,6 +37,7 @@ def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list
 
     Raises:
         UserError: If a path does not exist or is of a compressed format that is not read, or nothing is found.
+        OSError: If one is a device, pipe or socket.
     """
     files: list[Path] = []
     for path in paths:
@@ -45,7 +47,7 @@ def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list
             raise UserError(f"input {path} is compressed; of these {', '.join(JSONL[1:])} are read.")
         if path.suffix == ".json":
             raise UserError(f"input {path} is one JSON document; a file of a record a line must be called .jsonl.")
-        files += sorted(_below(path, suffixes)) if path.is_dir() else [path]
+        files += map(check_regular, sorted(_below(path, suffixes)) if path.is_dir() else [path])
     if not files:
         raise UserError(f"no input below {', '.join(map(str, paths))}; looked for {', '.join(suffixes)}.")
     return list({file.resolve(): file for file in reversed(files)}.values())[::-1]

@@ -18,6 +18,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.circuits_report import explain_circuits, list_written, score_head
 from dctrain.explain.explanation import origin_of, write_explanation
+from dctrain.files import check_regular
 
 from ..data.tokenizers import Tokenizer
 from ..decoder import Decoder
@@ -117,7 +118,7 @@ def _read_pairs(tokenizer: Tokenizer, path: Path) -> Pairs:
     Raises:
         UserError: If the file cannot be read or has no pairs, or something in it is not one token.
     """
-    with told_as(f"{path} cannot be read"), open(path, newline="", encoding="utf-8") as file:
+    with told_as(f"{path} cannot be read"), open(check_regular(path), newline="", encoding="utf-8") as file:
         numbered = enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1)
         lines = {number: line for number, line in numbered if line}
     wrong = next((number for number, line in lines.items() if len(line) != 2), None)

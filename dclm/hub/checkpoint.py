@@ -177,7 +177,7 @@ def _read_object(path: Path) -> dict:
     """Read a JSON object."""
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no JSON object.")

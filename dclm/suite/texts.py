@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from dctrain.errors import UserError, told_as
-from dctrain.files import written_whole
+from dctrain.files import check_regular, written_whole
 
 from .tasks import SUITE, TASKS, Cast, Task
 
@@ -74,7 +74,7 @@ def read_texts(path: Path) -> list[TaskText]:
     """
     texts = []
     with told_as(f"{path} cannot be read"):
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
+        lines = check_regular(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -54,8 +54,6 @@ def make_shards(
         raise UserError("--folder or --validation_tar must name the images, one of them.")
     if folder is not None and (labels or classes or devkit_meta):
         raise UserError("--labels, --classes and --devkit_meta belong to --validation_tar; folders name classes.")
-    if folder == "":
-        raise UserError("--folder: the name of a folder is empty.")
     if not prefix or prefix != Path(prefix).name:
         raise UserError(f"{prefix=} must be the start of a file's name.")
     if not 0 <= seed < 2**32:

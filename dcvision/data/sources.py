@@ -16,6 +16,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from dctrain.errors import UserError, told_as
+from dctrain.files import check_regular
 
 from .digits import digit_shards
 from .fields import USUAL, SampleFields
@@ -76,7 +77,7 @@ class FolderSource:
 
     def read(self, index: int) -> tuple[bytes, int]:
         path, label = self.samples[index]
-        return Path(path).read_bytes(), label
+        return check_regular(Path(path)).read_bytes(), label
 
 
 class TorchvisionSource:

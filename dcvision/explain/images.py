@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dctrain.device import check_device
 from dctrain.errors import told_as
+from dctrain.files import check_regular
 
 from ..evaluation.networks import Network, load_classifier
 
@@ -18,7 +19,7 @@ def load_with_image(checkpoint: str, image: str, device: str) -> tuple[Network, 
     """
     network = load_on(checkpoint, device)
     with told_as(f"the image {image} cannot be read"):
-        return network, network.prepare(Path(image).read_bytes())[None].to(device)
+        return network, network.prepare(check_regular(Path(image)).read_bytes())[None].to(device)
 
 
 def load_on(checkpoint: str, device: str) -> Network:

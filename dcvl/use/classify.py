@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
+from dctrain.files import check_regular
 from dcvision.data.decode import BadImage
 from dcvision.data.sources import Source, open_source
 
@@ -70,7 +71,7 @@ def classify(
 
 def _lines(name: str, path: str) -> list[str]:
     with told_as(f"{name}={path} cannot be read"):
-        found = [line.strip() for line in Path(path).read_text(encoding="utf-8").rstrip().splitlines()]
+        found = [line.strip() for line in check_regular(Path(path)).read_text(encoding="utf-8").rstrip().splitlines()]
     if not all(found) or not found:
         raise UserError(f"{name}={path} holds {'an empty line' if found else 'nothing'}.")
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
+from dctrain.files import check_regular
 from dcvision.data.layouts import EXTENSIONS
 
 from ..load import LoadedPair
@@ -46,7 +47,7 @@ def batches(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Iterato
         pictures = []
         for file in part:
             with told_as(f"the picture {file} cannot be read"):
-                pictures.append(pair.prepare(file.read_bytes()))
+                pictures.append(pair.prepare(check_regular(file).read_bytes()))
         yield part, torch.stack(pictures).to(device)
 
 

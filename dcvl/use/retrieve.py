@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
+from dctrain.files import check_regular
 
 from ..load import load_pair
 from .pictures import embed_pictures, embed_texts, find_pictures
@@ -51,7 +52,7 @@ def _read_texts(text: Sequence[str], path: str | None) -> list[str]:
     found = list(text)
     if path is not None:
         with told_as(f"texts={path} cannot be read"):
-            found = Path(path).read_text(encoding="utf-8").splitlines()
+            found = check_regular(Path(path)).read_text(encoding="utf-8").splitlines()
     found = [line.strip() for line in found if line.strip()]
     if not found:
         raise UserError(f"{'text' if path is None else f'texts={path}'} holds no text.")

@@ -1,10 +1,13 @@
 """What a run prints: its size, its progress and its end; no advertisement, and nothing that says nothing."""
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
 
+from dctrain.start import help_path, start
 from tests.dcvision.commands import run, small
 
 
@@ -40,3 +43,31 @@ def test_help_lists_all_subcommands(program, capsys):
     listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
     (cli,) = [one for one in vars(module).values() if getattr(one, "program", None) == program]
     assert sorted(listed) == sorted(["plan", *cli.subcommands(), *cli.functions])
+
+
+@pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])
+def test_written_help_is_that_of_the_parser(program, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    import_module(f"{program}.cli").main(["--help"])
+    command = f"COLUMNS=100 python -c 'from {program}.cli import main; main([\"--help\"])' > {program}/help.txt"
+    assert capsys.readouterr().out == help_path(program).read_text(), f"write it again: {command}"
+
+
+@pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])
+def test_help_of_a_script_imports_no_library(program):
+    code = f"import sys; sys.argv = [{program!r}, '--help']; from dctrain.start import {program}; {program}(); "
+    code += "print(sorted({'torch', 'lightning', 'timm', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == help_path(program).read_text() + "[]\n"
+
+
+def test_interrupt_during_imports_is_one_word(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["dclm", "fit"])
+    monkeypatch.setattr("dctrain.start.import_module", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        start("dclm")
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,8 +1,11 @@
 """What every drill uses: a mistake ends in one line and exit status 2."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from tests.conftest import numbered_samples
 
 
 def mistake(capsys: pytest.CaptureFixture, run: Callable[..., None], *args: str) -> str:
@@ -15,3 +18,12 @@ def mistake(capsys: pytest.CaptureFixture, run: Callable[..., None], *args: str)
     (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
     assert error.endswith(f"{line}\n") and "Traceback" not in error, error
     return line
+
+
+def image_folder(root: Path) -> Path:
+    """Two classes of two images each."""
+    for label, sample in enumerate(numbered_samples(4)):
+        folder = root / "ab"[label // 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{label}.png").write_bytes(sample["png"])
+    return root

@@ -1,0 +1,124 @@
+"""Inputs that are empty, endless, or not what the project wrote."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from dctrain.errors import UserError
+from dcvision.data.sources import FolderSource
+from dcvision.pictures import read_image
+from dcvl.load import LoadedPair
+from dcvl.use.pictures import batches
+from tests.dclm.commands import run as run_dclm
+from tests.dcvision.commands import run, small
+from tests.dcvl.commands import run as run_dcvl
+
+from .drill import image_folder, mistake
+
+NAMED = [
+    (run, ["evaluate", "--checkpoint=a", "--images=digits"], ("compare", "real", "out", "device")),
+    (run_dclm, ["evaluate", "--checkpoint=a", "--texts=b"], ("suites", "tokenizer", "compare", "task_folder")),
+    (run_dclm, ["tokens", "--inputs=a", "--out=b"], ("val", "tokenizer")),
+    (run, ["shards", "--out=b", "--num_shards=1"], ("folder",)),
+    (run_dclm, ["verify"], ("tokens",)),
+    (run_dcvl, ["classify", "--checkpoint=a", "--images=b"], ("templates", "classes")),
+]
+
+
+@pytest.mark.parametrize(("program", "given", "options"), NAMED, ids=[" ".join(given) for _, given, _ in NAMED])
+def test_empty_names_are_refused(capsys, program, given, options):
+    for option in options:
+        assert f"{option}='': expected a name or a path" in mistake(capsys, program, *given, f"--{option}=")
+
+
+@pytest.fixture(params=["a device", "a pipe"])
+def endless(request, tmp_path) -> Path:
+    """What is no file, and has no end or is never written to; it has the name of a picture."""
+    path = tmp_path / "a.png"
+    if request.param == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(path)
+    return path
+
+
+def test_what_has_no_end_is_not_read(tmp_path, capsys, endless, trained_lm):
+    given = f"--checkpoint={trained_lm}"
+    pair = ["retrieve", given, f"--images={tmp_path}"]
+    for program, asked in (
+        (run_dclm, ["tokens", f"--inputs={endless}", f"--out={tmp_path}/out"]),
+        (run_dclm, ["tokens", f"--inputs={__file__}", f"--val={endless}", f"--out={tmp_path}/out"]),
+        (run_dclm, ["evaluate", given, f"--texts={endless}", f"--out={tmp_path}/out"]),
+        (run_dclm, ["evaluate", given, f"--suites={endless}", f"--out={tmp_path}/out"]),
+        (run_dclm, ["explain", "circuits", given, f"--relations={endless}", f"--out={tmp_path}/out"]),
+        (run_dcvl, [*pair, f"--texts={endless}"]),
+        (run_dcvl, ["classify", given, "--images=digits", f"--classes={endless}"]),
+    ):
+        assert "Not a regular file" in mistake(capsys, program, *asked), asked
+    for read in (
+        lambda: read_image(str(endless), 8),
+        lambda: next(batches(LoadedPair(torch.nn.Linear(1, 1), None, None, {}), [endless], 1)),
+    ):
+        with pytest.raises(UserError, match="Not a regular file"):
+            read()
+
+
+def test_unreadable_images_of_a_folder_are_no_files(tmp_path, endless):
+    image_folder(tmp_path / "images")
+    os.replace(endless, tmp_path / "images/a/endless.png")
+    source = FolderSource(str(tmp_path / "images"))
+    with pytest.raises(OSError, match="Not a regular file"):
+        [source.read(index) for index in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_classes", -3, "num_classes=-3; accepted: a number of at least 0"),
+        ("crop_pct", 0, "crop_pct=0; accepted: a fraction"),
+        ("input_size", [3, 8], "input_size=[3, 8]; accepted: [channels, height, width]"),
+        ("mean", [0.5], "mean=[0.5]; accepted: one number for each of 3 channels"),
+        ("std", [0, 0, 0], "std=[0, 0, 0]; accepted: positive"),
+        ("std", "zz", "std='zz'; accepted: positive"),
+    ],
+)
+def test_exported_folders_whose_values_were_changed(tmp_path, capsys, field, value, message):
+    model = timm.create_model("dcvit_digits_patch2_8", num_classes=10)
+    timm.models.save_for_hf(model, tmp_path / "model", safe_serialization=True)
+    path = tmp_path / "model/config.json"
+    content = json.loads(path.read_text())
+    where = content if field == "num_classes" else content["pretrained_cfg"]
+    where[field] = value
+    path.write_text(json.dumps(content))
+    asked = ["evaluate", f"--checkpoint={tmp_path}/model", "--images=digits", f"--out={tmp_path}/out"]
+    assert message in mistake(capsys, run, *asked)
+
+
+def test_a_context_without_bound_is_not_planned(capsys):
+    asked = ["plan", "--config=lm/stdlib", "--data.context_length=1000000000"]
+    assert "context_length=1000000000 must be at least 1 and at most 16777216" in mistake(capsys, run_dclm, *asked)
+
+
+def test_a_configuration_nested_too_deeply(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    asked = ["generate", f"--checkpoint={tmp_path}", "--prompt=a"]
+    assert "config.json is no JSON" in mistake(capsys, run_dclm, *asked)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--seed_everything=-1", "seed_everything=-1: expected 0 to 4294967295"),
+        ("--name=", "name='' must be the name of a folder"),
+        ("--resume=", "resume='': expected a name or a path"),
+        ("--throughput=", "throughput='': expected a name or a path"),
+        ("--trainer.max_time=junk", "trainer.max_time='junk'"),
+        ("--trainer.limit_train_batches=0", "trainer.limit_train_batches=0 leaves nothing to train on"),
+    ],
+)
+def test_plan_takes_what_fit_takes(shards, tmp_path, capsys, wrong, message):
+    assert message in mistake(capsys, run, "plan", *small(shards, tmp_path), wrong)
