@@ -18,8 +18,9 @@ from .adopted import FAMILIES, Adopted, AdoptedPooling
 from .families import CONVOLUTIONS, FAMILIES_BY_PARTS, LEFT, ComposedParts, composed_class
 
 SUPPORTED = (
-    "ViT, DeiT, BEiT, CLIP, SigLIP, DINO, EVA, Swin and Swin V2, SAM, RelPos ViT, CaiT, PVT v2, Twins, Next-ViT, "
-    "MViT v2, Hiera, MaxViT, CoAtNet, NaFlexViT (see dcvision/families/README.md)"
+    "ViT, DeiT, BEiT, CLIP, SigLIP, DINO, EVA, NaFlexViT, Swin, SAM, CaiT, TNT, CrossViT, NesT, GC ViT, PVT v2, Twins, "
+    "Next-ViT, MViT v2, Hiera, MaxViT, CoAtNet, CAFormer, Visformer, FastViT, LeViT, TinyViT, EfficientFormer, "
+    "MobileNet v4 hybrid (see dcvision/families/README.md)"
 )
 
 

@@ -18,6 +18,7 @@ from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.device import check_device
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole, write_json
+from dctrain.json_fields import check_fields
 from dcvision.classifier import without_weights
 from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
@@ -26,6 +27,7 @@ from dcvision.pretrained import load_pretrained
 from .data.captions import TEMPLATE
 from .data.datamodule import black
 from .data.samples import CaptionEncoder
+from .facts import FACTS
 from .network import ImageText
 from .vision_language_model import VisionLanguageModel
 
@@ -145,6 +147,7 @@ def _of_folder(folder: Path) -> LoadedPair:
         facts = json.loads((folder / CONFIG).read_text())
     if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
         raise UserError(f"{folder} holds no towers of dcvl: {CONFIG} is of another format.")
+    check_fields(folder / CONFIG, facts, FACTS)
     image = load_pretrained(str(folder / IMAGE))
     with told_as(str(folder)):
         text = dclm.load_pretrained(folder / TEXT)

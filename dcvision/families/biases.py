@@ -6,7 +6,7 @@ from timm.layers import apply_rot_embed_cat
 from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, as_image, as_tokens, heads, join, one_width, output, project
+from .parts import Family, Parts, Widths, as_tokens, conv_output, one_width, output, project, split_by_order
 
 
 def _sam(module: nn.Module, x: Tensor) -> Parts:
@@ -32,13 +32,6 @@ def _rel_pos(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None)
     return Parts(q, k, v, x, x, partial(output, module), _bias(module, shared_rel_pos))
 
 
-def _split(module: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
-    """Split [B, T, 3 H D] by the order of its rows: head by head, or all queries first."""
-    if module.head_first:
-        return heads(qkv, module.num_heads).chunk(3, -1)
-    return tuple(heads(part, module.num_heads) for part in qkv.chunk(3, -1))
-
-
 def _maxvit(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> Parts:
     """Of windows or grids [B, h, w, C]."""
     tokens, size = x.flatten(1, -2), x.shape[1:-1]
@@ -46,17 +39,13 @@ def _maxvit(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) 
     def finish(attended: Tensor) -> Tensor:
         return output(module, attended).unflatten(1, size)
 
-    return Parts(*_split(module, module.qkv(tokens)), tokens, tokens, finish, _bias(module, shared_rel_pos))
+    return Parts(*split_by_order(module, module.qkv(tokens)), tokens, tokens, finish, _bias(module, shared_rel_pos))
 
 
 def _coatnet(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> Parts:
     """Of images [B, C, h, w]."""
-    tokens, size = as_tokens(x), x.shape[2:]
-
-    def finish(attended: Tensor) -> Tensor:
-        return module.proj_drop(module.proj(as_image(join(attended), size)))
-
-    parts = _split(module, as_tokens(module.qkv(x)))
+    tokens, parts = as_tokens(x), split_by_order(module, as_tokens(module.qkv(x)))
+    finish = partial(conv_output, module, size=x.shape[2:])
     return Parts(*parts, tokens, tokens, finish, _bias(module, shared_rel_pos))
 
 

@@ -11,6 +11,7 @@ from timm.models.davit import ChannelAttention, ChannelAttentionV2
 from timm.models.edgenext import CrossCovarianceAttn
 from timm.models.efficientvit_mit import LiteMLA
 from timm.models.efficientvit_msra import CascadedGroupAttention
+from timm.models.iformer import SHMA
 from timm.models.mobilevit import LinearSelfAttention
 from timm.models.nextvit import ConvAttention
 from timm.models.shvit import SHSA
@@ -31,7 +32,7 @@ LEFT: dict[type[nn.Module], str] = {
     **dict.fromkeys((FactorAttnConvRelPosEnc, LinearSelfAttention, LiteMLA, EfficientAdditiveAttention), LINEAR),
     **dict.fromkeys((SplitAttn, SelectiveKernel, SelectiveKernelAttn, ChannelAttn, LightChannelAttn), GATES),
     **dict.fromkeys((SpatialAttn, LightSpatialAttn, CoordAttn, SimpleCoordAttn, EfficientLocalAttn, StripAttn), GATES),
-    **dict.fromkeys((SHSA, NonLocalAttn, BatNonLocalAttn, BilinearAttnTransform), ONE_HEAD),
+    **dict.fromkeys((SHSA, SHMA, NonLocalAttn, BatNonLocalAttn, BilinearAttnTransform), ONE_HEAD),
     GPSA: "gated positional attention: weights are a learned blend of content and position after the softmax",
     CascadedGroupAttention: "cascaded heads: each head reads the output of the one before, so scores never meet",
     OutlookAttention: "outlook attention: weights are read off one token, without keys",

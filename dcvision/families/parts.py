@@ -167,6 +167,18 @@ def output(module: nn.Module, x: Tensor) -> Tensor:
     return module.proj_drop(module.proj(join(x)))
 
 
+def conv_output(module: nn.Module, x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
+    """Project attended values [B, H, h w, D] to the output [B, C, h, w] by a convolution."""
+    return module.proj_drop(module.proj(as_image(join(x), size)))
+
+
+def split_by_order(module: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Split [B, T, 3 H D] by the order of its channels: head by head, or all queries first."""
+    if module.head_first:
+        return heads(qkv, module.num_heads).chunk(3, -1)
+    return tuple(heads(part, module.num_heads) for part in qkv.chunk(3, -1))
+
+
 def as_tokens(x: Tensor) -> Tensor:
     """[B, C, h, w] to [B, h w, C]."""
     return x.flatten(2).transpose(1, 2)

@@ -13,14 +13,22 @@ def _cait(module: nn.Module, x: Tensor) -> Parts:
     constant b of a head; that of the weights adds b times the sum of the head's values.
     """
     q, k, v = project(module, x)
-    one = torch.eye(module.num_heads, dtype=x.dtype, device=x.device)
-    pre, post = (projection.weight.T - one for projection in (module.proj_l, module.proj_w))
+    pre, post = (static_mixing(projection.weight) for projection in (module.proj_l, module.proj_w))
 
     def finish(attended: Tensor) -> Tensor:
-        constant = module.proj_w.bias.view(1, -1, 1, 1) * v.sum(2, keepdim=True)
-        return output(module, attended + constant)
+        return output(module, attended + constant_of(module.proj_w.bias, v))
 
     return Parts(q, k, v, x, x, finish, None, pre, post)
+
+
+def static_mixing(weight: Tensor) -> Tensor:
+    """Write a projection over heads [to, from] as the static part of a composition, without the identity."""
+    return weight.T - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+
+
+def constant_of(bias: Tensor, v: Tensor) -> Tensor:
+    """Compute what a constant of each head [H], added to its weights, adds to its output, for values [B, H, S, D]."""
+    return bias.view(1, -1, 1, 1) * v.sum(2, keepdim=True)
 
 
 def _class_attention(module: nn.Module, x: Tensor) -> Parts:

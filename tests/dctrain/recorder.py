@@ -51,6 +51,13 @@ def losses(file, ranks: int) -> list[float]:
     return [sum(float.fromhex(r[b]["loss"]) for r in read_ranks) / ranks for b in sorted(read_ranks[0])]
 
 
+class EndAfterEpoch(Callback):
+    """Ends a run with its first epoch, wherever its schedule ends."""
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        trainer.should_stop = True
+
+
 class InFloat64(Callback):
     """Casts the module to float64, also under FSDP2, for which the trainer has no such precision."""
 

@@ -51,7 +51,28 @@ MODELS = {  # one of each family, and the forms in which families differ: norms,
     "sam2_hiera_tiny": {"stages": (1, 1, 2, 1)},
     "maxvit_pico_rw_256": {"img_size": 64},
     "coatnet_nano_rw_224": {"img_size": 64},
+    "caformer_s18": {},
+    "nest_tiny_jx": {"img_size": 112},
+    "fastvit_sa12": {},
+    "visformer_tiny": {"img_size": 64},
+    "tnt_s_patch16_224": {"img_size": 32, "depth": 2},
+    "crossvit_tiny_240": {},
+    "gcvit_xxtiny": {"img_size": 64},
+    "gemma4_vit_167m": {"depth": 1},
+    "tiny_vit_5m_224": {},
+    "levit_128s": {"img_size": 64},
+    "levit_conv_128s": {"img_size": 64},
+    "efficientformer_l1": {},
+    "efficientformerv2_s0": {"img_size": 64},
+    "mobilenetv4_hybrid_medium": {},
 }
+SIZES = {"sam2_hiera_tiny": 224, "crossvit_tiny_240": 240, "tiny_vit_5m_224": 224, "efficientformer_l1": 224}
+NEAR = {"visformer_tiny": 0.3}  # without training its convolutions make a small change larger from layer to layer
+NOISE = {"mobilenetv4_hybrid_medium": 0.1}  # a deep model, whose numbers grow with more
+LARGE = (
+    *("caformer_s18", "nest_tiny_jx", "crossvit_tiny_240", "tiny_vit_5m_224", "efficientformer_l1", "gemma4_vit_167m"),
+    *("nextvit_small", "mvitv2_tiny", "eva_giant_patch14_224"),
+)
 
 
 def make_model(name: str, **kwargs) -> nn.Module:
@@ -66,12 +87,22 @@ def make_model(name: str, **kwargs) -> nn.Module:
             if not parameter.any() and parameter_name.endswith("weight"):
                 parameter.fill_(1.0)
             if re.search("gamma_|bias|relative", parameter_name):
-                parameter.add_(0.5 * torch.randn_like(parameter))
-    return model
+                parameter.add_(NOISE.get(name, 0.5) * torch.randn_like(parameter))
+    return normalised(model) if name == "visformer_tiny" else model
+
+
+def normalised(model: nn.Module) -> nn.Module:
+    """Give batch norms the statistics of images: without, an untrained model's numbers grow from layer to layer."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.no_grad():
+        model.train()(torch.randn(16, 3, 64, 64))
+    return model.eval()
 
 
 def images(name: str) -> torch.Tensor:
-    size = 224 if name == "sam2_hiera_tiny" else MODELS[name].get("img_size", 64)
+    size = SIZES.get(name) or MODELS[name].get("img_size", 64)
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
@@ -83,7 +114,7 @@ def zero_compose(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in MODELS])
 def test_a_swapped_model(name, tmp_path):
     """At zero it is the model it was; at the start it is near; all gradients are finite; it can be saved and loaded."""
     model, x = make_model(name), images(name)
@@ -91,7 +122,7 @@ def test_a_swapped_model(name, tmp_path):
     expected = model(x).detach()
     assert swap_attention(model) is model
     started = model(x)
-    assert (started - expected).norm() < 0.15 * expected.norm()
+    assert (started - expected).norm() < NEAR.get(name, 0.15) * expected.norm()
     started.square().sum().backward()
     compose = [p for n, p in model.named_parameters() if ".compose." in n]
     assert len(compose) >= 3 and all(p.grad.isfinite().all() and p.grad.any() for p in compose)
@@ -258,7 +289,7 @@ def test_names_that_cannot_be_swapped():
     [
         (lambda: timm.create_model("resnet18"), {}, "ResNet has no self-attention to swap"),
         (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its layers are DCAttention"),
-        (lambda: timm.create_model("levit_128s"), {}, "Levit.* has Attention.*; supported are ViT"),
+        (lambda: timm.create_model("lowformer_b0"), {}, "LowFormer has ConvAttention; supported are ViT"),
         (lambda: timm.create_model("xcit_nano_12_p16_224"), {}, "XCA is channel attention"),
         (lambda: timm.create_model("convit_tiny"), {}, "GPSA is gated positional attention"),
         (lambda: timm.create_model("mobilevitv2_050"), {}, "LinearSelfAttention is linear attention"),

@@ -1,6 +1,7 @@
 """What trained towers are used for: alone, exported, and by each command."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -14,6 +15,7 @@ import dclm
 import dcvl.captioning
 from dclm.blocks import Context
 from dclm.loss import IGNORED
+from dctrain.errors import UserError
 from dcvl.data.scenes import SceneSource, scene_tokenizer
 from dcvl.load import load_pair
 from tests.faults.drill import mistake
@@ -237,3 +239,18 @@ def test_mistakes_of_models(trained, tmp_path, capsys):
     other = f"--checkpoint={tmp_path / 'other'}"
     assert "is of another format" in mistake(capsys, run, "embed", other, "--images", source)
     assert "does not exist" in mistake(capsys, run, "embed", "--checkpoint=none", "--images", source)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("mean", [0.5]), ("std", [0.0, 0.1, 0.1]), ("crop_fraction", 0), ("image_size", -8), ("templates", "{}")),
+        *(("contrastive", "none"), ("embed_dim", 1.5), ("context_length", 10**12), ("tokenizer", 3)),
+    ],
+)
+def test_changed_values_of_an_export_are_refused(trained, tmp_path, field, value):
+    shutil.copytree(trained / "exported", tmp_path / "exported")
+    path = tmp_path / "exported/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(UserError, match=rf"config.json: {field}=.*; accepted: "):
+        load_pair(str(tmp_path / "exported"))
