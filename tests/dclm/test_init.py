@@ -63,7 +63,7 @@ def test_a_checkpoint_with_other_heads_is_refused(plain, capsys):
     assert "the checkpoint was trained with another model: num_heads=4, here 2" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shards_start_from_the_same_weights(corpus, plain, tmp_path):
     two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
     done = spawn("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, *two, f"--init={plain}")

@@ -30,9 +30,8 @@ def of_kind(kind: str) -> list[str]:
     return [f"--model.model={model}", f"--model.overrides={{{LAYERS}, {options}}}", *WAYS.get(kind, [])]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "dcformer++" else pytest.mark.long) for kind in KINDS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
     few = [*FEW, EXACT, *of_kind(kind)]
     run("fit", *small(corpus, tmp_path / "one"), *few, *record(tmp_path / "one"))

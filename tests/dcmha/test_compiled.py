@@ -50,7 +50,7 @@ def errors(case: Case) -> float:
     return max(relative_error(got[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_run_needs_few_graphs(graphs):
     """Training, evaluation and an odd last batch of texts: none for each block, none after the first epoch."""
     training, last, short = CASE, replace(CASE, B=1), replace(CASE, T=13, S=13)

@@ -134,7 +134,7 @@ def test_traces_into_one_graph(case):
         assert relative_error(b, a) < 1e-12, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_chunk_compiles_with_inductor():
     """The per-chunk function that CUDA compiles, compiled for this CPU with dynamic shapes, forward and backward."""
     compiled = torch.compile(attend, dynamic=True, fullgraph=True)

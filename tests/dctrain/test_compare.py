@@ -111,7 +111,7 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     assert len(list(tmp_path.glob("part/runs/*/version_*"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_without_a_result_say_why(tmp_path, capsys):
     args = ["--config", CONFIG, "--models", MODELS[0], "--out"]
     refused(capsys, *args, str(tmp_path / "dev"), "--", *SHORT, "--trainer.fast_dev_run=true")

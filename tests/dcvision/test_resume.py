@@ -93,7 +93,7 @@ def test_resumed_from_the_checkpoint_of_an_epochs_end(shards, tmp_path, pattern)
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
-@pytest.mark.slow  # dclm's tests try it first
+@pytest.mark.long  # dclm's tests try it first
 def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_path):
     arguments = [*small(shards, tmp_path / "parts"), "--checkpoint_every_n_steps=4"]
     killed = spawn("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=14))

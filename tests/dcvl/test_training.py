@@ -34,7 +34,7 @@ def validated(folder) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
-        pytest.param("ddp", "sigmoid", marks=pytest.mark.slow),
+        pytest.param("ddp", "sigmoid", marks=pytest.mark.long),
         pytest.param("fsdp2", "softmax", marks=pytest.mark.slow),
     ],
 )
@@ -114,13 +114,8 @@ def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
     assert "batch_size=1 on one rank" in mistake(capsys, run, *asked, "--data.batch_size=1")
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        pytest.param("--model.caption_weight=0", marks=pytest.mark.slow),
-        pytest.param("--model.contrastive=null", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("losses", ["--model.caption_weight=0", "--model.contrastive=null"])
 def test_two_ranks_with_one_loss_and_nothing_to_evaluate_on_one_of_them(tmp_path, losses):
     """Data-parallel training waits for every gradient; metrics are brought together by all ranks."""
     run("fit", *small(tmp_path / "one"), losses, "--data.val_samples=1", "--trainer.max_steps=1", EXACT)
@@ -141,7 +136,7 @@ def test_a_tower_whose_pooled_output_is_wider_than_its_patches(tmp_path):
     assert shapes["model.image_proj.weight"] == [16, 1024] and shapes["model.text.blocks.1.cross.kv.weight"][1] == 288
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_are_compared(tmp_path):
     """Composed everywhere and nowhere, and with hidden images, by the experiment of the scenes."""
     tiny = ["--trainer.accelerator=cpu", "--data.val_samples=8", "--data.batch_size=8"]

@@ -14,7 +14,7 @@ from tests.dclm.commands import small as small_lm
 from tests.dctrain.commands import spawn
 from tests.dcvision.commands import small
 
-from .test_commands import images
+from .drill import image_folder
 
 
 def fail(program: str, limit: int, *args: str) -> str:
@@ -49,9 +49,8 @@ def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
     succeed("dcvision", *arguments)
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("auto", marks=pytest.mark.long), pytest.param("fsdp2", marks=pytest.mark.slow)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
 def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
     """The optimiser's state makes later checkpoints larger than the first, which stays."""
     common = [*small(shards, tmp_path / "root"), f"--trainer.strategy={strategy}"]
@@ -65,7 +64,7 @@ def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
 
 @pytest.mark.long
 def test_while_data_is_prepared(tmp_path, monkeypatch):
-    folder = images(tmp_path / "images")
+    folder = image_folder(tmp_path / "images")
     shards = ["shards", f"--folder={folder}", f"--out={tmp_path}/shards", "--num_shards=2", "--num_workers=1"]
     assert "train-0000.tar" in fail("dcvision", 1000, *shards)
     (tmp_path / "a.txt").write_text("some text " * 1000)

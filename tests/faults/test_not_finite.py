@@ -131,7 +131,7 @@ def test_the_count_survives_a_resume(shards, tmp_path, capsys):
     assert "step 7: the loss or its gradient is not finite, nor were" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_ranks_decide_alike(shards, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2"]
     some = spawn("fit", *small(shards, tmp_path / "some"), *ARGUMENTS, *two, *poison(first=3, last=5, rank=1))

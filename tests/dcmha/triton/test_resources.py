@@ -39,7 +39,7 @@ def assert_fits(variant: str, rows: dict[str, dict[str, int]]) -> None:
         assert row["spills"] <= most and row["shared"] <= MAX_SHARED, (name, row)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["16 heads", "32 heads"])
 def test_heads_of_named_models(variant):
     """The tiles of 16 heads, which were timed, let 12 warps into a multiprocessor too."""
