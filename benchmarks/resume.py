@@ -15,7 +15,8 @@ import torch
 from measure import save
 
 import dclm
-from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, load_checkpoint
+from dctrain.checkpoint import check_resumable, load_checkpoint
+from dctrain.checkpoint_io import AtomicCheckpointIO
 from dctrain.environment import environment
 from dctrain.sharding.checkpoint import whole_part
 from dctrain.sharding.folders import Folders

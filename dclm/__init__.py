@@ -1,15 +1,21 @@
 """Decoder language models with DCMHA: models, training, generation, and the published checkpoints."""
 
+from typing import TYPE_CHECKING
+
+from dctrain.lazy import lazily
+
 from .beams import beam_search
 from .config import CONFIGS, DecoderConfig, decoder_config
-from .data import TokenDataModule
 from .decoder import Decoder
 from .generate import generate
 from .hub import load_pretrained, save_pretrained
-from .language_model import LanguageModel
 from .likelihood import cut_left, encode_pairs, log_likelihoods
 from .load import load_model
 from .swap import swap_attention
+
+if TYPE_CHECKING:
+    from .data import TokenDataModule
+    from .language_model import LanguageModel
 
 __all__ = [
     "CONFIGS",
@@ -28,3 +34,4 @@ __all__ = [
     "save_pretrained",
     "swap_attention",
 ]
+__getattr__ = lazily(__name__, {"LanguageModel": "language_model", "TokenDataModule": "data.datamodule"})

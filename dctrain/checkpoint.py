@@ -8,12 +8,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning.fabric.plugins import TorchCheckpointIO
-
 from .checkpoint_content import check_content, check_progress
-from .checkpoint_file import check_file, read_file, write_file
+from .checkpoint_file import check_file, read_file
 from .errors import UserError, told_as
-from .files import remove_whole
 from .sharding.checkpoint import is_sharded, read_meta, read_whole
 from .sharding.index import INDEX, read_index
 from .sharding.state import MODEL, OPTIMIZER, unflatten
@@ -26,31 +23,6 @@ RESUMED = {
 
 CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints
 ACCEPTED = "a .ckpt file, or the folder of a run"
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint of one process whole or not at all, and reads either kind.
-
-    Args:
-        reads_optimizer: Read the optimiser's state too.
-    """
-
-    def __init__(self, *, reads_optimizer: bool = True) -> None:
-        self.reads_optimizer = reads_optimizer
-
-    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        """Save `checkpoint` to the local file `path`."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(checkpoint, path)
-
-    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = None) -> dict:
-        """Load the checkpoint `path` to the CPU."""
-        return load_checkpoint(Path(path), with_optimizer=self.reads_optimizer)
-
-    def remove_checkpoint(self, path) -> None:
-        """Remove a checkpoint."""
-        remove_whole(Path(path))
 
 
 def find_checkpoint(path: str) -> Path:

@@ -3,9 +3,7 @@
 import gc
 import inspect
 import logging
-import os
 import re
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,9 +13,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from .arguments import check_callbacks, check_devices, check_trainer, plain_values
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
@@ -25,11 +21,10 @@ from .callbacks.console import RunProgressBar
 from .callbacks.costs import CostRecord
 from .callbacks.record import RunRecord
 from .callbacks.speed import SpeedMonitor
-from .callbacks.stop import GracefulStop, RunStopped
+from .callbacks.stop import GracefulStop
 from .callbacks.validation import DueValidation
 from .checkpoint import (
     CHECKPOINTS,
-    AtomicCheckpointIO,
     check_resumable,
     check_weights,
     find_checkpoint,
@@ -37,22 +32,21 @@ from .checkpoint import (
     newest_checkpoint,
     run_folder,
 )
-from .commands import Functions, TrainerParser, check_not_empty, first_lines, format_help, run_named
-from .errors import UserError, is_of_another_rank, reason, told_as
+from .checkpoint_io import AtomicCheckpointIO
+from .commands import ShortErrors, check_not_empty, first_line, first_lines, format_help
+from .errors import UserError, reason, told_as
+from .explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
+from .files import relative
 from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
 from .loggers import describe as describe_logger
-from .named_configs import with_config_paths
 from .plan import Planning
+from .program import Program
 from .rendezvous import mark_launcher
 from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding
 
-MENDABLE = (
-    *(UserError, MisconfigurationException, OSError, UnicodeDecodeError, MemoryError),
-    torch.OutOfMemoryError,
-)
 RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 LATEST = "latest"
 PLAN = "plan"
@@ -61,6 +55,10 @@ OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of 
 NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that name files or folders
 OF_FILES = ("CSVLogger", "TensorBoardLogger")
 A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
+
+
+class TrainerParser(ShortErrors, LightningArgumentParser):
+    """Parses the arguments of a Lightning subcommand."""
 
 
 class TrainerCLI(LightningCLI):
@@ -72,9 +70,7 @@ class TrainerCLI(LightningCLI):
         datamodule_class: The LightningDataModule.
     """
 
-    program: str
-    description: str
-    functions: Functions
+    program: Program
     linked: tuple[str, ...]
     monitor: str
     monitor_mode: str
@@ -100,9 +96,9 @@ class TrainerCLI(LightningCLI):
                     "enable_model_summary": False,  # `CostRecord` prints the model's size and FLOPs
                 },
                 parser_kwargs={
-                    "prog": self.program,
+                    "prog": self.program.name,
                     "allow_abbrev": False,
-                    "description": self.description,
+                    "description": self.program.description,
                 },
             )
 
@@ -121,7 +117,7 @@ class TrainerCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser) -> None:
         """Add the run's own arguments and link what model and data must agree on."""
-        parser.add_argument("--name", type=str, default=self.program, help="Folder of the experiment's runs.")
+        parser.add_argument("--name", type=str, default=self.program.name, help="Folder of the experiment's runs.")
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=500, help="Optimiser steps between full checkpoints."
         )
@@ -391,12 +387,6 @@ def _as_list(value) -> list:
     return list(value) if isinstance(value, list) else [value]
 
 
-def relative(path: str | Path) -> Path:
-    """Shorten a path below the working directory."""
-    path = Path(path)
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
     """Run a Lightning subcommand and end its process groups."""
     for noise in (
@@ -416,80 +406,30 @@ def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "litlogger" not in record.getMessage()
 
 
-def _check_subcommand(cli: type[TrainerCLI], args: list[str]) -> None:
-    names = [*cli.subcommands(), PLAN, *cli.functions]
-    if not args:
-        raise UserError(f"{cli.program} needs a subcommand; accepted: {', '.join(names)}. --help says more.")
-    if not args[0].startswith("-") and args[0] not in names:
-        raise UserError(f"{args[0]!r} is no subcommand of {cli.program}; accepted: {', '.join(names)}.")
-
-
-def run_program(cli: type[TrainerCLI], args: list[str] | None) -> None:
-    """Run a program: one of its functions, or a Lightning subcommand.
-
-    Mistakes that a user can mend end in one message and exit status 2.
+def run_trainer(program: Program, cli: type[TrainerCLI], args: list[str]) -> None:
+    """Run what needs Lightning: a subcommand of its own, `plan`, or the help that lists all.
 
     Args:
-        cli: The program.
-        args: The arguments; those of the process if None.
+        program: The program.
+        cli: Its command line.
+        args: The arguments.
+
+    Raises:
+        UserError: If there is no such subcommand, or as it says.
     """
-    args = sys.argv[1:] if args is None else args
-    try:
-        args = with_config_paths(args)
-        with _telling_what_runs():
-            if args in (["-h"], ["--help"]):
-                print(format_help(cli.program, cli.description, _all_commands(cli)), end="")
-            elif args and args[0] == PLAN:
-                run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
-            elif args and args[0] in cli.functions:
-                run_named(cli.program, cli.functions, args)
-            else:
-                _check_subcommand(cli, args)
-                run_lightning(lambda: cli(args))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except RunStopped as stop:
-        go_on = "nothing was trained yet"
-        if stop.checkpoint is not None and stop.checkpoint.exists():
-            go_on = f"go on with --resume {relative(stop.checkpoint)}"
-        print(f"{stop}; {go_on}")
-    except Exception as error:
-        if not _is_mendable(error):
-            raise
-        print(f"error: {reason(error)}", file=sys.stderr)
-        sys.exit(2)
+    trained = {name: first_line(getattr(cli, name)) for name in cli.subcommands()}
+    trained[PLAN] = "Tell what `fit` would need, and train nothing."
+    if args in (["-h"], ["--help"]):
+        commands = trained | first_lines(program.functions)
+        return print(format_help(program.name, program.description, commands), end="")
+    _check_subcommand(program, [*trained, *program.functions], args)
+    if args[0] == PLAN:
+        return run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
+    run_lightning(lambda: cli(args))
 
 
-def _all_commands(cli: type[TrainerCLI]) -> dict[str, str]:
-    """Say in a line each what all subcommands do."""
-    trained = {name: getattr(cli, name) for name in cli.subcommands()}
-    return first_lines(trained) | {PLAN: "Tell what `fit` would need, and train nothing."} | first_lines(cli.functions)
-
-
-@contextmanager
-def _telling_what_runs() -> Iterator[None]:
-    """Let the first process say which implementation of attention runs, and what is compiled for it."""
-    logger, handler = logging.getLogger("dcmha"), logging.StreamHandler()
-    if not rank_zero_only.rank:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-def _is_mendable(error: Exception) -> bool:
-    """Tell whether a user can do something about an error: ours, those of files, disks and memory, the death of a
-    loader process or of another rank, and what Lightning itself says of its arguments.
-    """
-    is_of_others = str(error).startswith("DataLoader worker (pid") or is_of_another_rank(error)
-    if isinstance(error, MENDABLE) or is_of_others:
-        return True
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_of_lightning = frame.f_globals.get("__name__", "").startswith("lightning.")
-    return is_of_lightning and isinstance(error, ValueError | RuntimeError)
+def _check_subcommand(program: Program, names: list[str], args: list[str]) -> None:
+    if not args:
+        raise UserError(f"{program.name} needs a subcommand; accepted: {', '.join(names)}. --help says more.")
+    if not args[0].startswith("-") and args[0] not in names:
+        raise UserError(f"{args[0]!r} is no subcommand of {program.name}; accepted: {', '.join(names)}.")

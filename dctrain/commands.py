@@ -3,12 +3,12 @@
 import argparse
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from itertools import zip_longest
 from typing import NoReturn, get_args, get_origin
 
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
 
 from .errors import UserError
 
@@ -17,7 +17,7 @@ CONFIG = "config"
 SAID = ("true", "false")
 MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # texts that are no names
 
-Functions = Mapping[str, "Callable[..., None] | Functions"]  # of mappings, the second word says which
+Functions = Mapping[str, "str | Functions"]  # each as "module:function"; of mappings, the second word says which
 
 
 class ShortErrors:
@@ -32,10 +32,6 @@ class ShortErrors:
 
 class FunctionParser(ShortErrors, ArgumentParser):
     """Parses the arguments of a function."""
-
-
-class TrainerParser(ShortErrors, LightningArgumentParser):
-    """Parses the arguments of a Lightning subcommand."""
 
 
 class Once(argparse.Action):
@@ -60,7 +56,7 @@ def run_named(program: str, functions: Functions, args: list[str]) -> None:
     name, *rest = args
     named = functions[name]
     if not isinstance(named, Mapping):
-        return run_function(program, name, named, rest)
+        return run_function(program, name, imported(named), rest)
     if rest and rest[0] in ("-h", "--help"):
         return print(format_help(f"{program} {name}", "", first_lines(named)), end="")
     if not rest or rest[0] not in named:
@@ -81,9 +77,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
     Raises:
         UserError: If the arguments do not fit, or a file cannot be read or written.
     """
-    parser = FunctionParser(
-        prog=f"{program} {name}", description=inspect.getdoc(function).splitlines()[0], allow_abbrev=False
-    )
+    parser = FunctionParser(prog=f"{program} {name}", description=first_line(function), allow_abbrev=False)
     parameters = inspect.signature(function).parameters
     sequences = [key for key, parameter in parameters.items() if _item_type(parameter.annotation)]
     extra = []
@@ -146,12 +140,23 @@ def _parameter_docs(function: Callable[..., None]) -> dict[str, str]:
     return {parameter.arg_name: parameter.description for parameter in parse(inspect.getdoc(function)).params}
 
 
+def imported(name: str) -> Callable:
+    """Import what is written as "module:name"."""
+    module, _, found = name.partition(":")
+    return getattr(import_module(module), found)
+
+
 def first_lines(functions: Functions) -> dict[str, str]:
     """Take of each function the first line of its docstring; of a group of functions their names."""
     return {
-        name: ", ".join(function) if isinstance(function, Mapping) else inspect.getdoc(function).splitlines()[0]
+        name: ", ".join(function) if isinstance(function, Mapping) else first_line(imported(function))
         for name, function in functions.items()
     }
+
+
+def first_line(function: Callable) -> str:
+    """Return the first line of a docstring."""
+    return inspect.getdoc(function).splitlines()[0]
 
 
 def format_help(program: str, description: str, commands: Mapping[str, str]) -> str:

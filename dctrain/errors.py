@@ -4,6 +4,7 @@ The command line prints their message, in one line, without a stack trace.
 """
 
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,20 @@ class Diverged(UserError):
     def __str__(self) -> str:
         kept = "" if self.checkpoint is None else f" The last finite checkpoint: {self.checkpoint}"
         return f"{super().__str__()}{kept}"
+
+
+class RunStopped(BaseException):
+    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line
+    catches it.
+
+    Args:
+        signum: The signal that asked for it.
+        checkpoint: Where the run can be taken up; None if it has not begun.
+    """
+
+    def __init__(self, signum: int, checkpoint: Path | None) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.checkpoint = checkpoint
 
 
 @contextmanager

@@ -117,3 +117,9 @@ def remove_whole(path: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     os.replace(path, removed)
     shutil.rmtree(removed)
+
+
+def relative(path: str | Path) -> Path:
+    """Shorten a path below the working directory."""
+    path = Path(path)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

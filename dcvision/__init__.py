@@ -1,8 +1,15 @@
 """Image classification with DCMHA. Importing this package registers the `dcvit_*` and `mhavit_*` models with timm."""
 
+from typing import TYPE_CHECKING
+
+from dctrain.lazy import lazily
+
 from . import models
-from .classifier import ImageClassifier
-from .data import ImageDataModule
 from .swap import swap_attention
 
+if TYPE_CHECKING:
+    from .classifier import ImageClassifier
+    from .data import ImageDataModule
+
 __all__ = ["ImageClassifier", "ImageDataModule", "models", "swap_attention"]
+__getattr__ = lazily(__name__, {"ImageClassifier": "classifier", "ImageDataModule": "data.datamodule"})

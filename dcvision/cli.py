@@ -1,88 +1,29 @@
 """Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|evaluate|compare|look|...`."""
 
-import csv
-from pathlib import Path
-
-from dctrain.checkpoint import make_folder
-from dctrain.cli import TrainerCLI, reading, relative, run_program
-from dctrain.compare import comparison
 from dctrain.named_configs import listing
-from dctrain.strategy import data_rank
+from dctrain.program import Program, run_program
 
-from .classifier import ImageClassifier
-from .data import ImageDataModule
-from .data.make_shards import make_shards, verify
-from .evaluation import evaluate
 from .explain import EXPLANATIONS
-from .export import export
-from .look import look
 
+configs = listing("dcvision", "vision")
 
-class VisionCLI(TrainerCLI):
-    """The trainers' command line for image classification."""
-
-    program = "dcvision"
-    description = "Image classification with DCMHA."
-    functions = {
-        "export": export,
-        "evaluate": evaluate,
-        "configs": listing("dcvision", "vision"),
-        "compare": comparison("dcvision", {"val/top1": "max", "val/top5": "max"}),
+PROGRAM = Program(
+    name="dcvision",
+    description="Image classification with DCMHA.",
+    functions={
+        "export": "dcvision.export:export",
+        "evaluate": "dcvision.evaluation:evaluate",
+        "configs": "dcvision.cli:configs",
+        "compare": "dcvision.comparison:compare",
         "explain": EXPLANATIONS,
-        "look": look,
-        "shards": make_shards,
-        "verify": verify,
-    }
-    linked = ("num_classes", "image_size", "seed")
-    monitor = "val/top1"
-    monitor_mode = "max"
-    init_sources = "a checkpoint or run of dcvision, an exported folder, or a timm name with pretrained weights"
-    best_name = "best-epoch={epoch}-top1={val/top1:.4f}"
-
-    def __init__(self, args: list[str]) -> None:
-        super().__init__(ImageClassifier, ImageDataModule, args)
-
-    def describe_score(self, score: float) -> str:
-        """Write the accuracy in percent."""
-        return f"{100 * score:.2f} %"
-
-    def has_weights(self) -> bool:
-        """Tell whether the model is a pretrained one of timm's."""
-        return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
-
-    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "predict":
-            said = "File (CSV) to write; predict/predictions.csv in the run of the checkpoint if left out."
-            parser.add_argument("--out", type=str | None, default=None, help=said)
-        return parser
-
-    def predict(self, model: ImageClassifier, **kwargs) -> None:
-        """Write the predicted class of each image to `--out`.
-
-        The file has one line per image, with the names of the classes where they are known; there is one file per rank
-        where several split the data.
-        """
-        path = self.evaluated_checkpoint()
-        with reading(path):
-            batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
-        folder = self.trainer.log_dir  # a broadcast: all ranks ask
-        rank, ranks = data_rank(self.trainer)
-        if self.trainer.global_rank % (self.trainer.world_size // ranks):
-            return  # another has predicted the same
-        path = Path(self._get(self.config, "out") or Path(folder) / "predictions.csv")
-        path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
-        make_folder(str(path.parent))
-        with open(path, "w", newline="") as file:
-            names = self.datamodule.classes
-            writer = csv.DictWriter(file, ["name", "class", "probability", *(["class_name"] if names else [])])
-            writer.writeheader()
-            for row in (row for batch in batches for row in batch):
-                number = row["class"]
-                writer.writerow(row | ({"class_name": "".join(names[number : number + 1])} if names else {}))
-        print(f"predictions {relative(path)}")
+        "look": "dcvision.look:look",
+        "shards": "dcvision.data.make_shards:make_shards",
+        "verify": "dcvision.data.make_shards:verify",
+    },
+    trainer="dcvision.lightning_cli:VisionCLI",
+)
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line."""
-    run_program(VisionCLI, args)
+    run_program(PROGRAM, args)

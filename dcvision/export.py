@@ -9,7 +9,7 @@ from dctrain.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole
 
-from .classifier import build_model, without_weights
+from .build import build_model, without_weights
 
 
 def export(checkpoint: str, out: str, raw: bool = False) -> Path:

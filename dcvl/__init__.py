@@ -1,7 +1,14 @@
 """Images and texts with DCMHA: contrastive and captioning training of two towers."""
 
-from .data import CaptionDataModule
+from typing import TYPE_CHECKING
+
+from dctrain.lazy import lazily
+
 from .network import ImageText
-from .vision_language_model import VisionLanguageModel
+
+if TYPE_CHECKING:
+    from .data import CaptionDataModule
+    from .vision_language_model import VisionLanguageModel
 
 __all__ = ["CaptionDataModule", "ImageText", "VisionLanguageModel"]
+__getattr__ = lazily(__name__, {"CaptionDataModule": "data.datamodule", "VisionLanguageModel": "vision_language_model"})

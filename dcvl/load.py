@@ -19,17 +19,15 @@ from dctrain.device import check_device
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole, write_json
 from dctrain.json_fields import check_fields
-from dcvision.classifier import without_weights
+from dcvision.build import without_weights
 from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
 from dcvision.pretrained import load_pretrained
 
 from .data.captions import TEMPLATE
-from .data.datamodule import black
-from .data.samples import CaptionEncoder
+from .data.samples import CaptionEncoder, black
 from .facts import FACTS
 from .network import ImageText
-from .vision_language_model import VisionLanguageModel
 
 FORMAT = "dcvl-1"
 IMAGE, TEXT, CONFIG, JOINT = "image", "text", "config.json", "joint.safetensors"
@@ -115,6 +113,8 @@ def _pair(model: ImageText, tokenizer: Tokenizer, facts: dict) -> LoadedPair:
 
 
 def _of_run(checkpoint: str) -> LoadedPair:
+    from .vision_language_model import VisionLanguageModel  # which needs Lightning
+
     path = find_checkpoint(checkpoint)
     content = load_checkpoint(path)
     hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})

@@ -18,7 +18,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.weighted_mean import WeightedMean
-from dcvision.classifier import build_model, without_weights
+from dcvision.build import build_model, without_weights
 from dcvision.compatible import compare_heads, compare_normalisation, normalisation
 
 from .contrastive import Contrastive, Pairs, contrastive_loss

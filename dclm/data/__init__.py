@@ -1,6 +1,13 @@
 """Data for language models: texts, tokenizers, token files, and the LightningDataModule that joins them."""
 
-from .datamodule import TokenDataModule
+from typing import TYPE_CHECKING
+
+from dctrain.lazy import lazily
+
 from .samples import Batch
 
+if TYPE_CHECKING:
+    from .datamodule import TokenDataModule
+
 __all__ = ["Batch", "TokenDataModule"]
+__getattr__ = lazily(__name__, {"TokenDataModule": "datamodule"})

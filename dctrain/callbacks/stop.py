@@ -4,31 +4,17 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ..errors import RunStopped
 from .checkpoints import LastCheckpoint, is_accumulating
 from .validation import DueValidation
 
 STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
-
-
-class RunStopped(BaseException):
-    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line
-    catches it.
-
-    Args:
-        signum: The signal that asked for it.
-        checkpoint: Where the run can be taken up; None if it has not begun.
-    """
-
-    def __init__(self, signum: int, checkpoint: Path | None) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.checkpoint = checkpoint
 
 
 class GracefulStop(Callback):

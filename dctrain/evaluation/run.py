@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..cli import relative
 from ..errors import UserError, told_as
-from ..files import held
+from ..files import held, relative
 from .journal import Journal
 from .ranks import Ranks, joined_ranks
 from .results import Measure, Results, open_results, read_results, write_csv

@@ -1,6 +1,12 @@
 """What both trainers' `explain` share: measurements of heads and compositions, their tables and pictures."""
 
-from .composition_scalars import CompositionScalars
+from typing import TYPE_CHECKING
+
+from ..lazy import lazily
 from .diversity import diversity_command
 
+if TYPE_CHECKING:
+    from .composition_scalars import CompositionScalars
+
 __all__ = ["CompositionScalars", "diversity_command"]
+__getattr__ = lazily(__name__, {"CompositionScalars": "composition_scalars"})

@@ -9,11 +9,10 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from torch import nn
 
-from ..cli import relative
 from ..environment import environment
 from ..errors import told_as
 from ..evaluation.results import checksum
-from ..files import write_json, written_whole
+from ..files import relative, write_json, written_whole
 
 DPI = 120
 

@@ -1,6 +1,13 @@
 """Data for image classification: sources, order, decoding, and the LightningDataModule that joins them."""
 
-from .datamodule import ImageDataModule
+from typing import TYPE_CHECKING
+
+from dctrain.lazy import lazily
+
 from .samples import IGNORED, Batch
 
+if TYPE_CHECKING:
+    from .datamodule import ImageDataModule
+
 __all__ = ["IGNORED", "Batch", "ImageDataModule"]
+__getattr__ = lazily(__name__, {"ImageDataModule": "datamodule"})

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from dcmha import ComposedLayer
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
-from dctrain.cli import relative
 from dctrain.errors import told_as
 from dctrain.evaluation.run import check_steps, name_models
 from dctrain.explain.attribution import Credits
@@ -15,6 +14,7 @@ from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
 from dctrain.explain.mixing_report import explain_mixing
 from dctrain.explain.page import Maps, Shown, check_size, facts_of, page_path, small_maps, write_page
+from dctrain.files import relative
 
 from ..evaluation.networks import Network
 from ..pictures import View, patch_grid, prefix_tokens, read_image

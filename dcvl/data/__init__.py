@@ -1,6 +1,13 @@
 """Images with captions."""
 
-from .datamodule import CaptionDataModule
+from typing import TYPE_CHECKING
+
+from dctrain.lazy import lazily
+
 from .samples import Batch
 
+if TYPE_CHECKING:
+    from .datamodule import CaptionDataModule
+
 __all__ = ["Batch", "CaptionDataModule"]
+__getattr__ = lazily(__name__, {"CaptionDataModule": "datamodule"})

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,7 +16,7 @@ from dcvision.data.sources import stream_urls
 from dcvision.data.stream import StreamedSample
 
 from .captions import TEMPLATE, CaptionFields, CaptionSource, check_templates, open_captions
-from .samples import Batch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, choose_caption
+from .samples import Batch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, black, choose_caption
 from .scenes import ENDLESS, NAME, scene_tokenizer
 
 
@@ -213,11 +212,6 @@ class CaptionDataModule(ImageData):
         if state_dict.get("tokenizer", self.words.spec) != self.words.spec:
             raise UserError("the checkpoint was trained with another data.tokenizer.")
         super().load_state_dict(state_dict if "epoch" in state_dict else {})
-
-
-def black(size: int, image: Tensor) -> Tensor:
-    """Make a black image, uint8 [3, size, size], of any other."""
-    return torch.zeros(3, size, size, dtype=torch.uint8)
 
 
 def _captioned(

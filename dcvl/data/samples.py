@@ -149,9 +149,11 @@ class Collate:
         self.image_size = image_size
 
     def __call__(self, samples: list[CaptionedImage]) -> Batch:
-        black = torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8)
         are_bad = [isinstance(sample.image, Skipped) for sample in samples]
-        images = [black if is_bad else sample.image for sample, is_bad in zip(samples, are_bad, strict=True)]
+        images = [
+            black(self.image_size, sample.image) if is_bad else sample.image
+            for sample, is_bad in zip(samples, are_bad, strict=True)
+        ]
         counts = [not is_bad and not sample.is_padding for sample, is_bad in zip(samples, are_bad, strict=True)]
         captions = [caption for sample in samples for caption in sample.captions]
         owners = [number for number, sample in enumerate(samples) for _ in sample.captions]
@@ -162,3 +164,8 @@ class Collate:
         num_cut = sum(caption.is_cut for caption in captions)
         names = [sample.name for sample, is_bad in zip(samples, are_bad, strict=True) if not is_bad]
         return Batch(torch.stack(images), texts, torch.tensor(counts), names, num_cut, skipped)
+
+
+def black(size: int, image: Tensor) -> Tensor:
+    """Make a black image, uint8 [3, size, size], of any other."""
+    return torch.zeros(3, size, size, dtype=torch.uint8)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dctrain.checkpoint import AtomicCheckpointIO, check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpoint_io import AtomicCheckpointIO
 from dctrain.errors import UserError
 from dctrain.sharding import folders
 from dctrain.sharding.checkpoint import whole_part

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 
+from dctrain.commands import imported
 from dctrain.start import help_path, start
 from tests.dcvision.commands import run, small
 
@@ -41,8 +42,8 @@ def test_help_lists_all_subcommands(program, capsys):
     module = import_module(f"{program}.cli")
     module.main(["--help"])
     listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
-    (cli,) = [one for one in vars(module).values() if getattr(one, "program", None) == program]
-    assert sorted(listed) == sorted(["plan", *cli.subcommands(), *cli.functions])
+    cli = imported(module.PROGRAM.trainer)
+    assert sorted(listed) == sorted(["plan", *cli.subcommands(), *module.PROGRAM.functions])
 
 
 @pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])

@@ -1,6 +1,9 @@
 """Arrows point one way: what may import what."""
 
 import ast
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,20 @@ def test_implementations_never_import_each_other(path):
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
     names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module is None for a in n.names}
     assert not names & implementations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", ["dcvision.cli, dcvision.look", "dclm.cli, dclm.commands, dcvl.use.caption"])
+def test_what_does_not_train_does_without_lightning(modules):
+    """Importing it takes seconds."""
+    code = f"import sys, {modules}; print('lightning' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("package", ["dcvision", "dclm", "dcvl", "dctrain.explain"])
+def test_names_that_are_imported_late(package):
+    module = import_module(package)
+    assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018

@@ -343,7 +343,7 @@ def test_smaller_habits_of_the_library(both, tmp_path, transformers):
 
 def test_exported_folders_generate_text_until_its_end(tmp_path, transformers):
     """A run's tokenizer comes along, and generation ends where documents end."""
-    from dclm.cli import _write_tokenizer
+    from dclm.commands import _write_tokenizer
     from dclm.data.tokenizers import train_bpe
 
     dclm.save_pretrained(decoder(vocab_size=300), tmp_path / "out")

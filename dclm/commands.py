@@ -1,0 +1,119 @@
+"""Subcommands of `dclm` for trained models."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from dctrain.checkpoint import make_folder
+from dctrain.errors import UserError, told_as
+from dctrain.files import write_json
+
+from .data.tokenizers import BYTES, SubwordTokenizer
+from .hub import save_pretrained, why_not_published
+from .load import load_model
+from .sampling import Sampling
+from .suite import TASKS, make_suite, write_texts
+from .suite.stream import CAST, TRAINED, UNSEEN
+from .suite.tasks import SUITE
+from .text import continue_text
+
+
+def generate(
+    checkpoint: str,
+    prompt: Sequence[str],
+    tokenizer: str | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    stop_at_eos: bool = True,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    device: str = "cpu",
+    compile: bool = False,
+) -> None:
+    """Continue texts; one alone is written as it grows.
+
+    Args:
+        checkpoint: A .ckpt file, the folder of a run, or a folder of a DCFormer, DCPythia, Pythia or Llama model.
+        prompt: Texts to continue, together in one batch; a single one that begins with a dash as --prompt=-text.
+        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
+        max_new_tokens: Most tokens to add to each.
+        temperature: 0 takes the likeliest token.
+        top_k: Sample among the k likeliest tokens.
+        top_p: Sample among the likeliest tokens whose probabilities first sum to p.
+        stop_at_eos: End at the tokenizer's end of a document.
+        stop: End before any of these texts.
+        seed: Seed of the samples.
+        device: Where to run, such as cuda.
+        compile: Compile the decode step.
+    """
+    with told_as():
+        sampling = Sampling(temperature, top_k, top_p)
+    decoder, words = load_model(checkpoint, tokenizer, device=device)
+    options = {"stop_at_eos": stop_at_eos, "stop_strings": stop, "seed": seed, "compile": compile}
+    steps = continue_text(decoder, words, list(prompt), max_new_tokens, sampling, **options)
+    if len(prompt) == 1:
+        print(prompt[0], end="", flush=True)
+        for (text,) in steps:
+            print(text, end="", flush=True)
+        print()
+        return
+    rows = ["".join(parts) for parts in zip(*steps, strict=True)]
+    for start, text in zip(prompt, rows, strict=True):
+        print(f"{start}{text}\n{'-' * 20}")
+
+
+def export(checkpoint: str, out: str, native: bool = False) -> None:
+    """Write a trained model as a folder, with its tokenizer unless that is bytes.
+
+    The format is that of the published models where it can express the model, otherwise our own, which expresses every
+    one. `dclm.huggingface` lets `transformers` read both.
+
+    Args:
+        checkpoint: A .ckpt file, or the folder of a run.
+        out: Folder to write; must not hold a model already.
+        native: Write our own format in any case.
+    """
+    decoder, tokenizer = load_model(checkpoint)
+    with told_as():
+        if not native and (reason := why_not_published(decoder.config)) is not None:
+            print(f"in our own format, as the published one cannot express the model: {reason}")
+            native = True
+        save_pretrained(decoder, out, native=native)
+    if tokenizer.spec == BYTES:
+        print("tokens are bytes: generate from the folder with --tokenizer bytes")
+    else:
+        _write_tokenizer(Path(out), tokenizer)
+    print(f'exported to {out}; load with dclm.load_pretrained("{out}")')
+
+
+def _write_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> None:
+    """Write the tokenizer as Hugging Face's library reads it, and for its generation what ends a text."""
+    (folder / "tokenizer.json").write_text(tokenizer.spec)
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token)
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | ends)
+    path = folder / "config.json"
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_id)
+    write_json(path, json.loads(path.read_text()) | ids)
+
+
+def suite(out: str, seed: int = 0, combinations: Literal["all", "trained", "unseen"] = "all") -> None:
+    """Write the synthetic suite: 74 tasks of an attention pattern and a transformation, 12 texts each.
+
+    Args:
+        out: File (JSONL) to write, for `dclm evaluate --suites`.
+        seed: Seed of names and words.
+        combinations: Of pattern and transformation: "all", or of the easier tasks that `data.tokens: tasks` draws those
+            that training shows ("trained") or does not show ("unseen").
+    """
+    if seed < 0:
+        raise UserError(f"seed={seed}: expected at least 0.")
+    path = Path(out)
+    if path.exists():
+        raise UserError(f"{out} exists already; nothing was overwritten.")
+    make_folder(str(path.parent))
+    tasks, cast = {"all": (TASKS, SUITE), "trained": (TRAINED, CAST), "unseen": (UNSEEN, CAST)}[combinations]
+    write_texts(path, texts := make_suite(seed, tasks, cast=cast))
+    print(f"{out}: {len(texts)} texts of {len(tasks)} tasks")

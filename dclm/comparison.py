@@ -1,0 +1,5 @@
+"""`dclm compare`."""
+
+from dctrain.compare import comparison
+
+compare = comparison("dclm", {"val/loss": "min"})

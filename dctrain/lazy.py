@@ -1,0 +1,20 @@
+"""Names of a package that are imported when they are first used, because Lightning, which they need, takes seconds."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """Make the `__getattr__` of a package.
+
+    Args:
+        package: The package.
+        names: Names, and for each the module within the package that defines it.
+    """
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f".{names[name]}", package), name)
+
+    return find

@@ -1,0 +1,70 @@
+"""Making the model of a run: a timm model by name, with composed attention put in where that is asked for."""
+
+import difflib
+import math
+from typing import Any
+
+import timm
+from timm.models import resolve_model_input_args
+from torch import nn
+
+from dctrain.errors import UserError, told_as
+
+from .swap import swap_attention
+
+
+def build_model(
+    name: str | nn.Module, num_classes: int, image_size: int, model_kwargs: dict, swap: dict[str, Any] | None = None
+) -> nn.Module:
+    """Create a timm model by name, or take a module, and with `swap` put composed attention into it by those options.
+
+    Raises:
+        UserError: If the name is unknown, or an argument or option does not fit the model.
+    """
+    if isinstance(name, nn.Module):
+        if model_kwargs:
+            raise UserError(f"model_kwargs={model_kwargs} belong to the name of a model; got a module.")
+        with told_as(f"swap={swap}"):
+            return name if swap is None else swap_attention(name, **swap)
+    _check_sizes(name, image_size, model_kwargs)
+    is_saved = name.startswith(("local-dir:", "hf-hub:"))
+    if not is_saved and not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=4)
+        raise UserError(f"model {name!r} is unknown to timm; close names: {', '.join(close) or 'none'}.")
+    if name == "dcmha_swapped":
+        raise UserError("model='dcmha_swapped' is for loading; to train, name the base and give model.swap options.")
+    if model_kwargs.get("features_only"):
+        raise UserError("model_kwargs.features_only=True gives no classifier; leave it out.")
+    with told_as(f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels"):
+        arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
+        model = timm.create_model(**arguments)
+    with told_as(f"swap={swap}"):
+        return model if swap is None else swap_attention(model, **swap)
+
+
+MOST = {"image_size": 8192, "depth": 4096}  # bounds far above any model, before anything is allocated
+MOST_OF_OTHERS = 2**20
+
+
+def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None:
+    """Check what a model is to be built from, as far as it decides how much memory that takes.
+
+    Raises:
+        UserError: If a type is wrong, or a number is absurd.
+    """
+    if not isinstance(name, str):
+        raise UserError(f"model={name!r}: expected the name of a timm model, or a module.")
+    if not isinstance(model_kwargs, dict):
+        raise UserError(f"model_kwargs={model_kwargs!r}: expected arguments by name.")
+    for key, value in {"image_size": image_size, **model_kwargs}.items():
+        most = MOST.get(key, MOST_OF_OTHERS)
+        least, values = 1 if key in MOST else -math.inf, value if isinstance(value, list | tuple) else [value]
+        if not all(least <= one <= most for one in values if isinstance(one, int | float)):
+            raise UserError(f"{key}={value!r}: expected at most {most}" + (", and at least 1." if key in MOST else "."))
+        if key.endswith("_rate") and isinstance(value, int | float) and not 0 <= value < 1:
+            raise UserError(f"{key}={value!r}: expected a number in [0, 1).")
+
+
+def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Leave out that a model of timm brings weights of its own."""
+    return {name: value for name, value in (model_kwargs or {}).items() if name != "pretrained"}

@@ -1,0 +1,5 @@
+"""`dcvision compare`."""
+
+from dctrain.compare import comparison
+
+compare = comparison("dcvision", {"val/top1": "max", "val/top5": "max"})

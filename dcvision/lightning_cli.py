@@ -1,0 +1,68 @@
+"""The subcommands of `dcvision` that train, evaluate and predict with Lightning."""
+
+import csv
+from pathlib import Path
+
+from dctrain.checkpoint import make_folder
+from dctrain.cli import TrainerCLI, reading
+from dctrain.files import relative
+from dctrain.strategy import data_rank
+
+from . import callbacks  # noqa: F401  their names are options of --trainer.callbacks
+from .classifier import ImageClassifier
+from .cli import PROGRAM
+from .data import ImageDataModule
+
+
+class VisionCLI(TrainerCLI):
+    """The trainers' command line for image classification."""
+
+    program = PROGRAM
+    linked = ("num_classes", "image_size", "seed")
+    monitor = "val/top1"
+    monitor_mode = "max"
+    init_sources = "a checkpoint or run of dcvision, an exported folder, or a timm name with pretrained weights"
+    best_name = "best-epoch={epoch}-top1={val/top1:.4f}"
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(ImageClassifier, ImageDataModule, args)
+
+    def describe_score(self, score: float) -> str:
+        """Write the accuracy in percent."""
+        return f"{100 * score:.2f} %"
+
+    def has_weights(self) -> bool:
+        """Tell whether the model is a pretrained one of timm's."""
+        return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
+
+    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            said = "File (CSV) to write; predict/predictions.csv in the run of the checkpoint if left out."
+            parser.add_argument("--out", type=str | None, default=None, help=said)
+        return parser
+
+    def predict(self, model: ImageClassifier, **kwargs) -> None:
+        """Write the predicted class of each image to `--out`.
+
+        The file has one line per image, with the names of the classes where they are known; there is one file per rank
+        where several split the data.
+        """
+        path = self.evaluated_checkpoint()
+        with reading(path):
+            batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
+        folder = self.trainer.log_dir  # a broadcast: all ranks ask
+        rank, ranks = data_rank(self.trainer)
+        if self.trainer.global_rank % (self.trainer.world_size // ranks):
+            return  # another has predicted the same
+        path = Path(self._get(self.config, "out") or Path(folder) / "predictions.csv")
+        path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
+        make_folder(str(path.parent))
+        with open(path, "w", newline="") as file:
+            names = self.datamodule.classes
+            writer = csv.DictWriter(file, ["name", "class", "probability", *(["class_name"] if names else [])])
+            writer.writeheader()
+            for row in (row for batch in batches for row in batch):
+                number = row["class"]
+                writer.writerow(row | ({"class_name": "".join(names[number : number + 1])} if names else {}))
+        print(f"predictions {relative(path)}")

@@ -1,0 +1,38 @@
+"""The subcommands of `dcvl` that train and evaluate with Lightning."""
+
+from dctrain.cli import VocabularyCLI
+
+from .cli import PROGRAM
+from .data import CaptionDataModule
+from .data.datamodule import vocabulary_rows
+from .initial import check_tokenizer
+from .vision_language_model import VisionLanguageModel
+
+
+class VisionLanguageCLI(VocabularyCLI):
+    """The trainers' command line for models of images and texts."""
+
+    program = PROGRAM
+    vocabulary_rows = staticmethod(vocabulary_rows)
+    linked = ("image_size", "context_length", "seed")
+    monitor = "val/loss"
+    monitor_mode = "min"
+    init_sources = (
+        "a checkpoint, run or export of dcvl, or image=SOURCE,text=SOURCE (or one of them) with what dcvision and dclm "
+        "start from"
+    )
+    best_name = "best-step={step}-loss={val/loss:.4f}"
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(VisionLanguageModel, CaptionDataModule, args)
+
+    def fit(self, model: VisionLanguageModel, **kwargs) -> None:
+        """Train, from where `--resume` says; a run that starts from a text tower has its tokenizer."""
+        source = self._get(self.config, "init")
+        if source is not None and self.resume_from is None:
+            check_tokenizer(source, self.datamodule.words)
+        super().fit(model, **kwargs)
+
+    def describe_score(self, score: float) -> str:
+        """Write the loss in nats."""
+        return f"{score:.4f} nats"
