@@ -34,4 +34,4 @@ __all__ = [
     "save_pretrained",
     "swap_attention",
 ]
-__getattr__ = lazily(__name__, {"LanguageModel": "language_model", "TokenDataModule": "data.datamodule"})
+__getattr__, __dir__ = lazily(__name__, {"LanguageModel": "language_model", "TokenDataModule": "data.datamodule"})

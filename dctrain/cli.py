@@ -21,6 +21,7 @@ from .callbacks.console import RunProgressBar
 from .callbacks.costs import CostRecord
 from .callbacks.record import RunRecord
 from .callbacks.speed import SpeedMonitor
+from .callbacks.steps import StepAxis
 from .callbacks.stop import GracefulStop
 from .callbacks.validation import DueValidation
 from .checkpoint import (
@@ -226,7 +227,10 @@ class TrainerCLI(LightningCLI):
         return getattr(self, "trainer", None) is not None and self.trainer.global_step > self.resumed_step
 
     def _callbacks(self, config: dict, of_user: list[Callback]) -> list[Callback]:
-        """List the callbacks. The one that validates the last step comes first: the end of a run finds it validated."""
+        """List the callbacks.
+
+        The last step is validated before others end the run; its place in the curves is set before a stop logs it.
+        """
         if self.subcommand != "fit" or config.get("fast_dev_run"):
             return of_user
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
@@ -234,7 +238,7 @@ class TrainerCLI(LightningCLI):
         last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
         due = DueValidation()
         record = RunRecord(self._parser(self.subcommand), self.given, self.run_dir.is_resumed)
-        callbacks = [due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
+        callbacks = [StepAxis(), due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
                 BestCheckpoint(

@@ -1,11 +1,12 @@
 """Names of a package that are imported when they are first used, because Lightning, which they need, takes seconds."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
-    """Make the `__getattr__` of a package.
+def lazily(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Make the `__getattr__` and the `__dir__` of a package.
 
     Args:
         package: The package.
@@ -17,4 +18,4 @@ def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f".{names[name]}", package), name)
 
-    return find
+    return find, lambda: sorted({*vars(sys.modules[package]), *names})

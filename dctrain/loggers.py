@@ -116,11 +116,11 @@ def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
 
 @rank_zero_only
 def keep_rows(loggers: Iterable[Logger], step: int) -> None:
-    """Let CSV loggers of a resumed run append to their rows of before `step`, which they would remove."""
+    """Let CSV loggers of a run that is resumed from `step` append to their rows up to it, which they would remove."""
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             path = Path(logger.log_dir) / "metrics.csv"
-            names, rows = _rows_before(path, step)
+            names, rows = _rows_until(path, step)
             writer = logger.experiment
             if names:
                 with path.open("w", newline="") as file:
@@ -130,13 +130,13 @@ def keep_rows(loggers: Iterable[Logger], step: int) -> None:
                 writer.metrics_keys = names
 
 
-def _rows_before(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the whole rows of a CSV log that were logged before a step; a kill can tear the last one."""
+def _rows_until(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]]:
+    """Read the whole rows of a CSV log up to a step; a kill can tear the last one."""
     if not path.is_file():
         return [], []
     whole, end, _ = path.read_text().rpartition("\n")
     table = csv.DictReader(io.StringIO(whole + end))
-    rows = [row for row in table if not row["step"] or int(row["step"]) < step]
+    rows = [row for row in table if not row["step"] or int(row["step"]) <= step]
     return list(table.fieldnames or []), rows
 
 

@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from .data import ImageDataModule
 
 __all__ = ["ImageClassifier", "ImageDataModule", "models", "swap_attention"]
-__getattr__ = lazily(__name__, {"ImageClassifier": "classifier", "ImageDataModule": "data.datamodule"})
+__getattr__, __dir__ = lazily(__name__, {"ImageClassifier": "classifier", "ImageDataModule": "data.datamodule"})

@@ -11,4 +11,6 @@ if TYPE_CHECKING:
     from .vision_language_model import VisionLanguageModel
 
 __all__ = ["CaptionDataModule", "ImageText", "VisionLanguageModel"]
-__getattr__ = lazily(__name__, {"CaptionDataModule": "data.datamodule", "VisionLanguageModel": "vision_language_model"})
+__getattr__, __dir__ = lazily(
+    __name__, {"CaptionDataModule": "data.datamodule", "VisionLanguageModel": "vision_language_model"}
+)

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from .datamodule import TokenDataModule
 
 __all__ = ["Batch", "TokenDataModule"]
-__getattr__ = lazily(__name__, {"TokenDataModule": "datamodule"})
+__getattr__, __dir__ = lazily(__name__, {"TokenDataModule": "datamodule"})

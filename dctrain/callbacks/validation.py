@@ -48,14 +48,13 @@ class DueValidation(Callback):
 
 
 def _validate(trainer: L.Trainer, epoch: int) -> None:
-    """Run the validation that belongs behind the last step, in its epoch, and log it there."""
+    """Run the validation that belongs behind the last step, in its epoch."""
     loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
     completed, epochs.completed = epochs.completed, epoch
-    stepped, loop._batches_that_stepped = loop._batches_that_stepped, trainer.global_step - 1
     loop.val_loop.restarting = False
     is_first = trainer._logger_connector._first_loop_iter
     trainer.validating = True
     loop.val_loop.run()
     trainer.training = True
     trainer._logger_connector._first_loop_iter = is_first
-    epochs.completed, loop._batches_that_stepped = completed, stepped
+    epochs.completed = completed

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from .composition_scalars import CompositionScalars
 
 __all__ = ["CompositionScalars", "diversity_command"]
-__getattr__ = lazily(__name__, {"CompositionScalars": "composition_scalars"})
+__getattr__, __dir__ = lazily(__name__, {"CompositionScalars": "composition_scalars"})

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from .datamodule import ImageDataModule
 
 __all__ = ["IGNORED", "Batch", "ImageDataModule"]
-__getattr__ = lazily(__name__, {"ImageDataModule": "datamodule"})
+__getattr__, __dir__ = lazily(__name__, {"ImageDataModule": "datamodule"})

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from .datamodule import CaptionDataModule
 
 __all__ = ["Batch", "CaptionDataModule"]
-__getattr__ = lazily(__name__, {"CaptionDataModule": "datamodule"})
+__getattr__, __dir__ = lazily(__name__, {"CaptionDataModule": "datamodule"})

@@ -72,7 +72,7 @@ def test_the_baseline_and_a_sample_are_shown(corpus, tmp_path, capsys):
     run("fit", *small(corpus, tmp_path), *callbacks, "--trainer.callbacks.prompt=ab", *often)
     out = capsys.readouterr().out
     logged = scalars(tmp_path / "t/version_0")["val/bits_per_byte"]
-    assert logged[-1].step == 9 and f"\nbits per byte: {logged[-1].value:.3f}, " in out
+    assert logged[-1].step == 10 and f"\nbits per byte: {logged[-1].value:.3f}, " in out
     loss = read_items(tmp_path / "t/version_0")["val/loss"]
     assert len(loss.values) == 7
     mean = sum(value * loss.weights[name] for name, value in loss.values.items()) / sum(loss.weights.values())
@@ -170,10 +170,10 @@ def test_speed_is_of_whole_steps(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        (["--trainer.max_steps=7", "--trainer.val_check_interval=5", "--trainer.check_val_every_n_epoch=null"], [4, 6]),
-        (["--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2"], [19, 29]),
-        (["--trainer.max_epochs=2", "--trainer.val_check_interval=4"], [3, 7, 13, 17, 19]),
-        (["--trainer.max_epochs=2"], [9, 19]),
+        (["--trainer.max_steps=7", "--trainer.val_check_interval=5", "--trainer.check_val_every_n_epoch=null"], [5, 7]),
+        (["--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2"], [20, 30]),
+        (["--trainer.max_epochs=2", "--trainer.val_check_interval=4"], [4, 8, 14, 18, 20]),
+        (["--trainer.max_epochs=2"], [10, 20]),
     ],
     ids=lambda options: options[0],
 )

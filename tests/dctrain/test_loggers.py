@@ -84,9 +84,9 @@ def test_run_is_resumed_exactly(tmp_path, capsys, uninterrupted, name):
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last.startswith("best val/top1 ") and " | checkpoint runs/t/version_0/checkpoints/best-" in last
     for kind in CURVES.get(name, []):
-        assert curve(version, kind) == list(range(10))
+        assert curve(version, kind) == list(range(1, 11))
     if name == "csv elsewhere":
-        assert curve(tmp_path / "logs/t/version_0", "csv") == list(range(10))
+        assert curve(tmp_path / "logs/t/version_0", "csv") == list(range(1, 11))
 
 
 def test_resumed_run_keeps_the_ids_of_its_loggers(tmp_path):
@@ -121,17 +121,17 @@ def test_folder_of_a_logger_of_files_can_be_chosen_by_its_arguments(tmp_path):
     assert (tmp_path / "runs/t/version_0/config.yaml").is_file()
 
 
-def test_rows_of_a_resumed_run_are_whole_and_of_before_its_step(tmp_path):
+def test_rows_of_a_resumed_run_are_whole_and_up_to_its_step(tmp_path):
     """A kill can come after rows that the checkpoint does not know, and in the middle of one."""
     log = tmp_path / "version_0/metrics.csv"
     log.parent.mkdir()
-    log.write_bytes(b"loss,step\r\n1.0,0\r\n2.0,1\r\n3.0,2\r\n4.0,")
+    log.write_bytes(b"loss,step\r\n1.0,1\r\n2.0,2\r\n3.0,3\r\n4.0,")
     logger = CSVLogger(tmp_path, name="", version=0)
     keep_rows([logger], step=2)
-    logger.log_metrics({"loss": 5.0}, step=2)
+    logger.log_metrics({"loss": 5.0}, step=3)
     logger.save()
     with log.open(newline="") as file:
-        assert list(csv.reader(file)) == [["loss", "step"], ["1.0", "0"], ["2.0", "1"], ["5.0", "2"]]
+        assert list(csv.reader(file)) == [["loss", "step"], ["1.0", "1"], ["2.0", "2"], ["5.0", "3"]]
 
 
 def test_logger_that_was_not_used_begins_no_run(tmp_path):

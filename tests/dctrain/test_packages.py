@@ -59,6 +59,6 @@ def test_what_does_not_train_does_without_lightning(modules):
 @pytest.mark.parametrize("package", ["dcvision", "dclm", "dcvl", "dctrain.explain"])
 def test_names_that_are_imported_late(package):
     module = import_module(package)
-    assert all(hasattr(module, name) for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module)) and all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         module.nothing  # noqa: B018

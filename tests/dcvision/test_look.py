@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.io import decode_image
 
 from dctrain.errors import UserError
-from dcvision import look
+from dcvision import callbacks, look
 from tests.dcvision.commands import run
 
 SHORT = [
@@ -128,7 +128,8 @@ def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch)
         seen.append(dict(recorded))
         return draw(recorded, view)
 
-    monkeypatch.setattr(look, "draw_attention", spy)
+    for module in (look, callbacks):
+        monkeypatch.setattr(module, "draw_attention", spy)
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     run("fit", *SHORT, *callback, "--model.ema_decay=0.5", f"--trainer.default_root_dir={tmp_path}")
     look.look(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))

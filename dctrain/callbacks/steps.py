@@ -1,0 +1,25 @@
+"""The steps of curves."""
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+
+class StepAxis(Callback):
+    """Logs what a run measures at the number of optimiser steps taken, by which checkpoints are named.
+
+    Lightning would count the step before: what is measured in or after step 100 would stand at 99.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args) -> None:
+        """Set the step of what was logged in this step."""
+        self._log(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Set the step of what this validation logs."""
+        if not trainer.sanity_checking:
+            self._log(trainer, pl_module, sync_dist=True)
+
+    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule, **options) -> None:
+        """Log `step`, which Lightning takes for the curves, and the epoch, which it then leaves out."""
+        steps = {"step": float(trainer.global_step), "epoch": float(trainer.current_epoch)}
+        pl_module.log_dict(steps, batch_size=1, **options)
