@@ -17,6 +17,7 @@ from dcmha.weights import ComposeProjection
 from .errors import Diverged, UserError, told_as
 from .evaluation_items import ItemRecorder
 from .flops import forward_flops
+from .run_length import count_run_steps, is_set
 from .sharding.deferred import fill_shards
 from .sharding.norm import total_norm
 from .sharding.tensor_parallel import Plan
@@ -304,16 +305,12 @@ class TrainingModule(L.LightningModule):
         Not by `trainer.estimated_stepping_batches`: it starts the training loader before a checkpoint's position is
         known.
         """
-        trainer = self.trainer
-        has_epochs = trainer.max_epochs is not None and trainer.max_epochs > 0
-        if not has_epochs and trainer.max_steps < 1:
-            raise UserError("the cosine schedule needs an end: set trainer.max_epochs or trainer.max_steps.")
-        if not has_epochs:
-            return trainer.max_steps
-        if trainer.datamodule is None:  # loaders of others have no position
-            return int(trainer.estimated_stepping_batches)
-        steps = trainer.max_epochs * -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
-        return min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
+        trainer, steps_per_epoch = self.trainer, None
+        if is_set(trainer.max_epochs):
+            if trainer.datamodule is None:  # loaders of others have no position
+                return int(trainer.estimated_stepping_batches)
+            steps_per_epoch = -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
+        return count_run_steps(trainer.max_steps, trainer.max_epochs, steps_per_epoch)
 
     def _parameter_groups(self) -> list[dict]:
         trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -15,7 +15,8 @@ from .errors import UserError, reason, told_as
 from .flops import forward_flops
 from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, share_of_a_rank
 from .module import TrainingModule
-from .plan_length import PEAK_TFLOPS, Length, count_steps, describe_time, is_set, measured_speed, stated_speed
+from .plan_length import PEAK_TFLOPS, Length, count_steps, describe_time, measured_speed, stated_speed
+from .run_length import is_set
 from .sharding.deferred import deferred_weights
 from .sharding.layout import HEADS, REPLICAS, SHARDS
 from .strategy import check_strategy, is_sharding, mesh_axes

@@ -13,6 +13,7 @@ from .callbacks.speed import logged_speeds
 from .environment import read_environments
 from .errors import UserError, told_as
 from .run_dir import ENVIRONMENT
+from .run_length import count_run_steps, is_set
 
 PASSES = 3  # forward passes that a training step counts as
 MOST = 10**18  # FLOPs, devices
@@ -75,20 +76,11 @@ def count_steps(trainer: dict, num_samples: int | None, global_batch: int) -> in
     Raises:
         UserError: If the run has no end, or the training set is smaller than a batch.
     """
-    max_steps, epochs = trainer["max_steps"], trainer["max_epochs"]
-    if not is_set(max_steps) and not is_set(epochs):
-        raise UserError("the run has no end: set trainer.max_epochs or trainer.max_steps.")
-    if not is_set(epochs):
-        return max_steps
-    if num_samples is None:
-        return max_steps if is_set(max_steps) else None
-    steps = epochs * -(-_batches_of_epoch(trainer, num_samples, global_batch) // trainer["accumulate_grad_batches"])
-    return min(steps, max_steps) if is_set(max_steps) else steps
-
-
-def is_set(number: int | None) -> bool:
-    """Return whether a trainer's number of steps or epochs bounds the run: -1 and None do not."""
-    return number is not None and number > 0
+    steps_per_epoch = None
+    if num_samples is not None and is_set(trainer["max_epochs"]):
+        batches = _batches_of_epoch(trainer, num_samples, global_batch)
+        steps_per_epoch = -(-batches // trainer["accumulate_grad_batches"])
+    return count_run_steps(trainer["max_steps"], trainer["max_epochs"], steps_per_epoch)
 
 
 def _batches_of_epoch(trainer: dict, num_samples: int, global_batch: int) -> int:

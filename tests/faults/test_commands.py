@@ -24,7 +24,7 @@ FIT_IMAGES = [
     ("--trainer.val_check_interval=0", "trainer.val_check_interval=0 must be a positive number"),
     ("--trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch=0 must be at least 1"),
     ("--trainer.max_steps=0", "trainer.max_steps=0 must be at least 1, or -1"),
-    ("--trainer.max_epochs=0", "the cosine schedule needs an end"),
+    ("--trainer.max_epochs=0", "the run has no end, which the schedule needs"),
     ("--trainer.devices=0", "trainer: "),
     ("--trainer.strategy=nope", "trainer: You selected an invalid strategy name"),
     ("--trainer.default_root_dir=/etc/passwd", "Not a directory: /etc/passwd"),
