@@ -46,7 +46,10 @@ def beam_search(
         ValueError: As `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
         MemoryError: If there is no room for the cache.
     """
-    input_ids = torch.as_tensor(input_ids)
+    try:
+        input_ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"input_ids: {error}; accepted: prompts of one length [B, T].") from error
     check_integers(num_beams=num_beams, max_new_tokens=max_new_tokens)
     if num_beams > MOST_BEAMS:
         raise ValueError(f"{num_beams=} must be at least 1 and at most {MOST_BEAMS}.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from dctrain.checkpoint import make_folder
+from dctrain.checkpoint import check_no_run, make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.files import write_json
 
@@ -76,6 +76,7 @@ def export(checkpoint: str, out: str, native: bool = False) -> None:
         out: Folder to write; must not hold a model already.
         native: Write our own format in any case.
     """
+    check_no_run(out)
     decoder, tokenizer = load_model(checkpoint)
     with told_as():
         if not native and (reason := why_not_published(decoder.config)) is not None:

@@ -170,7 +170,7 @@ class LanguageModel(TrainingModule):
     def _evaluate(self, batch: Batch, prefix: str) -> None:
         batch = as_batch(batch)
         scores = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, per_token=True)
-        self.val_loss.update(-scores.log_likelihoods)
+        self.val_loss.update(-scores.log_likelihoods.float())
         self.val_accuracy.update(scores.is_greedy.float())
         self._keep_items(batch, scores, prefix)
 
@@ -180,7 +180,7 @@ class LanguageModel(TrainingModule):
         counts = is_scored.sum(1)
         rows = is_scored.nonzero()[:, 0]
         for metric, values in {"loss": -scores.log_likelihoods, "accuracy": scores.is_greedy}.items():
-            sums = torch.zeros(len(counts), device=rows.device).index_add_(0, rows, values.float())
+            sums = torch.zeros(len(counts), device=rows.device, dtype=torch.float32).index_add_(0, rows, values.float())
             kept = counts.nonzero()[:, 0]
             names = [batch.samples[row] for row in kept.tolist()] if batch.samples else []
             self.items.add(f"{prefix}/{metric}", names, (sums / counts)[kept], counts[kept])

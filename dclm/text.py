@@ -1,5 +1,6 @@
 """Text in, text out: a model with its tokenizer continues texts."""
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -40,6 +41,10 @@ def continue_text(
     with told_as():
         ids = check_prompts(decoder, ids, max_new_tokens, stops)
         texts = [GrowingText(tokenizer, stops, stop_strings) for _ in prompts]
+    longest = max(map(len, ids))
+    if longest > decoder.config.context_length:
+        said = f"note: a prompt of {longest} tokens is longer than the {decoder.config.context_length} of training"
+        print(said, file=sys.stderr, flush=True)
     grown: list[list[str]] = []
 
     def watch(tokens: list[int]) -> list[bool]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .attention import DCAttention
+from .checks import check_integers
 
 
 class Split(NamedTuple):
@@ -42,6 +43,7 @@ def split_heads(layer: DCAttention, ranks: int) -> dict[str, Split]:
     Raises:
         ValueError: If the groups do not split, or the layer has a norm over all heads.
     """
+    check_integers(ranks=ranks)
     groups, what = (layer.num_groups, "num_groups") if layer.compose is not None else (layer.num_heads, "num_heads")
     if groups % ranks:
         raise ValueError(f"{what}={groups} cannot be split over {ranks} ranks: it must be a multiple of them.")

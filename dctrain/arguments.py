@@ -60,6 +60,12 @@ def check_callbacks(callbacks: list[Callback]) -> None:
                 raise UserError(f"trainer.callbacks: {kind.__name__} is not supported: {said}.")
 
 
+def _check_part(name: str, part: int | float | None) -> None:
+    """Refuse what is no number of batches, nor a fraction of them."""
+    if part is not None and not 0 <= part <= (1 if isinstance(part, float) else math.inf):
+        raise UserError(f"trainer.{name}={part}: expected a number of batches, or a fraction in [0, 1].")
+
+
 def check_trainer(config: dict) -> None:
     """Check the trainer's arguments.
 
@@ -72,12 +78,15 @@ def check_trainer(config: dict) -> None:
     for name, least in AT_LEAST.items():
         if config.get(name) is not None and not least <= config[name] < math.inf:
             raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")
-    if config.get("val_check_interval") == 0:
-        raise UserError("trainer.val_check_interval=0 must be a positive number of steps, or part of an epoch.")
+    interval = config.get("val_check_interval")
+    if isinstance(interval, int | float) and not 0 < interval < math.inf:
+        said = "must be a positive number of steps, or part of an epoch."
+        raise UserError(f"trainer.val_check_interval={interval} {said}")
+    for name in ("limit_val_batches", "overfit_batches"):
+        _check_part(name, config.get(name))
     limit = config.get("limit_train_batches")
-    if isinstance(limit, float) and not 0 <= limit <= 1:
-        raise UserError(f"trainer.limit_train_batches={limit}: expected a number of batches, or a fraction in [0, 1].")
-    if limit is not None and limit <= 0:
+    _check_part("limit_train_batches", limit)
+    if limit == 0:
         raise UserError(f"trainer.limit_train_batches={limit} leaves nothing to train on.")
     if config.get("max_steps") == 0:
         raise UserError("trainer.max_steps=0 must be at least 1, or -1 for as many as trainer.max_epochs has.")

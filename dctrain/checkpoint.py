@@ -21,6 +21,7 @@ RESUMED = {
 }
 
 
+LATEST = "latest"  # what --resume takes for the newest of a name's runs
 CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints
 ACCEPTED = "a .ckpt file, or the folder of a run"
 
@@ -71,6 +72,16 @@ def _step(path: Path) -> int:
 def run_folder(checkpoint: Path) -> Path | None:
     """Return the folder of the run that wrote `RUN/checkpoints/NAME.ckpt`, or None if the file lies elsewhere."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
+
+
+def check_no_run(path: str) -> None:
+    """Refuse to write a model into the folder of a run, whose newest checkpoint it would stand for ever after.
+
+    Raises:
+        UserError: If it is one.
+    """
+    if (Path(path) / CHECKPOINTS).is_dir():
+        raise UserError(f"out={path} is the folder of a run; accepted: a folder of its own.")
 
 
 def make_folder(path: str) -> Path:

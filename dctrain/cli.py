@@ -26,6 +26,7 @@ from .callbacks.stop import GracefulStop
 from .callbacks.validation import DueValidation
 from .checkpoint import (
     CHECKPOINTS,
+    LATEST,
     check_resumable,
     check_weights,
     find_checkpoint,
@@ -45,11 +46,11 @@ from .program import Program
 from .rendezvous import mark_launcher
 from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights
+from .signals import ended_by_sigterm
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding
 
 RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
-LATEST = "latest"
 PLAN = "plan"
 NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
 OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of the alternatives that were not meant
@@ -282,9 +283,9 @@ class TrainerCLI(LightningCLI):
         log_dir = self.trainer.log_dir  # a broadcast: all ranks ask
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:
             return
-        best = self.trainer.checkpoint_callback
+        best = next((one for one in self.trainer.checkpoint_callbacks if isinstance(one, BestCheckpoint)), None)
         result = ""
-        if isinstance(best, ModelCheckpoint) and best.best_model_score is not None:
+        if best is not None and best.best_model_score is not None:
             result = f"best {self.monitor} {self.describe_score(float(best.best_model_score))} | "
             result += f"checkpoint {relative(best.best_model_path)} | "
         if self.trainer.global_step == self.resumed_step > 0:
@@ -295,13 +296,13 @@ class TrainerCLI(LightningCLI):
     def validate(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint on the validation data."""
         path = self.evaluated_checkpoint()
-        with reading(path):
+        with reading(path), ended_by_sigterm():
             self.trainer.validate(model, ckpt_path=path, **kwargs)
 
     def test(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint, logged as `test/...`."""
         path = self.evaluated_checkpoint()
-        with reading(path):
+        with reading(path), ended_by_sigterm():
             self.trainer.test(model, ckpt_path=path, **kwargs)
 
     def has_weights(self) -> bool:

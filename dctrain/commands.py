@@ -10,7 +10,7 @@ from typing import NoReturn, get_args, get_origin
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, ArgumentParser
 
-from .errors import UserError
+from .errors import UserError, told_as
 
 EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
@@ -101,7 +101,11 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             help=helps[key],
         )
     switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
-    options = parser.parse_args(_completed(args, switches)).as_dict()
+    with told_as("the arguments cannot be read", (RuntimeError, TypeError, AttributeError)):  # of malformed YAML
+        options = parser.parse_args(_completed(args, switches)).as_dict()
+    for key in (key for key in sequences if key != EXTRA):
+        if not isinstance(options[key], list):
+            raise UserError(f"{key}={options[key]!r}: expected a list.")
     check_not_empty({name: value for name, value in options.items() if name not in MAY_BE_EMPTY})
     if CONFIG not in parameters:
         del options[CONFIG]

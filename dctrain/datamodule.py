@@ -12,6 +12,7 @@ from .order import ORDER, EvalBatches, Permutation, Position, Progress, TrainBat
 from .strategy import data_rank
 
 MOST_WORKERS = 512  # processes of a rank
+MOST_BATCH = 2**20  # samples of a rank in a step
 
 
 class ResumableDataModule(L.LightningDataModule):
@@ -31,8 +32,10 @@ class ResumableDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int, seed: int, sample_noun: str) -> None:
         super().__init__()
-        if batch_size < 1 or not 0 <= num_workers <= MOST_WORKERS:
-            raise UserError(f"{batch_size=} must be at least 1 and {num_workers=} in [0, {MOST_WORKERS}].")
+        if type(batch_size) is not int or not 1 <= batch_size <= MOST_BATCH:
+            raise UserError(f"{batch_size=}: expected a whole number from 1 to {MOST_BATCH}.")
+        if type(num_workers) is not int or not 0 <= num_workers <= MOST_WORKERS:
+            raise UserError(f"{num_workers=}: expected a whole number from 0 to {MOST_WORKERS}.")
         if not 0 <= seed < 2**32:
             raise UserError(f"{seed=} must be in [0, 2^32).")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed

@@ -27,9 +27,10 @@ def environment(device: torch.device) -> dict:
 def read_environments(path: Path) -> list[dict]:
     """Read where a run ran, in turn; [] if the file is missing or damaged, for it is but a record."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def add_environment(path: Path, where: dict) -> None:

@@ -5,11 +5,14 @@ The command line prints their message, in one line, without a stack trace.
 
 import re
 import signal
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+MOST_CHARACTERS = 2000  # of a message: a parser may quote a whole file
 
 
 class UserError(Exception):
@@ -48,7 +51,7 @@ class RunStopped(BaseException):
 
 
 @contextmanager
-def told_as(what: str | None = None, of: type[Exception] = Exception) -> Iterator[None]:
+def told_as(what: str | None = None, of: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
     """Turn errors of the body into a `UserError`: "WHAT: the reason", or the reason alone.
 
     Args:
@@ -73,7 +76,7 @@ def reason(error: BaseException) -> str:
     """Say in one line what an error is about."""
     if is_of_another_rank(error):
         return "another process of this run has died or cannot be reached; what it wrote says why, --resume goes on."
-    if isinstance(error, ConnectionError):
+    if isinstance(error, ConnectionError) and error.strerror:
         return f"{error.strerror}: a loader process has died (of memory?), or a server is gone"
     if isinstance(error, OSError) and error.strerror:
         named = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -85,4 +88,4 @@ def reason(error: BaseException) -> str:
         return f"it has no {lines[0]}"
     if re.match(r"Caught \w+ in ", lines[0]):  # an error of a loader process: its message stands behind its stack
         return re.sub(r"^[\w.]*(Error|Exception|BadImage): ", "", lines[-1])
-    return lines[0] if len(lines) == 1 else " ".join(lines)
+    return textwrap.shorten(" ".join(lines), MOST_CHARACTERS, placeholder=" ...")

@@ -1,7 +1,7 @@
 """Checks of what JSON files say: each field by a function that accepts its values, and words for what it accepts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .errors import UserError
@@ -10,20 +10,22 @@ MOST_PIXELS = 2**14  # of the side of an image
 Checks = Mapping[str, tuple[Callable[[object], bool], str]]
 
 
-def check_fields(path: Path, content: Mapping, checks: Checks) -> None:
-    """Check fields; one that is missing or null is left to whoever needs it.
+def check_fields(path: Path, content: Mapping, checks: Checks, required: Sequence[str] = ()) -> None:
+    """Check fields; one that is missing or null is accepted unless it is required.
 
     Args:
         path: The file, for the message.
         content: Its fields.
         checks: By the name of a field, what accepts its values and what those are in words.
+        required: Names of fields that there must be.
 
     Raises:
         UserError: If a value is not accepted.
     """
     for name, (accepts, accepted) in checks.items():
-        if content.get(name) is not None and not accepts(content[name]):
-            raise UserError(f"{path}: {name}={content[name]!r}; accepted: {accepted}.")
+        is_there = content.get(name) is not None
+        if (is_there and not accepts(content[name])) or (not is_there and name in required):
+            raise UserError(f"{path}: {name}={content.get(name)!r}; accepted: {accepted}.")
 
 
 def is_fraction(value: object) -> bool:

@@ -13,6 +13,7 @@ No logger can move the folder of the run.
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from pydoc import locate
@@ -21,6 +22,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from .errors import told_as
 from .files import write_json
 from .run_dir import LOGGERS, RunDir
 
@@ -78,6 +80,8 @@ def _place_wandb(options: Namespace, run: RunDir) -> None:
 
 def _place_mlflow(options: Namespace, run: RunDir) -> None:
     _fill(options, "save_dir", str(run.root / "mlruns"), (None, "./mlruns"))
+    if options.get("tracking_uri") is None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's later versions ask for it
     _fill(options, "experiment_name", run.experiment, (None, OF_LIGHTNING))
     _fill(options, "run_name", run.version, (None,))
     _fill(options, "run_id", _recorded(run, MLFlowLogger), (None,))
@@ -100,8 +104,22 @@ def _fill(options: Namespace, name: str, value: object, defaults: tuple) -> None
 
 def _recorded(run: RunDir, kind: type[Logger]) -> str | None:
     """Read the id that a logger of this kind gave the run when it began."""
-    path = run.path / LOGGERS
-    return json.loads(path.read_text()).get(kind.__name__) if run.is_resumed and path.is_file() else None
+    return _read_ids(run.path / LOGGERS).get(kind.__name__) if run.is_resumed else None
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    """Read the ids of a run's loggers, by their classes; none if it has no file of them.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    if not path.is_file():
+        return {}
+    with told_as(f"{path} is damaged"):
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+            raise ValueError("it holds no ids by the classes of loggers.")
+    return found
 
 
 @rank_zero_only
@@ -110,7 +128,7 @@ def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
     found = [(kind, getattr(one, name)) for kind, name in WITH_ID.items() for one in loggers if isinstance(one, kind)]
     if found:
         path = folder / LOGGERS
-        before = json.loads(path.read_text()) if path.is_file() else {}  # of loggers that this resume goes without
+        before = _read_ids(path)  # of loggers that this resume goes without, too
         write_json(path, before | {kind.__name__: run_id for kind, run_id in found})
 
 
@@ -134,9 +152,12 @@ def _rows_until(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]]
     """Read the whole rows of a CSV log up to a step; a kill can tear the last one."""
     if not path.is_file():
         return [], []
-    whole, end, _ = path.read_text().rpartition("\n")
-    table = csv.DictReader(io.StringIO(whole + end))
-    rows = [row for row in table if not row["step"] or int(row["step"]) <= step]
+    with told_as(f"{path} is damaged"):
+        whole, end, _ = path.read_text().rpartition("\n")
+        table = csv.DictReader(io.StringIO(whole + end))
+        rows = [row for row in table if not row["step"] or int(row["step"]) <= step]
+        if any(None in row for row in rows):
+            raise ValueError("a row is longer than its head.")
     return list(table.fieldnames or []), rows
 
 

@@ -35,13 +35,22 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+MOST_RATE = 1e6  # of learning and of decay; the optimiser computes in 32 bits
+TOLD_OTHERWISE = ("num_workers", "batch_size")  # of the data: without effect, and told as a global batch
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
     """Name the settings that are others than before, with both values."""
+    return [
+        f"{prefix}{name} {before[name]!r} -> {now[name]!r}"
+        for name in before
+        if name in now and _plain(before[name]) != _plain(now[name])
+    ]
 
-    def plain(value: object) -> object:
-        return list(value) if isinstance(value, tuple) else value
 
-    return [f"{name} {before[name]!r} -> {now[name]!r}" for name in before if plain(before[name]) != plain(now[name])]
+def _plain(value: object) -> object:
+    """Make of a setting what a checkpoint holds of it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -94,6 +103,7 @@ class TrainingModule(L.LightningModule):
         self.skipped = self.skipped_in_a_row = 0
         self.items = ItemRecorder()
         self._trained: dict[str, object] = {}  # hyperparameters of the checkpoint that was loaded
+        self._trained_data: dict[str, object] = {}  # those of its data
         self._initial: dict[str, torch.Tensor] = {}  # weights for a model that has none before it is sharded
 
     def count_units(self, batch) -> int:
@@ -145,8 +155,10 @@ class TrainingModule(L.LightningModule):
         """
         hp = self.hparams
         for name in ("lr", "weight_decay"):
-            if not 0 <= hp[name] < math.inf:
-                raise UserError(f"{name}={hp[name]} must not be negative, and be finite.")
+            if not 0 <= hp[name] <= MOST_RATE:
+                raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MOST_RATE:g}.")
+        if len(hp.betas) != 2 or not all(0 <= beta < 1 for beta in hp.betas):
+            raise UserError(f"betas={list(hp.betas)}: expected two numbers in [0, 1).")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         if not all(0 <= beta < 1 for beta in hp.betas):
@@ -209,6 +221,8 @@ class TrainingModule(L.LightningModule):
         if not self._trained:
             return
         others = _changed(self._trained, self.hparams)
+        if self.trainer.datamodule is not None:
+            others += _changed(self._trained_data, self.trainer.datamodule.hparams, "data.")
         if others and self.trainer.is_global_zero:
             print(f"resumed with other settings: {', '.join(others)}", flush=True)
         optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
@@ -332,6 +346,8 @@ class TrainingModule(L.LightningModule):
         self.skipped, self.skipped_in_a_row = checkpoint.get("skipped_steps", (0, 0))
         trained = checkpoint.get("hyper_parameters", {})
         self._trained = {name: trained[name] for name in self.hparams if name in trained}
+        data = checkpoint.get("datamodule_hyper_parameters", {})
+        self._trained_data = {name: data[name] for name in data if name not in TOLD_OTHERWISE}
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
             raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
@@ -351,7 +367,7 @@ class TrainingModule(L.LightningModule):
         ours = {key: x.shape for key, x in self.state_dict().items()}
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(key for key in ours if ours[key] != theirs[key])
         if different:
-            others = {name: value for name, value in self.hparams.items() if trained.get(name) != value}
+            others = {name: value for name, value in self.hparams.items() if _plain(trained.get(name)) != _plain(value)}
             said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
             raise UserError(
                 f"the checkpoint is of another architecture: {len(different)} tensors differ, the first is "

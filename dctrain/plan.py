@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .arguments import check_trainer
+from .checkpoint import LATEST, find_checkpoint
 from .datamodule import ResumableDataModule
 from .errors import UserError, reason, told_as
 from .flops import forward_flops
@@ -48,6 +49,9 @@ class Planning:
     def instantiate_classes(self) -> None:
         """Build the model alone, without weights where that is possible."""
         self.check_named()
+        resume = self._get(self.config, "resume")
+        if resume not in (None, LATEST):
+            find_checkpoint(resume)
         model = self._get(self.config, "model")
         with deferred_weights():
             self.module = self._model_class(**model)

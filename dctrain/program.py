@@ -16,7 +16,7 @@ from .files import relative
 from .named_configs import with_config_paths
 
 MENDABLE = (UserError, OSError, UnicodeDecodeError, MemoryError, torch.OutOfMemoryError)
-OF_LIGHTNING = "lightning."
+OF_LIGHTNING, OF_LOGGERS = "lightning.", ("wandb.", "mlflow.")
 
 
 class Program(NamedTuple):
@@ -89,7 +89,7 @@ def _is_mendable(error: Exception) -> bool:
     loader process or of another rank, and what Lightning itself says of its arguments.
     """
     is_of_others = str(error).startswith("DataLoader worker (pid") or is_of_another_rank(error)
-    if isinstance(error, MENDABLE) or is_of_others or type(error).__module__.startswith(OF_LIGHTNING):
+    if isinstance(error, MENDABLE) or is_of_others or type(error).__module__.startswith((OF_LIGHTNING, *OF_LOGGERS)):
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_of_lightning = frame.f_globals.get("__name__", "").startswith(OF_LIGHTNING)

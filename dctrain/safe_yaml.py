@@ -6,6 +6,7 @@ import yaml
 
 from .errors import UserError
 
+GROUPS = ("model", "data", "trainer")
 MOST_BYTES, MOST_NODES, MOST_DEPTH, MOST_DIGITS = 2**20, 100_000, 100, 300
 
 
@@ -27,6 +28,31 @@ def check_yaml_file(path: Path) -> None:
         return  # the parser says where
     if root is not None:
         _count(root, path, {}, 0)
+        _check_groups(root, path)
+
+
+def _check_groups(root: yaml.Node, path: Path) -> None:
+    """Refuse a group of settings that is no mapping, which the parser would pass over.
+
+    Raises:
+        UserError: If there is one.
+    """
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        is_null = isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null"
+        if key.value in GROUPS and not isinstance(value, yaml.MappingNode) and not is_null:
+            raise UserError(f"{path}: {key.value} must be a mapping of settings.")
+
+
+def _check_keys(node: yaml.MappingNode, path: Path) -> None:
+    """Refuse a key that stands twice, of which the parser would drop the first.
+
+    Raises:
+        UserError: If there is one.
+    """
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}, line {node.start_mark.line + 1}: {twice!r} stands twice.")
 
 
 def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> int:
@@ -44,6 +70,8 @@ def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> in
         if is_number and len(node.value) > MOST_DIGITS:
             raise UserError(f"{path} has a number of {len(node.value)} digits; expected at most {MOST_DIGITS}.")
         return 1
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node, path)
     parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
     total = 1
     for part in parts:

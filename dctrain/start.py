@@ -1,5 +1,7 @@
 """Entry points of the installed programs: `--help` without the imports of a trainer, which take seconds."""
 
+import os
+import signal
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,12 +19,16 @@ def start(program: str) -> None:
     """
     if sys.argv[1:] in (["-h"], ["--help"]):
         return print(help_path(program).read_text(), end="")
-    try:
-        main = import_module(f"{program}.cli").main
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    before = signal.signal(signal.SIGINT, _end)
+    main = import_module(f"{program}.cli").main
+    signal.signal(signal.SIGINT, before)
     main()
+
+
+def _end(signum: int, frame: object) -> None:
+    """End at once: libraries turn a KeyboardInterrupt during their imports into other errors."""
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 def help_path(program: str) -> Path:

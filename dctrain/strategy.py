@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
+    DeepSpeedStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
@@ -241,7 +242,8 @@ def check_strategy(strategy: str | type | Strategy) -> None:
     if isinstance(strategy, str) and strategy in StrategyRegistry:
         kind = StrategyRegistry[strategy]["strategy"]
         start = StrategyRegistry[strategy]["init_params"].get("start_method", POPEN)
-    is_known = not issubclass(kind, Strategy) or issubclass(kind, SingleDeviceStrategy | DDPStrategy | FSDP2Strategy)
+    known = SingleDeviceStrategy | DDPStrategy | FSDP2Strategy
+    is_known = not issubclass(kind, Strategy) or (issubclass(kind, known) and not issubclass(kind, DeepSpeedStrategy))
     if not is_known or start != POPEN:
         name = strategy if isinstance(strategy, str) else kind.__name__
         how = f" with start_method={start!r}, whose processes do not parse the command line," if is_known else ""

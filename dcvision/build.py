@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import timm
+from timm.layers import PatchEmbed
 from timm.models import resolve_model_input_args
 from torch import nn
 
@@ -38,8 +39,23 @@ def build_model(
     with told_as(f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels"):
         arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
         model = timm.create_model(**arguments)
+    _check_patches(model, image_size)
     with told_as(f"swap={swap}"):
         return model if swap is None else swap_attention(model, **swap)
+
+
+def _check_patches(model: nn.Module, image_size: int) -> None:
+    """Refuse a size of which the model would leave out the last rows and columns of pixels.
+
+    Raises:
+        UserError: If patches do not cover the image.
+    """
+    embed = getattr(model, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or not isinstance(embed.proj, nn.Conv2d):
+        return
+    for patch, stride in zip(embed.patch_size, embed.proj.stride, strict=True):
+        if patch == stride and image_size % patch:
+            raise UserError(f"image_size={image_size} must be a multiple of the model's patch size, {patch}.")
 
 
 MOST = {"image_size": 8192, "depth": 4096}  # bounds far above any model, before anything is allocated

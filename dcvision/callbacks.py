@@ -37,6 +37,8 @@ class AttentionImages(Callback):
         """Read the image, and see whether there is something to draw and a place for it."""
         if stage not in ("fit", "validate"):
             return
+        if not isinstance(pl_module, ImageClassifier):
+            raise UserError(f"AttentionImages is for an ImageClassifier, not {type(pl_module).__name__}.")
         check_layers(pl_module.evaluated)
         self._pixels = read_image(self.image, pl_module.hparams.image_size)
         if not trainer.fast_dev_run and not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):

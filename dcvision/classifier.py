@@ -99,6 +99,8 @@ class ImageClassifier(TrainingModule):
         self.model = build_model(model, num_classes, image_size, model_kwargs or {}, swap)
         set_recompute(self.model, recompute)
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
+        if self.ema is not None:
+            self.ema.requires_grad_(False)  # data-parallel training waits for the gradients of all that require one
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
         for name, values in normalisation(self.model).items():
             self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)

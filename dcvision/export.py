@@ -5,7 +5,7 @@ from pathlib import Path
 from timm.models import save_for_hf
 from torch import nn
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpoint import check_no_run, find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole
 
@@ -26,6 +26,7 @@ def export(checkpoint: str, out: str, raw: bool = False) -> Path:
     Raises:
         UserError: If the checkpoint cannot be read or is none of ours, or the folder is taken or cannot be written.
     """
+    check_no_run(out)
     target = Path(out)
     if (target / "model.safetensors").exists():
         raise UserError(f"{target} holds an exported model already; nothing was overwritten.")

@@ -1,11 +1,13 @@
 """The subcommands of `dcvision` that train, evaluate and predict with Lightning."""
 
 import csv
+import io
 from pathlib import Path
 
 from dctrain.checkpoint import make_folder
 from dctrain.cli import TrainerCLI, reading
-from dctrain.files import relative
+from dctrain.files import relative, written_whole
+from dctrain.signals import ended_by_sigterm
 from dctrain.strategy import data_rank
 
 from . import callbacks  # noqa: F401  their names are options of --trainer.callbacks
@@ -49,20 +51,26 @@ class VisionCLI(TrainerCLI):
         where several split the data.
         """
         path = self.evaluated_checkpoint()
-        with reading(path):
+        with reading(path), ended_by_sigterm():
             batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
         folder = self.trainer.log_dir  # a broadcast: all ranks ask
         rank, ranks = data_rank(self.trainer)
+        self.trainer.strategy.barrier()  # no rank's part without the others'
         if self.trainer.global_rank % (self.trainer.world_size // ranks):
             return  # another has predicted the same
         path = Path(self._get(self.config, "out") or Path(folder) / "predictions.csv")
         path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
         make_folder(str(path.parent))
-        with open(path, "w", newline="") as file:
-            names = self.datamodule.classes
-            writer = csv.DictWriter(file, ["name", "class", "probability", *(["class_name"] if names else [])])
-            writer.writeheader()
-            for row in (row for batch in batches for row in batch):
-                number = row["class"]
-                writer.writerow(row | ({"class_name": "".join(names[number : number + 1])} if names else {}))
+        with written_whole(path) as file:
+            file.write(self._table(batches).encode())
         print(f"predictions {relative(path)}")
+
+    def _table(self, batches: list[list[dict]]) -> str:
+        """Write predictions as CSV."""
+        text, names = io.StringIO(newline=""), self.datamodule.classes
+        writer = csv.DictWriter(text, ["name", "class", "probability", *(["class_name"] if names else [])])
+        writer.writeheader()
+        for row in (row for batch in batches for row in batch):
+            number = row["class"]
+            writer.writerow(row | ({"class_name": "".join(names[number : number + 1])} if names else {}))
+        return text.getvalue()

@@ -46,7 +46,7 @@ class ExactCaptions(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Open the set; refuse a model that tells nothing, or whose weights are spread over ranks."""
-        if not pl_module.model.is_captioner:
+        if not getattr(pl_module.model, "is_captioner", False):
             raise UserError("ExactCaptions is for a model that tells captions (model.caption_weight above 0).")
         if isinstance(trainer.strategy, FSDP2Strategy):
             raise UserError("ExactCaptions cannot tell captions with weights that are sharded over ranks (fsdp2).")
@@ -124,7 +124,7 @@ class CrossAttentionImages(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Read the image; see whether there is something to draw, and a place for it."""
-        if not pl_module.model.is_captioner:
+        if not getattr(pl_module.model, "is_captioner", False):
             raise UserError("CrossAttentionImages is for a model that tells captions (model.caption_weight above 0).")
         if not trainer.fast_dev_run and not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             raise UserError("CrossAttentionImages needs a TensorBoard logger; leave trainer.logger as it is.")

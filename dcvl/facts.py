@@ -28,3 +28,4 @@ FACTS: Checks = {
     "mean": (lambda value: are_numbers(value) and len(value) == 3, "three finite numbers"),
     "std": (lambda value: are_numbers(value, above=0) and len(value) == 3, "three positive, finite numbers"),
 }
+REQUIRED = ("image_size", "context_length", "templates", "crop_fraction", "tokenizer", "mean", "std")

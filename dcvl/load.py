@@ -26,7 +26,7 @@ from dcvision.pretrained import load_pretrained
 
 from .data.captions import TEMPLATE
 from .data.samples import CaptionEncoder, black
-from .facts import FACTS
+from .facts import FACTS, REQUIRED
 from .network import ImageText
 
 FORMAT = "dcvl-1"
@@ -147,7 +147,7 @@ def _of_folder(folder: Path) -> LoadedPair:
         facts = json.loads((folder / CONFIG).read_text())
     if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
         raise UserError(f"{folder} holds no towers of dcvl: {CONFIG} is of another format.")
-    check_fields(folder / CONFIG, facts, FACTS)
+    check_fields(folder / CONFIG, facts, FACTS, REQUIRED)
     image = load_pretrained(str(folder / IMAGE))
     with told_as(str(folder)):
         text = dclm.load_pretrained(folder / TEXT)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dclm import Decoder
 from dclm.blocks import Context, make_norm
 from dclm.loss import IGNORED, token_loss, without_autocast
+from dcmha.checks import check_integers
 from dctrain.errors import UserError, told_as
 
 from .contrastive import Contrastive
@@ -91,6 +92,9 @@ class ImageText(nn.Module):
             raise ValueError(
                 f"context_dim={width} of the text tower; the image tower's patches have {image.num_features}."
             )
+        if contrastive not in SCALES:
+            raise ValueError(f"{contrastive=} is unknown; accepted: {', '.join(map(repr, SCALES))}.")
+        check_integers(embed_dim=embed_dim, may_be_none=True)
         self.image, self.text, self.embed_dim = image, text, embed_dim
         if not self.is_captioner:
             for module in (text.norm, text.output):  # data-parallel training waits for every gradient

@@ -14,7 +14,7 @@ from .masking import Masking, check_masking
 from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
-from .tokenizers import BYTES, ByteTokenizer, open_tokenizer
+from .tokenizers import BYTES, ByteTokenizer, open_tokenizer, tokenizer_from_spec
 
 STDLIB = "stdlib"
 EVALUATION_SEED = 0  # of masks, whatever the run's seed
@@ -151,6 +151,7 @@ class TokenDataModule(ResumableDataModule):
             self._check_validation()
         elif isinstance(self.corpus, IndexedCorpus):
             raise UserError(f"data.tokens={self.tokens} is for training alone; data.validation must name other tokens.")
+        self.corpus.tokenizer()  # so that a checkpoint can keep it
         mask = 0 if self.mask_fraction is None else 1
         if self.corpus.vocab_size + mask > self.vocab_size:
             raise UserError(
@@ -203,8 +204,10 @@ class TokenDataModule(ResumableDataModule):
         return len(self.train_samples)
 
     def fixed(self) -> dict[str, object]:
-        """Tell what cannot change in the middle of a run: how tokens are masked, too."""
-        return super().fixed() | {"mask_fraction": self.mask_fraction, "mask_span": self.mask_span}
+        """Tell what cannot change in the middle of a run: the tokens and how they are masked and cut, too."""
+        names = ("mask_fraction", "mask_span", "separate_documents")
+        corpus = self.corpus.identity if isinstance(self.corpus, Corpus) else None
+        return super().fixed() | {name: getattr(self, name) for name in names} | {"corpus": corpus}
 
     @property
     def num_val_samples(self) -> int:
@@ -241,5 +244,27 @@ class TokenDataModule(ResumableDataModule):
         return super().state_dict() | {"tokenizer": self.corpus.tokenizer().spec, "eos": self.corpus.eos}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over the position of a checkpoint."""
+        """Take over the position of a checkpoint.
+
+        Raises:
+            UserError: If it is none, or the data are of another tokenizer than the checkpoint's.
+        """
+        check_same_tokenizer("the checkpoint", state_dict.get("tokenizer"), self.corpus)
         super().load_state_dict(state_dict if "epoch" in state_dict else {})
+
+
+def check_same_tokenizer(whose: str, spec: str | None, corpus: Corpus | IndexedCorpus | TaskStream) -> None:
+    """Compare a model's tokenizer with that of the data.
+
+    Args:
+        whose: What the message calls the model.
+        spec: Its tokenizer; None if it is not known.
+        corpus: The data.
+
+    Raises:
+        UserError: If they are two.
+    """
+    if spec is None or spec == corpus.tokenizer().spec:
+        return
+    if tokenizer_from_spec(spec, corpus.eos).spec != corpus.tokenizer().spec:  # another version may have written it
+        raise UserError(f"data.tokens={corpus.folder}: its tokens are of another tokenizer than {whose}'s.")

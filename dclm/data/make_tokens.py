@@ -23,7 +23,7 @@ from dctrain.files import write_json, written_whole
 from dctrain.prepared import Preparation, digest_lines, file_digest, preparing, verify_files
 
 from .texts import SUFFIXES, Document, find_inputs, read_documents
-from .token_files import DTYPES, FORMAT, SPLITS, Corpus, token_dtype
+from .token_files import DTYPES, FORMAT, SPLITS, TOKENIZER, TOKENIZER_DIGEST, Corpus, token_dtype
 from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
 
 BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
@@ -136,7 +136,9 @@ def verify(tokens: str) -> None:
         for entry in entries
         if "documents_file" in entry
     ]
-    verify_files(corpus.folder, entries + counts)
+    digest = corpus.manifest.get(TOKENIZER_DIGEST)
+    words = [] if digest is None else [{"file": TOKENIZER, "sha256": digest}]
+    verify_files(corpus.folder, entries + counts + words)
 
 
 def prepare(
@@ -195,7 +197,10 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
     if not any("train" in segment for segment in notes["segments"]):
         preparation.forget()
         raise UserError("the inputs hold no training document.")
-    manifest = preparation.finish(_manifest(notes, tokenizer, options))
+    manifest = _manifest(notes, tokenizer, options)
+    if tokenizer.spec != BYTES:
+        manifest[TOKENIZER_DIGEST] = file_digest(preparation.out / TOKENIZER)
+    preparation.finish(manifest)
     path.unlink()
     return manifest
 

@@ -1,7 +1,7 @@
 """Token files: what a prepared corpus is on the disk, and reading it as one long row of tokens per split.
 
 FOLDER/manifest.json     format, dtype, vocabulary, end token; per split the files with tokens, bytes and SHA-256
-FOLDER/tokenizer.json    unless tokens are bytes
+FOLDER/tokenizer.json    unless tokens are bytes; the manifest has its SHA-256
 FOLDER/train-0000.bin, val-0000.bin, ...    little-endian uint16 or uint32 ids; every document ends with the end token
 FOLDER/val-0000-documents.npy, ...          tokens and bytes of each validation document, int64
 """
@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from dctrain.errors import UserError, told_as
+from dctrain.prepared import digest_lines, file_digest
 
 from .tokenizers import BYTES, Tokenizer, tokenizer_from_spec
 
 FORMAT = "dclm-tokens-1"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SPLITS = ("train", "val")
+TOKENIZER, TOKENIZER_DIGEST = "tokenizer.json", "tokenizer_sha256"
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -44,7 +46,7 @@ class Corpus:
             self.manifest = json.loads(path.read_text())
         if not isinstance(self.manifest, dict):
             raise UserError(f"{path} is damaged: it holds no JSON object.")
-        if self.manifest.get("format") != FORMAT or self.manifest.get("dtype") not in DTYPES:
+        if self.manifest.get("format") != FORMAT or self.manifest.get("dtype") not in list(DTYPES):
             raise UserError(
                 f"{path} has format {self.manifest.get('format')!r} and dtype {self.manifest.get('dtype')!r}; "
                 f"accepted: {FORMAT!r} with {' or '.join(DTYPES)}."
@@ -53,6 +55,7 @@ class Corpus:
         self.vocab_size: int = self.manifest["vocab_size"]
         self.eos_id: int = self.manifest["eos_id"]
         self.eos: str | None = self.manifest.get("eos")
+        self._tokenizer: Tokenizer | None = None
 
     def _check(self, path: Path) -> None:
         """Check the types of the manifest's fields.
@@ -68,13 +71,35 @@ class Corpus:
         for name in ("vocab_size", "eos_id"):
             if type(manifest.get(name)) is not int or manifest[name] < 0:
                 raise UserError(f"{path} is damaged: {name}={manifest.get(name)!r} is not a number.")
+        if not isinstance(manifest.get(TOKENIZER_DIGEST), str | None):
+            raise UserError(f"{path} is damaged: {TOKENIZER_DIGEST}={manifest[TOKENIZER_DIGEST]!r} is not a string.")
         if not isinstance(manifest.get("eos"), str | None):
             raise UserError(f"{path} is damaged: eos={manifest['eos']!r} is not a string.")
 
     def tokenizer(self) -> Tokenizer:
-        """Make the tokenizer that made the tokens."""
-        path = self.folder / "tokenizer.json"
-        return tokenizer_from_spec(path.read_text() if path.is_file() else BYTES, self.eos)
+        """Make the tokenizer that made the tokens.
+
+        Raises:
+            UserError: If it is missing, or another one.
+        """
+        if self._tokenizer is None:
+            path, digest = self.folder / TOKENIZER, self.manifest.get(TOKENIZER_DIGEST)
+            spec = path.read_text() if path.is_file() else BYTES
+            if digest is not None and (spec == BYTES or file_digest(path) != digest):
+                raise UserError(f"{path} {'is missing' if spec == BYTES else 'has changed'}: it made the tokens.")
+            made = tokenizer_from_spec(spec, self.eos)
+            if (made.vocab_size, made.eos_id) != (self.vocab_size, self.eos_id):
+                raise UserError(
+                    f"{path} {'is missing' if spec == BYTES else 'is another one'}: the tokens are of a vocabulary of "
+                    f"{self.vocab_size} with end token {self.eos_id}, not of {made.vocab_size} with {made.eos_id}."
+                )
+            self._tokenizer = made
+        return self._tokenizer
+
+    @property
+    def identity(self) -> str:
+        """The digests of the training tokens' files, in one."""
+        return digest_lines(str(entry.get("sha256")) for entry in self.manifest["splits"].get("train", []))
 
     def split(self, name: str) -> "TokenRow":
         """Open the tokens of "train" or "val"."""
@@ -84,6 +109,8 @@ class Corpus:
 def _is_entry(entry: object) -> bool:
     """Tell whether an entry of a manifest names a file of tokens."""
     types = {"file": str, "tokens": int, "max_token": int}
+    has_counts = isinstance(entry, dict) and "documents_file" in entry
+    types |= {"documents_file": str, "bytes": int} if has_counts else {}
     return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
 
 
@@ -105,7 +132,11 @@ class TokenRow:
         self.files = [_map_file(corpus.folder / entry["file"], entry["tokens"], dtype) for entry in entries]
         self.starts = np.cumsum([0] + [len(file) for file in self.files])
         self.max_token = max((entry["max_token"] for entry in entries), default=-1)
-        self._documents = [corpus.folder / entry["documents_file"] for entry in entries if "documents_file" in entry]
+        self._documents = [
+            (corpus.folder / entry["documents_file"], entry["tokens"], entry["bytes"])
+            for entry in entries
+            if "documents_file" in entry
+        ]
         self._counts_documents = bool(entries) and len(self._documents) == len(entries)
 
     def __len__(self) -> int:
@@ -118,8 +149,7 @@ class TokenRow:
         """
         if not self._counts_documents:
             return None
-        with told_as(f"{self.name} has damaged counts of documents"):
-            tokens, sizes = np.concatenate([np.load(path) for path in self._documents]).T
+        tokens, sizes = np.concatenate([_read_documents(*entry) for entry in self._documents]).T
         ends = [np.concatenate([[0], np.cumsum(counts)]) for counts in (tokens, sizes)]
         low, high = np.interp([start, stop], *ends)
         return float(high - low)
@@ -139,6 +169,20 @@ class TokenRow:
             parts.append(self.files[first][start - offset : end - offset])
             start, first = end, first + 1
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+
+def _read_documents(path: Path, num_tokens: int, num_bytes: int) -> np.ndarray:
+    """Read the tokens and bytes of each document, int64 [documents, 2].
+
+    Raises:
+        UserError: If the file is damaged, or sums up to other numbers than the manifest says.
+    """
+    with told_as(f"{path} is damaged"):
+        counts = np.load(path)
+    is_whole = counts.ndim == 2 and counts.shape[1] == 2 and np.issubdtype(counts.dtype, np.integer)
+    if not is_whole or counts.min(initial=0) < 0 or counts.sum(0).tolist() != [num_tokens, num_bytes]:
+        raise UserError(f"{path} is damaged: its documents do not sum up to {num_tokens} tokens and {num_bytes} bytes.")
+    return counts
 
 
 def _map_file(path: Path, num_tokens: int, dtype: np.dtype) -> np.ndarray:

@@ -25,22 +25,20 @@ class DecodingState(Cache):
         Raises:
             ValueError: If the mask hides something else than the padding that was before the first tokens.
         """
+        check_mask(attention_mask, len(input_ids), self.get_seq_length() + input_ids.shape[1])
         padding = count_left_padding(attention_mask)
         if self._cache is None:
             self._cache = self._decoder.make_cache(self._capacity, padding)
         elif attention_mask is not None:
-            self._check_mask(attention_mask, padding, input_ids.shape[1])
+            self._check_mask(attention_mask, padding)
         return self._decoder.decode(input_ids, self._cache, last_only=last_only)
 
-    def _check_mask(self, attention_mask: Tensor, padding: Tensor | None, num_new: int) -> None:
-        kept, total = self._cache.clock.padding, self._cache.num_tokens + num_new
+    def _check_mask(self, attention_mask: Tensor, padding: Tensor | None) -> None:
+        kept = self._cache.clock.padding
         none = attention_mask.new_zeros(len(attention_mask))
         same = torch.equal(none if kept is None else kept, none if padding is None else padding)
-        if attention_mask.shape[1] != total or not same:
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)} or other padding than the tokens in the cache; "
-                f"accepted: [B, {total}], for these and the new ones."
-            )
+        if not same:
+            raise ValueError("attention_mask has other padding than the tokens in the cache.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count the tokens that are in it."""
@@ -65,6 +63,21 @@ class DecodingState(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Refuse: the rows of a cache are fixed."""
         raise NotImplementedError("rows of this cache cannot be taken out.")
+
+
+def check_mask(attention_mask: Tensor | None, rows: int, tokens: int) -> None:
+    """Check a mask of padding.
+
+    Raises:
+        ValueError: If it is not [rows, tokens] of zeros and ones.
+    """
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, tokens):
+        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else repr(attention_mask)
+        raise ValueError(f"attention_mask is {got}; accepted: a tensor [{rows}, {tokens}] of 0 for padding, else 1.")
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise ValueError("attention_mask holds other values than 0 and 1.")
 
 
 def count_left_padding(attention_mask: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from ..hub import load_pretrained
 from ..hub.published_weights import join_qkv, weights_from_hub, weights_to_hub
 from ..loss import IGNORED, token_loss
 from .configuration import DCFormerConfig, DCLMConfig, DCPythiaConfig, PublishedConfig
-from .decoding import DecodingState, documents_of
+from .decoding import DecodingState, check_mask, documents_of
 
 Config = PublishedConfig | DCLMConfig
 PREFIX = "decoder."
@@ -108,6 +108,11 @@ class DecoderModel(PreTrainedModel):
         returns_states: bool,
     ) -> Outputs:
         """Run the decoder on whole texts; `targets` stand at the places of the logits that predict them."""
+        check_mask(attention_mask, *input_ids.shape)
+        if isinstance(num_items, int) and num_items < 1:
+            raise ValueError(f"num_items_in_batch={num_items} must be at least 1.")
+        if targets is not None and targets.shape != input_ids.shape:
+            raise ValueError(f"labels are {list(targets.shape)}; accepted: {list(input_ids.shape)}, as input_ids.")
         self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
         with _collecting(self.decoder if returns_states else None) as states:
             hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))

@@ -204,6 +204,9 @@ def experiment_of(
 ) -> Experiment:
     """Make an experiment of what the command line says: "NAME setting=value ..." are models and settings of `model`."""
     models = [" ".join(model.split()) for model in models]
+    twice = next((model for model in models if models.count(model) > 1), None)
+    if twice is not None:
+        raise UserError(f"models: {twice!r} stands twice.")
     return Experiment(
         title=Path(config).stem,
         config=config,

@@ -65,11 +65,19 @@ class Journal:
 
 
 def _read_lines(path: Path, belongs_to: dict) -> list[list]:
-    """Read a file's answers; [] if it belongs to something else. A line that was cut off ends them."""
+    """Read a file's answers; [] if it belongs to something else. A line that was cut off or damaged ends them."""
     lines = []
-    for text in path.read_text().splitlines() if path.is_file() else []:
+    for text in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             lines.append(json.loads(text))
         except ValueError:
             break
+        if len(lines) > 1 and not _is_answer(lines[-1]):
+            del lines[-1]
+            break
     return lines[1:] if lines and lines[0] == belongs_to else []
+
+
+def _is_answer(line: object) -> bool:
+    """Tell whether a line is a question's digest and its answer."""
+    return isinstance(line, list) and len(line) == 2 and isinstance(line[0], str) and isinstance(line[1], list | str)

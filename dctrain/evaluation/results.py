@@ -132,7 +132,31 @@ def read_results(path: Path) -> Results:
         content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() < PARTS:
         raise UserError(f"{path} is no result of `evaluate`.")
-    return Results(content)
+    with told_as(f"{path} is no result of `evaluate`"):
+        return _checked(Results(content))
+
+
+def _checked(results: Results) -> Results:
+    """Check the parts that are read later.
+
+    Raises:
+        ValueError: If a value is of another type than was written.
+        Exception: Of many types, if a part is missing or malformed.
+    """
+    content = results.content
+    for name, kind in {"model": str, "checkpoint": str, "identity": dict, "environment": dict, "results": dict}.items():
+        if not isinstance(content[name], kind):
+            raise ValueError(f"{name}={content[name]!r} is no {kind.__name__}.")
+    identity, where = content["identity"], content["environment"]
+    _ = (identity["weights_crc32"], identity["dtype"], where["commit"], where["torch"])
+    for title, entry in content["results"].items():
+        if not isinstance(entry["settings"], dict):
+            raise ValueError(f"the settings of {title!r} are no dict.")
+    for measure in results.measures:
+        numbers = (measure.value, *([] if measure.stderr is None else [measure.stderr]), measure.count)
+        if not all(type(number) in (int, float) for number in numbers):
+            raise ValueError(f"{measure.name!r} has {numbers}, which are not all numbers.")
+    return results
 
 
 def write_csv(path: Path, models: Iterable[Results]) -> None:

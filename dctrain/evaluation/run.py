@@ -8,13 +8,14 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from ..errors import UserError, told_as
-from ..files import held, relative
+from ..files import held, relative, written_whole
 from .journal import Journal
 from .ranks import Ranks, joined_ranks
 from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
 MOST_STEPS = 1024  # of an integral
+MOST_WORKERS = 512  # loader processes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
 
@@ -166,6 +167,12 @@ def check_at_least_one(**numbers: int | None) -> None:
             raise UserError(f"{name}={number} must be at least 1.")
 
 
+def check_workers(num_workers: int) -> None:
+    """Raise UserError if there cannot be so many loader processes."""
+    if not 0 <= num_workers <= MOST_WORKERS:
+        raise UserError(f"num_workers={num_workers}: expected 0 to {MOST_WORKERS}.")
+
+
 def check_steps(steps: int) -> None:
     """Raise UserError if an integral cannot have so many points (Gauss-Legendre: their computation takes memory)."""
     if not 1 <= steps <= MOST_STEPS:
@@ -210,6 +217,7 @@ def report(models: Sequence[Results], folder: Path | None) -> None:
     print(f"\n{table}")
     if folder is not None:
         with told_as():
-            (folder / "table.md").write_text(table + "\n")
+            with written_whole(folder / "table.md") as file:
+                file.write(f"{table}\n".encode())
             write_csv(folder / "table.csv", models)
         print(f"\nresults in {relative(folder)}")

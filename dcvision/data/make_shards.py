@@ -88,7 +88,7 @@ def verify(folder: str) -> None:
         raise UserError(f"--folder: {folder} holds no *-manifest.json of dcvision shards.")
     for path in manifests:
         with told_as(f"{path} is damaged"):
-            shards = json.loads(path.read_text())["shards"]
+            shards = list(json.loads(path.read_text())["shards"])
         verify_files(path.parent, shards)
 
 

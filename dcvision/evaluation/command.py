@@ -14,6 +14,7 @@ from dctrain.evaluation.run import (
     Measurable,
     check_asked,
     check_at_least_one,
+    check_workers,
     find_dtype,
     measure_models,
     short_names,
@@ -57,6 +58,7 @@ def evaluate(
     """
     check_asked(checkpoint, images, compare, "images")
     check_at_least_one(limit=limit, batch_size=batch_size)
+    check_workers(num_workers)
     how = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "dtype": find_dtype(dtype)}
     if real is not None and not Path(real).is_file():
         raise UserError(f"real={real} does not exist.")

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 
-from dctrain.evaluation.run import check_asked, check_at_least_one, find_dtype, measure_models, short_names
+from dctrain.evaluation.run import (
+    check_asked,
+    check_at_least_one,
+    check_workers,
+    find_dtype,
+    measure_models,
+    short_names,
+)
 from dctrain.explain.ablation import KINDS, ablations
 from dctrain.explain.ablation_report import report_ablation
 from dctrain.explain.places import check_kinds
@@ -48,6 +55,7 @@ def ablate(
     check_at_least_one(limit=limit, batch_size=batch_size)
     if off:
         check_kinds("off", off, KINDS)
+    check_workers(num_workers)
     how = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "dtype": find_dtype(dtype)}
     sets = [ImageSet(name, spec, None, limit) for name, spec in zip(short_names(images), images, strict=True)]
     measure = partial(measure_network, **how, expand=partial(ablations, kinds=off))

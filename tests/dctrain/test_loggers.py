@@ -33,11 +33,11 @@ CURVES = {"default": ["tensorboard"], "csv": ["csv"], "added": ["tensorboard", "
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Run in a folder of its own; Weights & Biases offline, MLflow with the store of files."""
+    """Run in a folder of its own; Weights & Biases offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
 
 
 @pytest.fixture(scope="module")
