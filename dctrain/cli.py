@@ -46,7 +46,7 @@ from .program import Program
 from .rendezvous import mark_launcher
 from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights
-from .signals import ended_by_sigterm
+from .signals import EndAtOnce, ended_by_sigterm
 from .slurm import cluster_plugins
 from .strategy import check_strategy, is_sharding
 
@@ -232,7 +232,9 @@ class TrainerCLI(LightningCLI):
 
         The last step is validated before others end the run; its place in the curves is set before a stop logs it.
         """
-        if self.subcommand != "fit" or config.get("fast_dev_run"):
+        if self.subcommand != "fit":
+            return [*of_user, EndAtOnce()]
+        if config.get("fast_dev_run"):
             return of_user
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
             of_user = [*of_user, RunProgressBar()]

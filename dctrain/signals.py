@@ -1,4 +1,8 @@
-"""Signals that end an evaluation."""
+"""Signals that end an evaluation.
+
+Lightning's own handler of SIGTERM ends an evaluation with status 0 and no result, and waits for other ranks inside the
+handler, which can hang.
+"""
 
 import os
 import signal
@@ -6,19 +10,28 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process at once, with its exit status, while the body runs.
-
-    Lightning's own handler ends an evaluation with status 0 and no result, and waits for other ranks inside the
-    handler, which can hang.
-    """
+    """Let SIGTERM end the process at once, with the signal's exit status, until `EndAtOnce` sees to it."""
     before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class EndAtOnce(Callback):
+    """Takes SIGTERM back from Lightning when an evaluation starts."""
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take it."""
+        signal.signal(signal.SIGTERM, _end)
+
+    on_test_start = on_predict_start = on_validation_start
 
 
 def _end(signum: int, frame: object) -> None:

@@ -88,7 +88,8 @@ class Corpus:
             if digest is not None and (spec == BYTES or file_digest(path) != digest):
                 raise UserError(f"{path} {'is missing' if spec == BYTES else 'has changed'}: it made the tokens.")
             made = tokenizer_from_spec(spec, self.eos)
-            if (made.vocab_size, made.eos_id) != (self.vocab_size, self.eos_id):
+            is_too_small = made.vocab_size < self.vocab_size
+            if is_too_small or made.eos_id != self.eos_id or (spec != BYTES and made.vocab_size != self.vocab_size):
                 raise UserError(
                     f"{path} {'is missing' if spec == BYTES else 'is another one'}: the tokens are of a vocabulary of "
                     f"{self.vocab_size} with end token {self.eos_id}, not of {made.vocab_size} with {made.eos_id}."

@@ -58,6 +58,19 @@ class EndAfterEpoch(Callback):
         trainer.should_stop = True
 
 
+class EndedInEvaluation(Callback):
+    """Sends a signal to this process, or to one of several, in the second batch of an evaluation."""
+
+    def __init__(self, signum: int, rank: int = 0) -> None:
+        self.signum, self.rank = signum, rank
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0) -> None:
+        if batch_idx == 1 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+
 class InFloat64(Callback):
     """Casts the module to float64, also under FSDP2, for which the trainer has no such precision."""
 

@@ -224,7 +224,8 @@ FSDP = ["--trainer.strategy=fsdp2"]
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(["--trainer.strategy=ddp"], id="ddp", marks=pytest.mark.slow),
+        pytest.param(["--trainer.strategy=ddp"], id="ddp", marks=pytest.mark.long),
+        pytest.param(["--trainer.strategy=ddp", "--model.ema_decay=0.9"], id="ddp, averaged", marks=pytest.mark.slow),
         pytest.param(FSDP, id="fsdp2", marks=pytest.mark.long),  # dclm's tests try FSDP2 first
     ],
 )
@@ -232,6 +233,7 @@ def test_two_processes_give_one_process_results(shards, tmp_path, strategy):
     """Exact validation over uneven shards, and the same training: two ranks of two images are one of four."""
     common = ["--trainer.max_epochs=2", "--model.mixup_alpha=0", "--model.model_kwargs={depth: 2}"]
     common += ["--data.val=shards:" + shards.replace("{0..4}", "{0..1}") + "::" + shards.replace("{0..4}", "3")]
+    common += [option for option in strategy if option.startswith("--model")]
     run("fit", *small(shards, tmp_path / "one"), *common, "--data.batch_size=4")
     two = spawn(
         "fit", *small(shards, tmp_path / "two"), *common, *strategy, "--trainer.devices=2", "--data.batch_size=2"

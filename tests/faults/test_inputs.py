@@ -8,6 +8,8 @@ import pytest
 import timm
 import torch
 
+import dclm
+from dcmha import DCAttention, split_heads
 from dctrain.errors import UserError
 from dcvision.data.sources import FolderSource
 from dcvision.pictures import read_image
@@ -118,7 +120,77 @@ def test_a_configuration_nested_too_deeply(tmp_path, capsys):
         ("--throughput=", "throughput='': expected a name or a path"),
         ("--trainer.max_time=junk", "trainer.max_time='junk'"),
         ("--trainer.limit_train_batches=0", "trainer.limit_train_batches=0 leaves nothing to train on"),
+        ("--trainer.limit_val_batches=-1", "trainer.limit_val_batches=-1: expected a number of batches"),
+        ("--trainer.val_check_interval=-3", "trainer.val_check_interval=-3 must be a positive number"),
+        ("--trainer.strategy=deepspeed", "trainer.strategy deepspeed is not supported"),
+        ("--resume=nowhere", "no checkpoint: nowhere does not exist"),
+        ("--data.batch_size=1000000000000000", "batch_size=1000000000000000: expected a whole number from 1 to"),
     ],
 )
 def test_plan_takes_what_fit_takes(shards, tmp_path, capsys, wrong, message):
     assert message in mistake(capsys, run, "plan", *small(shards, tmp_path), wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--model.lr=1e300", "lr=1e+300 must not be negative, and be finite, at most 1e+06"),
+        ("--data.image_size=9", "image_size=9 must be a multiple of the model's patch size, 2"),
+        ("--trainer.callbacks+=dcvl.callbacks.ExactCaptions", "ExactCaptions is for a model that tells captions"),
+    ],
+)
+def test_fit_refuses(shards, tmp_path, capsys, wrong, message):
+    assert message in mistake(capsys, run, "fit", *small(shards, tmp_path), wrong)
+
+
+def test_models_and_workers_are_counted(capsys):
+    twice = ["compare", "--config=vision/digits", "--models", "mhavit_digits_patch2_8", "mhavit_digits_patch2_8"]
+    assert "models: 'mhavit_digits_patch2_8' stands twice" in mistake(capsys, run, *twice)
+    for asked in (["evaluate"], ["explain", "ablate"]):
+        for workers in (-1, 1_000_000):
+            given = [*asked, "--checkpoint=a", "--images=digits", f"--num_workers={workers}"]
+            assert f"num_workers={workers}: expected 0 to 512" in mistake(capsys, run, *given)
+
+
+@pytest.mark.parametrize(
+    "content", ["texts: {a: 1}\n", "texts: x\n", "texts: null\n", "checkpoint: null\ntexts: [a]\n"]
+)
+def test_lists_of_a_file_are_lists(tmp_path, capsys, content):
+    (tmp_path / "a.yaml").write_text(content)
+    said = mistake(capsys, run_dclm, "evaluate", f"--config={tmp_path}/a.yaml")
+    assert "expected a list" in said or "the arguments cannot be read" in said or "texts" in said, said
+
+
+def test_a_message_has_an_end(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("some words, and no settings " * 1000)
+    said = mistake(capsys, run_dclm, "fit", f"--config={tmp_path}/a.yaml")
+    assert len(said) < 2500
+
+
+def test_a_users_checkpoints_do_not_hide_the_best(shards, tmp_path, capsys):
+    mine = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=mine"]
+    run("fit", *small(shards, tmp_path), *mine, "--trainer.max_epochs=1")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("best val/top1 ")
+
+
+def test_a_model_is_not_written_into_a_run(shards, tmp_path, capsys):
+    run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
+    version = tmp_path / "t/version_0"
+    error = mistake(capsys, run, "export", f"--checkpoint={version}", f"--out={version}")
+    assert "is the folder of a run; accepted: a folder of its own" in error
+
+
+def test_arguments_of_python_functions():
+    layer = DCAttention(8, 4)
+    for ranks in (-1, 0, 1.5):
+        with pytest.raises(ValueError, match="ranks=.* must be an integer of at least 1"):
+            split_heads(layer, ranks)
+    assert layer.num_heads == 4
+    decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", num_layers=1, vocab_size=11))
+    with pytest.raises(ValueError, match="input_ids: .*; accepted: prompts of one length"):
+        dclm.beam_search(decoder, [[1], [1, 2]], 2, num_beams=2)
+    for betas in ((0.9,), (0.9, 1.0)):
+        with pytest.raises(UserError, match="betas=.*: expected two numbers"):
+            dclm.LanguageModel(betas=betas)
+    with pytest.raises(UserError, match="batch_size=1.5: expected a whole number"):
+        dclm.TokenDataModule(batch_size=1.5)

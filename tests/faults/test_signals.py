@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import Killed, read
-from tests.dcvision.commands import run, small
+from tests.dcvision.commands import run, small, spawn
 
 
 class Tell(Callback):
@@ -154,3 +154,39 @@ def test_run_killed_in_its_last_validation_has_it_after_a_resume(shards, tmp_pat
     run("fit", *small(shards, tmp_path / "whole"), *often, *length)
     assert _validated(tmp_path / "killed") == _validated(tmp_path / "whole")
     assert str(last) in _validated(tmp_path / "whole")[1]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on the digits."""
+    root = tmp_path_factory.mktemp("signals")
+    run("fit", *digits(root), "--trainer.max_epochs=-1", "--trainer.max_steps=2")
+    return root / "t/version_0"
+
+
+def digits(root: Path) -> list[str]:
+    sets = ["--data.train=digits", "--data.val=digits", "--data.num_classes=10", "--data.image_size=8"]
+    return [*small("", root), *sets]
+
+
+ENDING = ["--trainer.callbacks+=tests.dctrain.recorder.EndedInEvaluation"]
+ENDING += [f"--trainer.callbacks.signum={int(signal.SIGTERM)}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["validate", "predict"])
+def test_an_evaluation_ended_by_sigterm_has_no_result(trained, tmp_path, command):
+    out = [f"--out={tmp_path}/p.csv"] if command == "predict" else []
+    ended = spawn(command, *digits(tmp_path), f"--checkpoint={trained}", *out, *ENDING)
+    assert ended.returncode == -signal.SIGTERM and "stopped by SIGTERM; there is no result" in ended.stderr
+    assert "Traceback" not in ended.stderr and "val/top1" not in ended.stdout and not (tmp_path / "p.csv").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["validate", "predict"])
+def test_an_evaluation_ends_when_one_of_its_processes_does(trained, tmp_path, command):
+    out = [f"--out={tmp_path}/p.csv"] if command == "predict" else []
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.callbacks.rank=1"]
+    ended = spawn(command, *digits(tmp_path), f"--checkpoint={trained}", *out, *ENDING, *two)
+    assert ended.returncode == 2, ended.stderr
+    assert "another process of this run has died" in ended.stderr and not list(tmp_path.glob("p*.csv"))

@@ -122,7 +122,7 @@ def damage(folder, name="train-0000-000.bin", **changes):
         ({}, {"context_length": 300}, "c/val holds 200 tokens; a sequence takes 300 and one more"),
         ({}, {"batch_size": 32}, "smaller than one global batch of 32 x 1 ranks"),
         ({}, {"context_length": 0}, "context_length=0"),
-        ({}, {"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({}, {"batch_size": 0}, "batch_size=0: expected a whole number from 1"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, options, message, tmp_path):

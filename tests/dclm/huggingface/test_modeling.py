@@ -327,6 +327,25 @@ def test_a_mask_after_the_first_call_must_say_the_same(both):
         theirs(row, cache=DynamicCache())
 
 
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 4), torch.ones(2, 7), torch.ones(2, 5, 5), torch.full((2, 5), 0.5), "x"]
+)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_masks_of_another_shape_are_refused(both, mask, use_cache):
+    _, model = both
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(torch.ones(2, 5, dtype=torch.long), attention_mask=mask, use_cache=use_cache)
+
+
+def test_labels_and_counts_out_of_range_are_refused(both):
+    _, model = both
+    ids = torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match="num_items_in_batch=0 must be at least 1"):
+        model(ids, labels=ids, num_items_in_batch=0)
+    with pytest.raises(ValueError, match=r"labels are \[2, 4\]; accepted: \[2, 5\]"):
+        model(ids, labels=ids[:, :4])
+
+
 @torch.no_grad()
 def test_smaller_habits_of_the_library(both, tmp_path, transformers):
     ours, theirs = both

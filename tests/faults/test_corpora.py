@@ -1,0 +1,114 @@
+"""Corpora whose files were changed, and models of another tokenizer."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.dclm.commands import run, small
+
+from .drill import mistake
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A corpus of subwords, its run, and a run's folder for evaluations."""
+    root = tmp_path_factory.mktemp("subwords")
+    for number in range(12):
+        (root / f"{number}.txt").write_text(f"some words of text {number}, and some more. " * 20)
+    files = [str(path) for path in sorted(root.glob("*.txt"))]
+    run("tokens", "--inputs", *files, f"--out={root}/corpus", "--tokenizer=bpe:300", "--val_fraction=0.3")
+    run("fit", *subwords(root / "corpus", root))
+    return root
+
+
+def subwords(corpus, root) -> list[str]:
+    return [*small(corpus, root), "--data.vocab_size=300", "--trainer.max_epochs=-1", "--trainer.max_steps=2"]
+
+
+@pytest.fixture
+def corpus(made, tmp_path):
+    return shutil.copytree(made / "corpus", tmp_path / "corpus")
+
+
+def test_the_tokenizer_of_a_corpus_is_kept(corpus, tmp_path, capsys):
+    path, manifest = corpus / "tokenizer.json", corpus / "manifest.json"
+    words = path.read_text()
+    content = json.loads(words)
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(content))
+    assert "tokenizer.json has changed: it made the tokens" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
+    assert "tokenizer.json has changed" in mistake(capsys, run, "verify", f"--tokens={corpus}")
+    path.unlink()
+    assert "tokenizer.json is missing: it made the tokens" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
+    known = json.loads(manifest.read_text())
+    del known["tokenizer_sha256"]  # as of corpora that were made before
+    manifest.write_text(json.dumps(known))
+    said = mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
+    assert "tokenizer.json is missing: the tokens are of a vocabulary of" in said
+
+
+@pytest.mark.parametrize(
+    "change", [lambda c: c[:1], lambda c: 2 * c, lambda c: -c, lambda c: c[:, ::-1], lambda c: c > 0, lambda c: c[:, 0]]
+)
+def test_counts_of_documents_must_sum_up(corpus, tmp_path, capsys, change):
+    path = corpus / "val-0000-documents.npy"
+    np.save(path, change(np.load(path)))
+    assert f"{path} is damaged" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
+
+
+@pytest.mark.parametrize("entry", [{"documents_file": None}, {"documents_file": -1}, {"bytes": "x"}])
+def test_malformed_manifests(corpus, capsys, entry):
+    path = corpus / "manifest.json"
+    content = json.loads(path.read_text())
+    content["splits"]["val"][0] |= entry
+    path.write_text(json.dumps(content))
+    assert "manifest.json is damaged" in mistake(capsys, run, "verify", f"--tokens={corpus}")
+    path.write_text(json.dumps(content | {"dtype": []}))
+    assert "dtype []" in mistake(capsys, run, "verify", f"--tokens={corpus}")
+
+
+def test_a_model_of_another_tokenizer_is_not_evaluated(made, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("plain bytes " * 200)
+    run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/bytes")
+    for command in ("validate", "test"):
+        asked = [*subwords(tmp_path / "bytes", tmp_path), f"--checkpoint={made}/t/version_0"]
+        assert "its tokens are of another tokenizer than the checkpoint's" in mistake(capsys, run, command, *asked)
+    resume = [*subwords(tmp_path / "bytes", tmp_path), f"--resume={made}/t/version_0", "--trainer.max_steps=4"]
+    assert "its tokens are of another tokenizer than the checkpoint's" in mistake(capsys, run, "fit", *resume)
+
+
+def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
+    shutil.copytree(made / "t", tmp_path / "t")
+    resume = [*subwords(corpus, tmp_path), "--resume=latest", "--trainer.max_steps=4"]
+    path = corpus / "manifest.json"
+    content = json.loads(path.read_text())
+    content["splits"]["train"][0]["sha256"] = "of other tokens"
+    path.write_text(json.dumps(content))
+    assert "the checkpoint was trained with corpus=" in mistake(capsys, run, "fit", *resume)
+    resume[resume.index(f"--data.tokens={corpus}")] = f"--data.tokens={made}/corpus"
+    said = mistake(capsys, run, "fit", *resume, "--data.separate_documents=true")
+    assert "the checkpoint was trained with separate_documents=False" in said
+    run("fit", *resume, "--data.val_tokens=48")
+    assert "resumed with other settings: data.val_tokens 1048576 -> 48" in capsys.readouterr().out
+
+
+def test_a_model_is_not_written_into_a_run(made, capsys):
+    error = mistake(capsys, run, "export", f"--checkpoint={made}/t/version_0", f"--out={made}/t/version_0")
+    assert "is the folder of a run; accepted: a folder of its own" in error
+
+
+def test_a_long_prompt_is_told(made, capsys):
+    asked = ["generate", f"--checkpoint={made}/t/version_0", f"--prompt={'words ' * 30}", "--max_new_tokens=1"]
+    run(*asked)
+    assert "tokens is longer than the 24 of training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_other_precisions_are_validated(made, tmp_path, capsys, precision):
+    asked = [*subwords(made / "corpus", tmp_path), f"--checkpoint={made}/t/version_0"]
+    run("validate", *asked, f"--trainer.precision={precision}")
+    assert "val/loss" in capsys.readouterr().out
