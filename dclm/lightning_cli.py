@@ -8,9 +8,10 @@ from dctrain.errors import UserError
 from .cli import PROGRAM
 from .config import DEFAULT_MODEL
 from .data import TokenDataModule
-from .data.datamodule import embedding_rows
+from .data.datamodule import check_same_tokenizer, embedding_rows, open_corpus
 from .derived import derive_model
 from .language_model import LanguageModel, check_objective
+from .load import load_tokenizer
 
 
 class LanguageCLI(VocabularyCLI):
@@ -56,6 +57,14 @@ class LanguageCLI(VocabularyCLI):
         data = self._get(self.config, "data")
         data.vocab_size, data.vocab_multiple = derived.vocab_size, 1  # config.yaml has the rows that it was made with
         rank_zero_only(print)(f"the model is that of {source}: {derived.model} with {derived.overrides}", flush=True)
+
+    def check_init(self, source: str) -> None:
+        """Refuse weights of another tokenizer than the data's."""
+        theirs = load_tokenizer(source)
+        if theirs is not None:
+            self.datamodule.prepare_data()
+            corpus = open_corpus(self.datamodule.tokens, self.datamodule.tokenizer)
+            check_same_tokenizer(f"init={source}", theirs, corpus)
 
     def describe_score(self, score: float) -> str:
         """Write the loss in nats."""

@@ -25,6 +25,9 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     Both are encoded together, so that no word is cut between them; spaces that end a context are the continuation's. An
     empty context becomes the token that begins a text: the tokenizer's own, or the end of the document before.
     """
+    wrong = next((p for p in pairs if not isinstance(p, list | tuple) or not all(isinstance(t, str) for t in p)), None)
+    if wrong is not None:
+        raise ValueError(f"pairs holds {wrong!r}; accepted: pairs of a context and its continuation, both texts.")
     moved = []
     for context, continuation in pairs:
         stripped = context.rstrip()

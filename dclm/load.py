@@ -106,6 +106,16 @@ def _config_of(content: dict, path: Path) -> DecoderConfig:
         return build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {})
 
 
+def load_tokenizer(checkpoint: str | Path) -> Tokenizer | None:
+    """Read the tokenizer that lies with a model, without its weights; None if there is none."""
+    if (Path(checkpoint) / "config.json").is_file():
+        has_one = (Path(checkpoint) / "tokenizer.json").is_file()
+        return _tokenizer_in(Path(checkpoint)) if has_one else None
+    path = find_checkpoint(str(checkpoint))
+    data = map_checkpoint(path).get("TokenDataModule", {})
+    return _tokenizer_of(data, path) if "tokenizer" in data else None
+
+
 def load_decoder(checkpoint: str | Path, dtype: torch.dtype | None = None) -> Decoder:
     """Load a decoder alone; arguments and errors as of `load_model`."""
     return _load(checkpoint, dtype)[0].eval()

@@ -264,6 +264,7 @@ class TrainerCLI(LightningCLI):
         """Train, from where `--resume` says, from the weights of `--init`, or from random ones."""
         source = self._get(self.config, "init")
         if source is not None and self.resume_from is None:
+            self.check_init(source)
             model.start_from(source)
         elif source is not None and self.trainer.is_global_zero:
             print(f"init={source} is not used: the run goes on from {relative(self.resume_from)}", flush=True)
@@ -271,6 +272,9 @@ class TrainerCLI(LightningCLI):
             self._check_position(self.resume_from)
         with reading(self.resume_from):
             self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
+
+    def check_init(self, source: str) -> None:
+        """Refuse weights that do not go with the data; a subclass knows which."""
 
     def _check_position(self, checkpoint: Path) -> None:
         """Refuse to resume from a checkpoint whose place in the data is not known: they would begin anew."""

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.utilities import rank_zero_only
 
 from .errors import told_as
-from .files import write_json
+from .files import write_json, written_whole
 from .run_dir import LOGGERS, RunDir
 
 IN_RUN = ""  # the `save_dir` of a logger of files that stands for the run's folder
@@ -141,10 +141,12 @@ def keep_rows(loggers: Iterable[Logger], step: int) -> None:
             names, rows = _rows_until(path, step)
             writer = logger.experiment
             if names:
-                with path.open("w", newline="") as file:
-                    table = csv.DictWriter(file, names)
-                    table.writeheader()
-                    table.writerows(rows)
+                text = io.StringIO(newline="")
+                table = csv.DictWriter(text, names)
+                table.writeheader()
+                table.writerows(rows)
+                with written_whole(path) as file:
+                    file.write(text.getvalue().encode())
                 writer.metrics_keys = names
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from torch.utils.data import DataLoader
 
 from dctrain.datamodule import ResumableDataModule
-from dctrain.errors import UserError
+from dctrain.errors import UserError, told_as
 
 from ..suite.stream import NAME as TASKS
 from ..suite.stream import TaskStream, TaskTexts
@@ -14,7 +14,7 @@ from .masking import Masking, check_masking
 from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
-from .tokenizers import BYTES, ByteTokenizer, open_tokenizer, tokenizer_from_spec
+from .tokenizers import BYTES, ByteTokenizer, Tokenizer, open_tokenizer, tokenizer_from_spec
 
 STDLIB = "stdlib"
 EVALUATION_SEED = 0  # of masks, whatever the run's seed
@@ -249,22 +249,23 @@ class TokenDataModule(ResumableDataModule):
         Raises:
             UserError: If it is none, or the data are of another tokenizer than the checkpoint's.
         """
-        check_same_tokenizer("the checkpoint", state_dict.get("tokenizer"), self.corpus)
+        if "tokenizer" in state_dict:
+            with told_as("the tokenizer of the checkpoint cannot be read"):
+                theirs = tokenizer_from_spec(state_dict["tokenizer"], state_dict.get("eos"))
+            check_same_tokenizer("the checkpoint", theirs, self.corpus)
         super().load_state_dict(state_dict if "epoch" in state_dict else {})
 
 
-def check_same_tokenizer(whose: str, spec: str | None, corpus: Corpus | IndexedCorpus | TaskStream) -> None:
+def check_same_tokenizer(whose: str, theirs: Tokenizer, corpus: Corpus | IndexedCorpus | TaskStream) -> None:
     """Compare a model's tokenizer with that of the data.
 
     Args:
         whose: What the message calls the model.
-        spec: Its tokenizer; None if it is not known.
+        theirs: Its tokenizer.
         corpus: The data.
 
     Raises:
-        UserError: If they are two.
+        UserError: If their ids mean something else.
     """
-    if spec is None or spec == corpus.tokenizer().spec:
-        return
-    if tokenizer_from_spec(spec, corpus.eos).spec != corpus.tokenizer().spec:  # another version may have written it
+    if not theirs.same_ids(corpus.tokenizer()):
         raise UserError(f"data.tokens={corpus.folder}: its tokens are of another tokenizer than {whose}'s.")

@@ -196,7 +196,7 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
         )
     if not any("train" in segment for segment in notes["segments"]):
         preparation.forget()
-        raise UserError("the inputs hold no training document.")
+        raise UserError(f"the inputs hold no training document (val_fraction={options.val_fraction}).")
     manifest = _manifest(notes, tokenizer, options)
     if tokenizer.spec != BYTES:
         manifest[TOKENIZER_DIGEST] = file_digest(preparation.out / TOKENIZER)

@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are left out."""
 
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Tell whether another tokenizer gives the same ids the same meaning."""
+
     def num_bytes(self, ids: np.ndarray) -> int:
         """Count the bytes of text that ids stand for; special tokens have none."""
 
@@ -50,6 +53,10 @@ class ByteTokenizer:
     eos_id = 256
     begin_ids: ClassVar[list[int]] = []
     spec = BYTES
+
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Tell whether another tokenizer gives the same ids the same meaning."""
+        return isinstance(other, ByteTokenizer)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the bytes of each text."""
@@ -106,6 +113,11 @@ class SubwordTokenizer:
         if not bare:
             raise UserError("the tokenizer makes no token of the letter a: its vocabulary lacks it.")
         self.begin_ids = marked[: next(i for i in range(len(marked)) if marked[i : i + len(bare)] == bare)]
+
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Tell whether another tokenizer gives the same ids the same meaning: whether its vocabulary is the same."""
+        is_subword = isinstance(other, SubwordTokenizer)
+        return is_subword and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
     @property
     def eos_token(self) -> str:

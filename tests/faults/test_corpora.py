@@ -77,8 +77,11 @@ def test_a_model_of_another_tokenizer_is_not_evaluated(made, tmp_path, capsys):
     for command in ("validate", "test"):
         asked = [*subwords(tmp_path / "bytes", tmp_path), f"--checkpoint={made}/t/version_0"]
         assert "its tokens are of another tokenizer than the checkpoint's" in mistake(capsys, run, command, *asked)
-    resume = [*subwords(tmp_path / "bytes", tmp_path), f"--resume={made}/t/version_0", "--trainer.max_steps=4"]
-    assert "its tokens are of another tokenizer than the checkpoint's" in mistake(capsys, run, "fit", *resume)
+    bytes_run = [*subwords(tmp_path / "bytes", tmp_path), "--trainer.max_steps=4"]
+    said = mistake(capsys, run, "fit", *bytes_run, f"--resume={made}/t/version_0")
+    assert "its tokens are of another tokenizer than the checkpoint's" in said
+    said = mistake(capsys, run, "fit", *bytes_run, f"--init={made}/t/version_0")
+    assert f"its tokens are of another tokenizer than init={made}/t/version_0's" in said
 
 
 def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
