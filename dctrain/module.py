@@ -157,12 +157,10 @@ class TrainingModule(L.LightningModule):
         for name in ("lr", "weight_decay"):
             if not 0 <= hp[name] <= MOST_RATE:
                 raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MOST_RATE:g}.")
-        if len(hp.betas) != 2 or not all(0 <= beta < 1 for beta in hp.betas):
-            raise UserError(f"betas={list(hp.betas)}: expected two numbers in [0, 1).")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
-        if not all(0 <= beta < 1 for beta in hp.betas):
-            raise UserError(f"betas={tuple(hp.betas)} must be in [0, 1).")
+        if len(hp.betas) != 2 or not all(0 <= beta < 1 for beta in hp.betas):
+            raise UserError(f"betas={tuple(hp.betas)} must be in [0, 1), two of them.")
         if not 0 <= hp.seed < 2**32:
             raise UserError(f"seed={hp.seed} must be in [0, 2^32).")
 

@@ -249,7 +249,7 @@ class TokenDataModule(ResumableDataModule):
         Raises:
             UserError: If it is none, or the data are of another tokenizer than the checkpoint's.
         """
-        if "tokenizer" in state_dict:
+        if "tokenizer" in state_dict and self.corpus is not None:
             with told_as("the tokenizer of the checkpoint cannot be read"):
                 theirs = tokenizer_from_spec(state_dict["tokenizer"], state_dict.get("eos"))
             check_same_tokenizer("the checkpoint", theirs, self.corpus)

@@ -261,7 +261,7 @@ def test_mistakes_in_the_configuration(tmp_path, shards):
         module(f"folder:{tmp_path}/flat")
     with pytest.raises(UserError, match="smaller than one global batch of 64 x 1 ranks"):
         module(f"shards:{shards}", batch_size=64)
-    with pytest.raises(UserError, match="batch_size=0 must be at least 1"):
+    with pytest.raises(UserError, match="batch_size=0: expected a whole number from 1"):
         ImageDataModule(batch_size=0)
     with pytest.raises(UserError, match="min_crop_area=0"):
         ImageDataModule(min_crop_area=0)

@@ -41,7 +41,7 @@ FIT_IMAGES = [
     ("--data.seed=-1", "seed=-1 must be in [0, 2^32)"),
     ("--data.seed=99999999999999999999", "must be in [0, 2^32)"),
     ("--data.train=shards:/x/a-{0..", "Unbalanced braces"),
-    ("--data.image_size=1", "model 'dcvit_digits_patch2_8' cannot "),
+    ("--data.image_size=1", "image_size=1 must be a multiple of the model's patch size, 2"),
     ("--data.max_bad_images=1.5", "max_bad_images=1.5 must be a number of images, or a fraction in [0, 1)"),
     ("--data.max_pixels=0", "max_pixels=0 must be in [1, 178956970]"),
     ("--data.max_pixels=400000000", "max_pixels=400000000 must be in [1, 178956970]"),

@@ -190,7 +190,7 @@ def test_arguments_of_python_functions():
     with pytest.raises(ValueError, match="input_ids: .*; accepted: prompts of one length"):
         dclm.beam_search(decoder, [[1], [1, 2]], 2, num_beams=2)
     for betas in ((0.9,), (0.9, 1.0)):
-        with pytest.raises(UserError, match="betas=.*: expected two numbers"):
+        with pytest.raises(UserError, match="betas=.* two of them"):
             dclm.LanguageModel(betas=betas)
     with pytest.raises(UserError, match="batch_size=1.5: expected a whole number"):
         dclm.TokenDataModule(batch_size=1.5)
