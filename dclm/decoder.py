@@ -173,7 +173,13 @@ class Decoder(nn.Module):
             input_ids: Token ids [B, T].
             places: Rows and columns of the batch [M].
             targets: Ids [M] that are predicted there.
+
+        Raises:
+            ValueError: If these are not equally many.
         """
+        shapes = [list(part.shape) for part in (*places, targets)]
+        if any(shape != shapes[0] or len(shape) != 1 for shape in shapes):
+            raise ValueError(f"places and targets have the shapes {shapes}; accepted: [M], all of them.")
         return score_targets(self.hidden_states(input_ids)[places], self.output.weight, targets)
 
     def decode(self, input_ids: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:

@@ -17,6 +17,8 @@ from .data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_sp
 from .decoder import Decoder
 from .hub import is_known, load_pretrained, read_config
 
+ACCEPTED = "a .ckpt file, the folder of a run, or of a DCFormer, DCPythia, Pythia or Llama model"
+
 
 class LoadedModel(NamedTuple):
     """A decoder, in evaluation mode, and its tokenizer. `load_scored` may give a `ScoredModel` in its place."""
@@ -126,6 +128,8 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
     if (Path(checkpoint) / "config.json").is_file():
         with told_as():
             return load_pretrained(checkpoint, dtype), partial(_tokenizer_in, Path(checkpoint))
+    if checkpoint and not Path(checkpoint).exists():
+        raise UserError(f"no checkpoint: {checkpoint} does not exist; accepted: {ACCEPTED}.")
     path = find_checkpoint(str(checkpoint))
     content = load_checkpoint(path)
     config, data = _config_of(content, path), content.get("TokenDataModule", {})

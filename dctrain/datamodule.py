@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
+from .argument_types import check_types
 from .errors import UserError
 from .order import ORDER, EvalBatches, Permutation, Position, Progress, TrainBatches
 from .strategy import data_rank
@@ -32,9 +33,11 @@ class ResumableDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int, seed: int, sample_noun: str) -> None:
         super().__init__()
-        if type(batch_size) is not int or not 1 <= batch_size <= MOST_BATCH:
+        numbers = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
+        check_types(ResumableDataModule.__init__, numbers)
+        if not 1 <= batch_size <= MOST_BATCH:
             raise UserError(f"{batch_size=}: expected a whole number from 1 to {MOST_BATCH}.")
-        if type(num_workers) is not int or not 0 <= num_workers <= MOST_WORKERS:
+        if not 0 <= num_workers <= MOST_WORKERS:
             raise UserError(f"{num_workers=}: expected a whole number from 0 to {MOST_WORKERS}.")
         if not 0 <= seed < 2**32:
             raise UserError(f"{seed=} must be in [0, 2^32).")

@@ -22,7 +22,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from .errors import told_as
+from .errors import UserError, told_as
 from .files import write_json, written_whole
 from .run_dir import LOGGERS, RunDir
 
@@ -62,6 +62,9 @@ def _place(logger: Namespace, run: RunDir) -> Namespace:
 
 
 def _place_files(options: Namespace, run: RunDir) -> None:
+    flush = options.get("flush_logs_every_n_steps", 1)
+    if flush < 1:
+        raise UserError(f"trainer.logger.flush_logs_every_n_steps={flush} must be at least 1.")
     is_named = options.get("name", OF_LIGHTNING) != OF_LIGHTNING or options.get("version") is not None
     if not is_named and (options.save_dir == IN_RUN or Path(options.save_dir).resolve() == run.root):
         options.update(Namespace(save_dir=str(run.path.parent), name="", version=run.path.name))

@@ -14,6 +14,7 @@ from torch import nn
 from dcmha import ComposedLayer
 from dcmha.weights import ComposeProjection
 
+from .argument_types import check_types
 from .errors import Diverged, UserError, told_as
 from .evaluation_items import ItemRecorder
 from .flops import forward_flops
@@ -154,6 +155,7 @@ class TrainingModule(L.LightningModule):
             UserError: If one is out of range.
         """
         hp = self.hparams
+        check_types(type(self).__init__, hp)
         for name in ("lr", "weight_decay"):
             if not 0 <= hp[name] <= MOST_RATE:
                 raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MOST_RATE:g}.")

@@ -4,6 +4,7 @@ from functools import cached_property
 
 from torch.utils.data import DataLoader
 
+from dctrain.argument_types import check_types
 from dctrain.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
 
@@ -113,6 +114,7 @@ class TokenDataModule(ResumableDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, seed, sample_noun="sequences")
         self.save_hyperparameters(logger=False)
+        check_types(type(self).__init__, self.hparams)
         if context_length < 1 or (val_tokens is not None and val_tokens < 1):
             raise UserError(f"{context_length=} and {val_tokens=} must be at least 1.")
         if mask_fraction is not None:

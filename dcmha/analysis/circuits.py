@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ..checks import is_integer
 from ..layer import ComposedLayer
 
 TIMM = {  # its attention whose weights lie head after head, queries, keys and values apart
@@ -60,8 +61,16 @@ def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
 
     Returns:
         [N, C].
+
+    Raises:
+        ValueError: If the layer has no such head, or takes tokens of another width.
     """
     weights = head_weights(layer)
+    heads, _, width = weights.value.shape
+    if not is_integer(head) or not 0 <= head < heads:
+        raise ValueError(f"head={head!r}; accepted: 0 to {heads - 1}.")
+    if x.shape[-1] != width:
+        raise ValueError(f"x has {x.shape[-1]} channels; accepted: {width}.")
     return x @ weights.value[head].mT @ weights.output[head].mT
 
 

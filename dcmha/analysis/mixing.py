@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_integers
 from ..layer import ComposedLayer, composed_layers
 from ..weights import ComposeWeights
 
@@ -109,9 +110,15 @@ class MixingMeter:
     Args:
         num_heads: Heads H.
         num_groups: Groups G of heads that compose among themselves.
+
+    Raises:
+        ValueError: If a number is less than 1, or the groups are not of equally many heads.
     """
 
     def __init__(self, num_heads: int, num_groups: int) -> None:
+        check_integers(num_heads=num_heads, num_groups=num_groups)
+        if num_heads % num_groups:
+            raise ValueError(f"num_groups={num_groups} must divide num_heads={num_heads}.")
         self.num_heads, self.num_groups = num_heads, num_groups
         self.branches: dict[str, Sums] = {}
         self.sides: dict[str, Sums] = {}

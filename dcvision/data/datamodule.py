@@ -7,6 +7,7 @@ from itertools import zip_longest
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from dctrain.argument_types import check_types
 from dctrain.errors import UserError, told_as
 from dctrain.strategy import FSDP2Strategy
 
@@ -82,6 +83,7 @@ class ImageDataModule(ImageData):
         loading = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
         super().__init__(train, val, stream_samples, max_bad_images, **loading)
         self.save_hyperparameters(logger=False)
+        check_types(type(self).__init__, self.hparams)
         if not 0 < min_crop_area <= 1 or not SMALLEST_CROP <= crop_fraction <= 1:
             raise UserError(f"{min_crop_area=} must be in (0, 1], {crop_fraction=} in [{SMALLEST_CROP}, 1].")
         if not 0 <= randaugment_ops <= MOST_OPS or not 0 <= randaugment_magnitude <= 30:

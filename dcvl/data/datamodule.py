@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dclm.data.tokenizers import Tokenizer, open_tokenizer
+from dctrain.argument_types import check_types
 from dctrain.errors import UserError, told_as
 from dctrain.order import Permutation
 from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
@@ -93,6 +94,7 @@ class CaptionDataModule(ImageData):
         loading = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
         super().__init__(train, val, stream_samples, max_bad_images, **loading)
         self.save_hyperparameters(logger=False)
+        check_types(type(self).__init__, self.hparams)
         if not 0 < min_crop_area <= 1 or not 0 < crop_fraction <= 1:
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
         if context_length < 3 or image_size < 1 or (val_samples is not None and val_samples < 1):

@@ -9,10 +9,13 @@ import timm
 import torch
 
 import dclm
-from dcmha import DCAttention, split_heads
+from dclm.data.tokenizers import ByteTokenizer
+from dcmha import DCAttention, analysis, split_heads
 from dctrain.errors import UserError
+from dcvision import ImageClassifier, ImageDataModule
 from dcvision.data.sources import FolderSource
 from dcvision.pictures import read_image
+from dcvl import CaptionDataModule, VisionLanguageModel
 from dcvl.load import LoadedPair
 from dcvl.use.pictures import batches
 from tests.dclm.commands import run as run_dclm
@@ -192,5 +195,47 @@ def test_arguments_of_python_functions():
     for betas in ((0.9,), (0.9, 1.0)):
         with pytest.raises(UserError, match="betas=.* two of them"):
             dclm.LanguageModel(betas=betas)
-    with pytest.raises(UserError, match="batch_size=1.5: expected a whole number"):
+    with pytest.raises(UserError, match="batch_size=1.5 must be of type int"):
         dclm.TokenDataModule(batch_size=1.5)
+
+
+def test_types_of_arguments():
+    for make, wrong in (
+        (dclm.LanguageModel, {"compile": "x", "decay_all": "x", "lr": "1", "warmup_fraction": None}),
+        (dclm.TokenDataModule, {"num_workers": 1.5, "seed": "0", "tokens": None, "val_tokens": 1.5}),
+        (ImageDataModule, {"train": None, "max_pixels": 1.5, "horizontal_flip": 1, "batch_size": "4"}),
+        (ImageClassifier, {"seed": 1.5, "warmup_steps": 1.5, "label_smoothing": "0", "ema_decay": "x"}),
+        (VisionLanguageModel, {"seed": 1.5, "caption_weight": "x"}),
+        (CaptionDataModule, {"train": 5, "context_length": 1.5}),
+    ):
+        for name, value in wrong.items():
+            with pytest.raises(UserError, match=f"{name}=.* must be of type "):
+                make(**{name: value})
+
+
+def test_parts_of_an_analysis():
+    layer = DCAttention(8, 4)
+    model = torch.nn.Sequential(layer)
+    for head in (None, True, 4, -1):
+        with pytest.raises(ValueError, match="head=.*; accepted: 0 to 3"):
+            analysis.head_outputs(layer, torch.randn(3, 8), head)
+    with pytest.raises(ValueError, match="x has 7 channels; accepted: 8"):
+        analysis.head_outputs(layer, torch.randn(3, 7), 0)
+    (branch, *_) = analysis.composition_branches(model)
+    for factor in (None, "x", torch.ones(3)):
+        said = pytest.raises(ValueError, match="accepted: a number, or a tensor of one")
+        with said, analysis.scale_branches(model, {branch: factor}):
+            pass
+    for factor in (1.0, None, torch.ones(3)):
+        said = pytest.raises(ValueError, match=r"accepted: a tensor \[4\]")
+        with said, analysis.scale_heads(model, {"0": factor}):
+            pass
+    for heads, groups in ((0, 1), (4, 3), ("x", 1)):
+        with pytest.raises(ValueError, match="num_"):
+            analysis.MixingMeter(heads, groups)
+    decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", num_layers=1, vocab_size=11))
+    ids, row = torch.ones(2, 5, dtype=torch.long), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match="places and targets have the shapes"):
+        decoder.likelihood(ids, (row, row[:1]), row)
+    with pytest.raises(ValueError, match="pairs holds 'ab'"):
+        dclm.encode_pairs(ByteTokenizer(), ["ab"])
