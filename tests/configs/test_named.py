@@ -19,7 +19,7 @@ HOSTILE = {
     "laughs": LAUGHS,
     "recursive": "a: &a {b: *a}\n",
     "deep": "a: " + "[" * 500 + "]" * 500,
-    "very deep": "a: " + "[" * 5_000 + "]" * 5_000,
+    "very deep": "a: " + "[" * 1_500 + "]" * 1_500,
     "large": "a: " + "x" * 2**21,
     "digits": "seed_everything: " + "9" * 5000,
 }

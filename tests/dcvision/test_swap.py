@@ -139,7 +139,13 @@ def test_a_swapped_model(name, tmp_path):
     assert (model(x) - expected).norm() < 3e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["cait_xxs24_224", pytest.param("hiera_tiny_224", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("cait_xxs24_224", marks=pytest.mark.slow),
+        pytest.param("hiera_tiny_224", marks=pytest.mark.long),
+    ],
+)
 def test_a_swapped_model_is_pickled_and_copied(name, tmp_path):
     """Read in a process that has swapped nothing."""
     model, x = swap_attention(make_model(name)), images(name)
