@@ -23,7 +23,7 @@ from .callbacks.record import RunRecord
 from .callbacks.speed import SpeedMonitor
 from .callbacks.steps import StepAxis
 from .callbacks.stop import GracefulStop
-from .callbacks.validation import DueValidation
+from .callbacks.validation import DueValidation, is_validation_due
 from .checkpoint import (
     CHECKPOINTS,
     LATEST,
@@ -204,7 +204,7 @@ class TrainerCLI(LightningCLI):
         mark_launcher()
         self._held.callback(finish, trainer.loggers)
         if self.run_dir is not None and self.run_dir.is_resumed:
-            keep_rows(trainer.loggers, self.resumed_step)
+            keep_rows(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
         return trainer
 
     def _placed(self, callbacks: list[Callback]) -> list[Callback]:

@@ -136,12 +136,18 @@ def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
 
 
 @rank_zero_only
-def keep_rows(loggers: Iterable[Logger], step: int) -> None:
-    """Let CSV loggers of a run that is resumed from `step` append to their rows up to it, which they would remove."""
+def keep_rows(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
+    """Let CSV loggers of a resumed run append to their rows of before, which they would remove.
+
+    Args:
+        loggers: All loggers.
+        step: The step that the run is resumed from.
+        is_due: Whether that step is validated again.
+    """
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             path = Path(logger.log_dir) / "metrics.csv"
-            names, rows = _rows_until(path, step)
+            names, rows = _rows_until(path, step, is_due)
             writer = logger.experiment
             if names:
                 text = io.StringIO(newline="")
@@ -153,17 +159,24 @@ def keep_rows(loggers: Iterable[Logger], step: int) -> None:
                 writer.metrics_keys = names
 
 
-def _rows_until(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the whole rows of a CSV log up to a step; a kill can tear the last one."""
+def _rows_until(path: Path, step: int, is_due: bool) -> tuple[list[str], list[dict[str, str]]]:
+    """Read the whole rows of a CSV log up to a step, without its validation if that is due; a kill can tear the last."""
     if not path.is_file():
         return [], []
     with told_as(f"{path} is damaged"):
         whole, end, _ = path.read_text().rpartition("\n")
         table = csv.DictReader(io.StringIO(whole + end))
-        rows = [row for row in table if not row["step"] or int(row["step"]) <= step]
+        rows = [
+            row for row in table if not row["step"] or int(row["step"]) <= step - (is_due and not _is_of_training(row))
+        ]
         if any(None in row for row in rows):
             raise ValueError("a row is longer than its head.")
     return list(table.fieldnames or []), rows
+
+
+def _is_of_training(row: dict[str, str]) -> bool:
+    """Tell whether a row was logged by a step, and not by a validation."""
+    return any(value for name, value in row.items() if name is not None and name.startswith("train/"))
 
 
 @rank_zero_only

@@ -1,7 +1,11 @@
 """The validations that Lightning leaves out: the one that a run was in when it ended, and that of the last step."""
 
+from pathlib import Path
+
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+
+from ..checkpoint import map_checkpoint
 
 
 class DueValidation(Callback):
@@ -14,12 +18,13 @@ class DueValidation(Callback):
     def __init__(self) -> None:
         self._due_in_epoch: int | None = None  # the epoch of the validation that follows the last step
         self._validated_step = 0
+        self._completed: int | None = None  # epochs completed, while the validation of one of them is made up for
 
     def take(self, trainer: L.Trainer) -> bool:
         """Run the validation that a resumed run has not had; tell whether there was one."""
         if self._due_in_epoch is None:
             return False
-        _validate(trainer, self._due_in_epoch)
+        self._validate(trainer, self._due_in_epoch)
         return True
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
@@ -36,7 +41,25 @@ class DueValidation(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validate the last step, unless that is done."""
         if self._validated_step != trainer.global_step:
-            _validate(trainer, trainer.fit_loop.epoch_progress.current.processed - 1)
+            self._validate(trainer, trainer.fit_loop.epoch_progress.current.processed - 1)
+
+    def _validate(self, trainer: L.Trainer, epoch: int) -> None:
+        """Run the validation that belongs behind the last step, in its epoch."""
+        loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        self._completed, epochs.completed = epochs.completed, epoch
+        loop.val_loop.restarting = False
+        is_first = trainer._logger_connector._first_loop_iter
+        trainer.validating = True
+        loop.val_loop.run()
+        trainer.training = True
+        trainer._logger_connector._first_loop_iter = is_first
+        epochs.completed, self._completed = self._completed, None
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
+        """Let a checkpoint that is saved meanwhile count the epochs that are behind the run."""
+        if self._completed is not None:
+            checkpoint["epoch"] = self._completed
+            checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] = self._completed
 
     def state_dict(self) -> dict:
         """Save what is due and what is done."""
@@ -47,14 +70,7 @@ class DueValidation(Callback):
         self._due_in_epoch, self._validated_step = state_dict["due_in_epoch"], state_dict["validated_step"]
 
 
-def _validate(trainer: L.Trainer, epoch: int) -> None:
-    """Run the validation that belongs behind the last step, in its epoch."""
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    completed, epochs.completed = epochs.completed, epoch
-    loop.val_loop.restarting = False
-    is_first = trainer._logger_connector._first_loop_iter
-    trainer.validating = True
-    loop.val_loop.run()
-    trainer.training = True
-    trainer._logger_connector._first_loop_iter = is_first
-    epochs.completed = completed
+def is_validation_due(path: Path) -> bool:
+    """Tell whether a run that is resumed from a checkpoint validates its step again."""
+    state = map_checkpoint(path).get("callbacks", {}).get(DueValidation.__qualname__, {})
+    return isinstance(state, dict) and state.get("due_in_epoch") is not None

@@ -127,7 +127,7 @@ def test_rows_of_a_resumed_run_are_whole_and_up_to_its_step(tmp_path):
     log.parent.mkdir()
     log.write_bytes(b"loss,step\r\n1.0,1\r\n2.0,2\r\n3.0,3\r\n4.0,")
     logger = CSVLogger(tmp_path, name="", version=0)
-    keep_rows([logger], step=2)
+    keep_rows([logger], step=2, is_due=False)
     logger.log_metrics({"loss": 5.0}, step=3)
     logger.save()
     with log.open(newline="") as file:
@@ -146,3 +146,18 @@ def test_ids_of_other_loggers_and_of_subclasses_are_kept(tmp_path):
     (tmp_path / "loggers.json").write_text('{"MLFlowLogger": "1"}')
     record_ids([Mine(save_dir=tmp_path, offline=True)], tmp_path)
     assert json.loads((tmp_path / "loggers.json").read_text()) == {"MLFlowLogger": "1", "WandbLogger": "abc"}
+
+
+def test_a_validation_that_is_taken_again_stands_once(tmp_path):
+    log = tmp_path / "version_0/metrics.csv"
+    log.parent.mkdir()
+    rows = [{"step": "1", "train/loss": "1.0"}, {"step": "1", "val/loss": "2.0"}, {"step": "2", "train/loss": "1.0"}]
+    rows.append({"step": "2", "val/loss": "2.0"})
+    with log.open("w", newline="") as file:
+        table = csv.DictWriter(file, ["step", "train/loss", "val/loss"])
+        table.writeheader()
+        table.writerows(rows)
+    for is_due, kept in ((False, 4), (True, 3)):
+        keep_rows([CSVLogger(tmp_path, name="", version=0)], step=2, is_due=is_due)
+        with log.open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == kept

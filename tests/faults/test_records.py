@@ -81,7 +81,7 @@ def test_damaged_curves_are_told_and_kept(tmp_path, rows):
     path.write_text(rows, errors="surrogateescape")
     before = path.read_bytes()
     with pytest.raises(UserError, match="metrics.csv is damaged"):
-        _rows_until(path, 5)
+        _rows_until(path, 5, False)
     assert path.read_bytes() == before
 
 

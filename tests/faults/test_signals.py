@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dctrain.callbacks.checkpoints import LastCheckpoint
 from dctrain.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import Killed, read
@@ -190,3 +191,25 @@ def test_an_evaluation_ends_when_one_of_its_processes_does(trained, tmp_path, co
     ended = spawn(command, *digits(tmp_path), f"--checkpoint={trained}", *out, *ENDING, *two)
     assert ended.returncode == 2, ended.stderr
     assert "another process of this run has died" in ended.stderr and not list(tmp_path.glob("p*.csv"))
+
+
+def test_epochs_are_counted_after_a_kill_behind_a_validation_made_up_for(shards, tmp_path, monkeypatch):
+    """The run is stopped with the validation of an epoch's end due, resumed, and killed when the best checkpoint of that
+    validation is saved and the run's own is not.
+    """
+    fit = ["fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=20", "--resume=latest"]
+    fit.append("--trainer.logger=CSVLogger")
+    run(*fit, *record(tmp_path / "steps", signum=int(signal.SIGTERM), at=9))
+
+    def killed(*args, **options):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LastCheckpoint, "save", killed)
+        with pytest.raises(Killed):
+            run(*fit)
+    run(*fit)
+    rows = list(csv.DictReader((tmp_path / "t/version_0/metrics.csv").open()))
+    epochs = {int(row["step"]): float(row["epoch"]) for row in rows if row["train/loss"]}
+    assert epochs == {step: (step - 1) // 10 for step in range(1, 21)}
+    assert [row["step"] for row in rows if row["val/top1"]] == ["10", "20"]
