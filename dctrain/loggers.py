@@ -160,15 +160,20 @@ def keep_rows(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
 
 
 def _rows_until(path: Path, step: int, is_due: bool) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the whole rows of a CSV log up to a step, without its validation if that is due; a kill can tear the last."""
+    """Read the whole rows of a CSV log up to a step, without its validation if that is due.
+
+    A kill can tear the last row.
+
+    Raises:
+        UserError: If the log is damaged otherwise.
+    """
     if not path.is_file():
         return [], []
     with told_as(f"{path} is damaged"):
         whole, end, _ = path.read_text().rpartition("\n")
         table = csv.DictReader(io.StringIO(whole + end))
-        rows = [
-            row for row in table if not row["step"] or int(row["step"]) <= step - (is_due and not _is_of_training(row))
-        ]
+        last = {True: step, False: step - is_due}  # of rows of training, and of validations
+        rows = [row for row in table if not row["step"] or int(row["step"]) <= last[_is_of_training(row)]]
         if any(None in row for row in rows):
             raise ValueError("a row is longer than its head.")
     return list(table.fieldnames or []), rows

@@ -194,9 +194,7 @@ def test_an_evaluation_ends_when_one_of_its_processes_does(trained, tmp_path, co
 
 
 def test_epochs_are_counted_after_a_kill_behind_a_validation_made_up_for(shards, tmp_path, monkeypatch):
-    """The run is stopped with the validation of an epoch's end due, resumed, and killed when the best checkpoint of that
-    validation is saved and the run's own is not.
-    """
+    """Killed when the best checkpoint of the validation that was due is saved, and the run's own is not."""
     fit = ["fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=20", "--resume=latest"]
     fit.append("--trainer.logger=CSVLogger")
     run(*fit, *record(tmp_path / "steps", signum=int(signal.SIGTERM), at=9))
