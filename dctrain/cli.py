@@ -39,7 +39,7 @@ from .commands import ShortErrors, check_not_empty, first_line, first_lines, for
 from .errors import UserError, reason, told_as
 from .explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
 from .files import relative
-from .loggers import DEFAULT, IN_RUN, finish, keep_rows, place_loggers
+from .loggers import DEFAULT, IN_RUN, finish, keep_curves, place_loggers
 from .loggers import describe as describe_logger
 from .plan import Planning
 from .program import Program
@@ -204,7 +204,7 @@ class TrainerCLI(LightningCLI):
         mark_launcher()
         self._held.callback(finish, trainer.loggers)
         if self.run_dir is not None and self.run_dir.is_resumed:
-            keep_rows(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
+            keep_curves(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
         return trainer
 
     def _placed(self, callbacks: list[Callback]) -> list[Callback]:

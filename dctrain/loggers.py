@@ -136,8 +136,11 @@ def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
 
 
 @rank_zero_only
-def keep_rows(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
-    """Let CSV loggers of a resumed run append to their rows of before, which they would remove.
+def keep_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
+    """Let the curves of a resumed run go on from its step.
+
+    CSV loggers append to their rows of before, which they would remove. TensorBoard leaves out the points behind the
+    step, which a kill has left.
 
     Args:
         loggers: All loggers.
@@ -145,6 +148,8 @@ def keep_rows(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
         is_due: Whether that step is validated again.
     """
     for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._kwargs.get("purge_step") is None:
+            logger._kwargs["purge_step"] = step + 1  # of its writer, which is not made yet
         if isinstance(logger, CSVLogger):
             path = Path(logger.log_dir) / "metrics.csv"
             names, rows = _rows_until(path, step, is_due)

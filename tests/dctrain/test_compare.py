@@ -57,7 +57,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     assert "Not finished: dcvit_nothing | seed 0" in captured.out
     key = f"{MODELS[0]} | seed 0"
     first = json.loads((tmp_path / "results.json").read_text())["runs"][key]
-    assert [step for step, _ in first["curves"]["val/top1"]] == [1, 3] and first["forward_flops"] > 1e5
+    assert [step for step, _ in first["curves"]["val/top1"]] == [2, 4] and first["forward_flops"] > 1e5
     assert first["environment"][-1]["torch"] == torch.__version__ and first["unit"] == "images"
     (items,) = map(read_items, (tmp_path / "items").iterdir())
     for metric in ("val/top1", "val/top5", "val/loss"):

@@ -316,8 +316,11 @@ def test_a_mask_after_the_first_call_must_say_the_same(both):
     _, theirs = both
     row, mask = ids(1, 6), torch.ones(1, 6, dtype=torch.long)
     cache = theirs(row[:, :4], use_cache=True).cache
-    for wrong in (mask.index_fill(1, torch.tensor([0]), 0), mask[:, :5]):
-        with pytest.raises(ValueError, match=r"accepted: \[B, 6\], for these and the new ones"):
+    for wrong, message in (
+        (mask.index_fill(1, torch.tensor([0]), 0), "other padding than the tokens in the cache"),
+        (mask[:, :5], r"attention_mask is \[1, 5\]; accepted: a tensor \[1, 6\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
             theirs(row[:, 4:], cache=cache, attention_mask=wrong)
     with pytest.raises(ValueError, match="labels are given with cache"):
         theirs(row[:, 4:], cache=cache, labels=row[:, 4:])
