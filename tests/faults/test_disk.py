@@ -72,7 +72,7 @@ def test_while_data_is_prepared(tmp_path, monkeypatch):
     fail("dclm", 3000, *tokens)
     assert not leftovers(tmp_path)
     assert "4 images of 2 classes" in succeed("dcvision", *shards)
-    assert "10,001 train tokens" in succeed("dclm", *tokens)
+    assert "9,001 train tokens, 1,001 val tokens" in succeed("dclm", *tokens)
 
 
 @pytest.mark.long
