@@ -1,4 +1,6 @@
-"""Types of arguments, where a call from Python brings what no parser has checked."""
+"""Checks of arguments that several entry points share: their types, which a call from Python leaves unchecked, and the
+number of loader processes.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,6 +10,7 @@ from typing import Union, get_args, get_origin
 
 from .errors import UserError
 
+MOST_WORKERS = 512  # loader processes of a rank
 ACCEPTS: dict[type, Callable[[object], bool]] = {
     NoneType: lambda value: value is None,
     bool: lambda value: isinstance(value, bool),
@@ -36,3 +39,13 @@ def check_types(function: Callable, values: Mapping[str, object]) -> None:
         if not any(ACCEPTS[kind](values[name]) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
             raise UserError(f"{name}={values[name]!r} must be of type {words}.")
+
+
+def check_workers(num_workers: int) -> None:
+    """Check the number of loader processes.
+
+    Raises:
+        UserError: If it is negative, or more than any machine has a use for.
+    """
+    if not 0 <= num_workers <= MOST_WORKERS:
+        raise UserError(f"num_workers={num_workers}: expected 0 to {MOST_WORKERS}.")

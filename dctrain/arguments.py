@@ -61,7 +61,7 @@ def check_callbacks(callbacks: list[Callback]) -> None:
 
 
 def _check_part(name: str, part: int | float | None) -> None:
-    """Refuse what is no number of batches, nor a fraction of them."""
+    """Check that a limit is a number of batches, or a fraction of them."""
     if part is not None and not 0 <= part <= (1 if isinstance(part, float) else math.inf):
         raise UserError(f"trainer.{name}={part}: expected a number of batches, or a fraction in [0, 1].")
 

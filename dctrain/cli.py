@@ -35,7 +35,7 @@ from .checkpoint import (
     run_folder,
 )
 from .checkpoint_io import AtomicCheckpointIO
-from .commands import ShortErrors, check_not_empty, first_line, first_lines, format_help
+from .commands import ShortErrors, check_not_empty, first_line, first_lines, format_help, imported
 from .errors import UserError, reason, told_as
 from .explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
 from .files import relative
@@ -147,7 +147,7 @@ class TrainerCLI(LightningCLI):
             raise _told_of_instance(error) from error
 
     def check_named(self) -> None:
-        """Check what the run is called, and refuse empty paths.
+        """Check the name of the run, and refuse empty paths.
 
         Raises:
             UserError: If its folder would not lie below the root, or a path is empty.
@@ -417,17 +417,17 @@ def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "litlogger" not in record.getMessage()
 
 
-def run_trainer(program: Program, cli: type[TrainerCLI], args: list[str]) -> None:
-    """Run what needs Lightning: a subcommand of its own, `plan`, or the help that lists all.
+def run_trainer(program: Program, args: list[str]) -> None:
+    """Run what needs Lightning: a subcommand of its own, `plan`, or the help that lists all subcommands.
 
     Args:
         program: The program.
-        cli: Its command line.
         args: The arguments.
 
     Raises:
-        UserError: If there is no such subcommand, or as it says.
+        UserError: If the subcommand is unknown, or its arguments are wrong.
     """
+    cli = imported(program.trainer)
     trained = {name: first_line(getattr(cli, name)) for name in cli.subcommands()}
     trained[PLAN] = "Tell what `fit` would need, and train nothing."
     if args in (["-h"], ["--help"]):

@@ -15,7 +15,7 @@ from .errors import UserError, told_as
 EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
 SAID = ("true", "false")
-MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # texts that are no names
+MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # texts, not names or paths
 
 Functions = Mapping[str, "str | Functions"]  # each as "module:function"; of mappings, the second word says which
 

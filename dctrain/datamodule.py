@@ -7,12 +7,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from .argument_types import check_types
+from .argument_types import check_types, check_workers
 from .errors import UserError
 from .order import ORDER, EvalBatches, Permutation, Position, Progress, TrainBatches
 from .strategy import data_rank
 
-MOST_WORKERS = 512  # processes of a rank
 MOST_BATCH = 2**20  # samples of a rank in a step
 
 
@@ -37,8 +36,7 @@ class ResumableDataModule(L.LightningDataModule):
         check_types(ResumableDataModule.__init__, numbers)
         if not 1 <= batch_size <= MOST_BATCH:
             raise UserError(f"{batch_size=}: expected a whole number from 1 to {MOST_BATCH}.")
-        if not 0 <= num_workers <= MOST_WORKERS:
-            raise UserError(f"{num_workers=}: expected a whole number from 0 to {MOST_WORKERS}.")
+        check_workers(num_workers)
         if not 0 <= seed < 2**32:
             raise UserError(f"{seed=} must be in [0, 2^32).")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed

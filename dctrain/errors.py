@@ -5,7 +5,6 @@ The command line prints their message, in one line, without a stack trace.
 
 import re
 import signal
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +36,8 @@ class Diverged(UserError):
 
 
 class RunStopped(BaseException):
-    """Ends a run that was told to stop, after its checkpoint was saved. No error: nothing but the command line
-    catches it.
+    """Ends a run after a signal, once its checkpoint is saved. It is a `BaseException`, which the command line alone
+    catches.
 
     Args:
         signum: The signal that asked for it.
@@ -88,4 +87,5 @@ def reason(error: BaseException) -> str:
         return f"it has no {lines[0]}"
     if re.match(r"Caught \w+ in ", lines[0]):  # an error of a loader process: its message stands behind its stack
         return re.sub(r"^[\w.]*(Error|Exception|BadImage): ", "", lines[-1])
-    return textwrap.shorten(" ".join(lines), MOST_CHARACTERS, placeholder=" ...")
+    said = " ".join(lines)
+    return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]} ..."

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .commands import Functions, imported, run_named
+from .commands import Functions, run_named
 from .errors import RunStopped, UserError, is_of_another_rank, reason
 from .files import relative
 from .named_configs import with_config_paths
@@ -51,8 +51,9 @@ def run_program(program: Program, args: list[str] | None) -> None:
             if args and args[0] in program.functions:
                 run_named(program.name, program.functions, args)
             else:
-                trainer = imported(program.trainer)
-                imported("dctrain.cli:run_trainer")(program, trainer, args)
+                from .cli import run_trainer  # imports Lightning
+
+                run_trainer(program, args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -262,12 +262,12 @@ def check_same_tokenizer(whose: str, theirs: Tokenizer, corpus: Corpus | Indexed
     """Compare a model's tokenizer with that of the data.
 
     Args:
-        whose: What the message calls the model.
-        theirs: Its tokenizer.
+        whose: Name of the model in the message.
+        theirs: Tokenizer of the model.
         corpus: The data.
 
     Raises:
-        UserError: If their ids mean something else.
+        UserError: If the vocabularies differ.
     """
     if not theirs.same_ids(corpus.tokenizer()):
         raise UserError(f"data.tokens={corpus.folder}: its tokens are of another tokenizer than {whose}'s.")

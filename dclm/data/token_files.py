@@ -88,7 +88,7 @@ class Corpus:
             if digest is not None and (spec == BYTES or file_digest(path) != digest):
                 raise UserError(f"{path} {'is missing' if spec == BYTES else 'has changed'}: it made the tokens.")
             made = tokenizer_from_spec(spec, self.eos)
-            is_too_small = made.vocab_size < self.vocab_size
+            is_too_small = made.vocab_size < self.vocab_size  # bytes may be of a vocabulary declared smaller
             if is_too_small or made.eos_id != self.eos_id or (spec != BYTES and made.vocab_size != self.vocab_size):
                 raise UserError(
                     f"{path} {'is missing' if spec == BYTES else 'is another one'}: the tokens are of a vocabulary of "

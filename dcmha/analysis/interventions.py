@@ -57,7 +57,7 @@ def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -
         factors: Scalars, by branch.
 
     Raises:
-        ValueError: If the model has no such branch, or a factor is no number.
+        ValueError: If the model has no such branch, or a factor is not a number.
     """
     known = composition_branches(model)
     by_layer: dict[str, dict[str, dict[str, Tensor | float]]] = {}

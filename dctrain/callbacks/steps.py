@@ -5,9 +5,9 @@ from lightning.pytorch.callbacks import Callback
 
 
 class StepAxis(Callback):
-    """Logs what a run measures at the number of optimiser steps taken, by which checkpoints are named.
+    """Logs metrics at the number of optimiser steps taken, which is also in the names of checkpoints.
 
-    Lightning would count the step before: what is measured in or after step 100 would stand at 99.
+    Lightning alone would log the metrics of step 100, and of the validation after it, at step 99.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args) -> None:

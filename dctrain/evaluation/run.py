@@ -15,7 +15,6 @@ from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
 MOST_STEPS = 1024  # of an integral
-MOST_WORKERS = 512  # loader processes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
 
@@ -165,12 +164,6 @@ def check_at_least_one(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise UserError(f"{name}={number} must be at least 1.")
-
-
-def check_workers(num_workers: int) -> None:
-    """Raise UserError if there cannot be so many loader processes."""
-    if not 0 <= num_workers <= MOST_WORKERS:
-        raise UserError(f"num_workers={num_workers}: expected 0 to {MOST_WORKERS}.")
 
 
 def check_steps(steps: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dctrain.argument_types import check_workers
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.results import Results, describe
 from dctrain.evaluation.run import (
@@ -14,7 +15,6 @@ from dctrain.evaluation.run import (
     Measurable,
     check_asked,
     check_at_least_one,
-    check_workers,
     find_dtype,
     measure_models,
     short_names,

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
+from dctrain.argument_types import check_workers
 from dctrain.evaluation.run import (
     check_asked,
     check_at_least_one,
-    check_workers,
     find_dtype,
     measure_models,
     short_names,
