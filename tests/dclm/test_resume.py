@@ -1,6 +1,7 @@
 """A language model's run that was stopped or killed goes on as if nothing had happened."""
 
 import signal
+import time
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ def test_curves_go_on_at_their_steps(corpus, tmp_path, at, by):
     run("fit", *common, "--name=whole")
     killed = spawn("fit", *common, "--name=parts", *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=at))
     assert killed.returncode == -signal.SIGKILL
+    time.sleep(1)  # TensorBoard reads files of events in the order of the seconds in their names
     run("fit", *common, "--name=parts", f"--resume={tmp_path}/parts/version_0")
     whole, parts = ({tag: curve(tmp_path / name / "version_0", tag) for tag in CURVES} for name in ("whole", "parts"))
     assert parts == whole
