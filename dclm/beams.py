@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcmha.checks import check_integers, check_numbers
+from dcmha.checks import check_integers, check_module, check_numbers
 
 from .blocks import Context
 from .decoder import Decoder
@@ -43,9 +43,11 @@ def beam_search(
         Prompts with their continuations, each as long as it is.
 
     Raises:
+        TypeError: If `decoder` is no `Decoder`.
         ValueError: As `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
         MemoryError: If there is no room for the cache.
     """
+    check_module(Decoder, decoder=decoder)
     try:
         input_ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError) as error:

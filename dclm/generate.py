@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcmha.checks import check_integers
+from dcmha.checks import check_integers, check_module
 
 from .blocks import Context
 from .data.tokenizers import Tokenizer
@@ -61,11 +61,13 @@ def generate(
         token; else a list of tensors, each as long as its row.
 
     Raises:
+        TypeError: If `decoder` is no `Decoder`.
         ValueError: If the model sees both ways, a prompt is empty, a token outside the vocabulary, the position table
             too short, the context does not fit, an option out of range, or logits are NaN (on CUDA this is seen at the
             first token alone).
         MemoryError: If there is no room for the cache.
     """
+    check_module(Decoder, decoder=decoder)
     prompts = check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)
     steps = stream(
         decoder,

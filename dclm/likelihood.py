@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcmha.checks import check_integers, is_integer
+from dcmha.checks import check_integers, check_module, is_integer
 
 from .data.masking import Masked
 from .data.tokenizers import Tokenizer
@@ -72,9 +72,11 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[Pair], *, batch_size: int 
         One for each pair, in their order, on the CPU.
 
     Raises:
+        TypeError: If `decoder` is no `Decoder`.
         ValueError: If the model sees both ways, a context or a continuation is empty, a token is outside the
             vocabulary, or the position table too short.
     """
+    check_module(Decoder, decoder=decoder)
     found: list[Likelihood | None] = [None] * len(pairs)
     for batch in batches(decoder, pairs, batch_size):
         for number, likelihood in score(decoder, batch):

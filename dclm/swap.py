@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from dcmha.checks import check_module
 from dcmha.options import COMPOSE_OPTIONS
 
 from .decoder import Decoder
@@ -24,8 +25,10 @@ def swap_attention(decoder: Decoder, **options) -> Decoder:
         A decoder of the same dtype and device, in the same mode.
 
     Raises:
+        TypeError: If `decoder` is no `Decoder`.
         ValueError: If the decoder is composed already, or an option is unknown or out of range.
     """
+    check_module(Decoder, decoder=decoder)
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise ValueError(f"unknown options {unknown}; accepted: {', '.join(OPTIONS)}.")

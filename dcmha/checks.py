@@ -11,6 +11,18 @@ def is_integer(x: object) -> bool:
     return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
+def check_module(kind: type = torch.nn.Module, **values: object) -> None:
+    """Check that arguments, given by name, are modules of a kind, or compiled ones.
+
+    Raises:
+        TypeError: If one is not.
+    """
+    for name, value in values.items():
+        if not isinstance(getattr(value, "_orig_mod", value), kind):  # of `torch.compile`
+            given = "the class itself" if isinstance(value, type) else f"a value of type {type(value).__name__}"
+            raise TypeError(f"{name}: expected a {kind.__module__}.{kind.__qualname__}, not {given}.")
+
+
 def check_integers(*, least: int = 1, may_be_none: bool = False, **values: object) -> None:
     """Check that arguments, given by name, are integers of at least `least`.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .checks import check_module
 from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import NO_TORCHSCRIPT, composed_attention
 from .impl.call import Ranks
@@ -140,8 +141,10 @@ def composed_layers(model: nn.Module) -> dict[str, ComposedLayer]:
     """Find the layers of a model that compose heads, by name.
 
     Raises:
+        TypeError: If it is no module.
         ValueError: If there is none.
     """
+    check_module(model=model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
     layers = {name: layer for name, layer in layers.items() if layer.options.is_composed}
     if not layers:

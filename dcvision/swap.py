@@ -12,6 +12,7 @@ from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 from dcmha import DCAttention
+from dcmha.checks import check_module
 from dcmha.options import check_names
 
 from .adopted import FAMILIES, Adopted, AdoptedPooling
@@ -46,9 +47,11 @@ def swap_attention(
         The model.
 
     Raises:
+        TypeError: If the model is no module.
         ValueError: If the model has no self-attention or one that is not supported, a layer is out of range, an option
             is unknown or its value does not fit (heads that do not divide into groups). The model is then as it was.
     """
+    check_module(model=model)
     options = {name: value for name, value in options.items() if value is not None}
     check_names(options, DCAttention.OPTIONS)
     if options.get("pre_compose") is False and options.get("post_compose") is False:

@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dcmha.checks import check_factory
+from dcmha.checks import check_factory, check_module
 from dctrain.files import filled_whole
 
 from ..config import DecoderConfig
@@ -131,9 +131,11 @@ def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = Fals
         The folder.
 
     Raises:
+        TypeError: If `decoder` is no `Decoder`.
         ValueError: If the official format cannot express the model; the message names the field.
         FileExistsError: If there is a model in the folder.
     """
+    check_module(Decoder, decoder=decoder)
     if not str(folder):
         raise ValueError("folder='' must name a folder to write.")
     if decoder.device.type == "meta":

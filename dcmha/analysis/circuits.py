@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..checks import is_integer
+from ..checks import check_module, is_integer
 from ..layer import ComposedLayer
 
 TIMM = {  # its attention whose weights lie head after head, queries, keys and values apart
@@ -36,8 +36,10 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Find the attention layers of a model, composed or plain, by name: those of this package, and of timm in `TIMM`.
 
     Raises:
+        TypeError: If it is no module.
         ValueError: If there is none.
     """
+    check_module(model=model)
     layers = {name: module for name, module in model.named_modules() if _has_heads(module)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention layers whose heads are known.")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_module
 from ..functional import split_mask
 from ..impl.call import Call
 from ..impl.masking import documents_of
@@ -94,8 +95,10 @@ def record_attention(
         keep: Makes of a recorded call what is to be kept; all of it is if None.
 
     Raises:
+        TypeError: If the model is no module.
         ValueError: If the model has no such layer, or is being recorded already.
     """
+    check_module(model=model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no DCAttention or DCCrossAttention to record.")
