@@ -14,7 +14,7 @@ from .blocks import Context
 from .decoder import Decoder
 from .generate import check_prompts
 
-MOST_BEAMS, MOST_PENALTY = 1024, 100.0
+MOST_BEAMS, MOST_PENALTY = 1024, 20.0
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def beam_search(
     check_module(Decoder, decoder=decoder)
     try:
         input_ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"input_ids: {error}; accepted: prompts of one length [B, T].") from error
     check_integers(num_beams=num_beams, max_new_tokens=max_new_tokens)
     if num_beams > MOST_BEAMS:
@@ -80,13 +80,13 @@ class _Beams:
     def __init__(
         self, rows: int, num_beams: int, longest: int, penalty: float, stops: Sequence[int], device: torch.device
     ) -> None:
-        self.longest, self.penalty = longest, penalty
+        self.longest, self.penalty = longest, float(penalty)
         self.stops = torch.tensor(list(stops), dtype=torch.long, device=device)
         self.tokens = torch.empty(rows, num_beams, 0, dtype=torch.long, device=device)
         self.scores = torch.full((rows, num_beams), -torch.inf, device=device)
         self.scores[:, 0] = 0.0  # all begin alike
         self.ended = [self.tokens[0, 0]] * rows
-        self.ended_scores = torch.full((rows,), -torch.inf, device=device)
+        self.ended_scores = torch.full((rows,), -torch.inf, dtype=torch.float64, device=device)
 
     @property
     def last(self) -> Tensor:
@@ -116,12 +116,12 @@ class _Beams:
 
     def _end(self, tokens: Tensor, scores: Tensor) -> None:
         """Keep the best of continuations that have ended [B, candidates, steps], by their scores; -inf is none."""
-        best, places = (scores / tokens.shape[-1] ** self.penalty).max(1)
+        best, places = (scores.double() / tokens.shape[-1] ** self.penalty).max(1)
         for row in (best > self.ended_scores).nonzero().flatten().tolist():
             self.ended[row] = tokens[row, places[row]]
         self.ended_scores = torch.maximum(self.ended_scores, best)
 
     def are_done(self) -> bool:
         """Tell whether no beginning can lead to a better end."""
-        bound = self.scores.amax(1) / self.longest**self.penalty  # scores only fall
+        bound = self.scores.amax(1).double() / self.longest**self.penalty  # scores only fall
         return self.tokens.shape[-1] == self.longest or bool((self.ended_scores >= bound).all())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dcmha import DCAttention, DCCrossAttention, SeenContext, compose_options_of
 from dcmha.attention import AttentionCache, Rope
+from dcmha.impl.masking import Documents
 
 from .config import DecoderConfig
 
@@ -98,7 +99,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         rope: Rope | None,
         cache: AttentionCache | None,
         context: Context | SeenContext | None = None,

@@ -1,6 +1,5 @@
 """DecoderConfig: what a decoder is, and the named sizes of the paper (tables 3 and 6, section 4)."""
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -8,6 +7,7 @@ from dcmha import ComposeOptions
 from dcmha.choice import check_impl
 from dcmha.layer import check_kv_heads
 from dcmha.options import COMPOSE_OPTIONS, compose_options_of
+from dcmha.rotary import SMALLEST_BASE
 from dctrain.errors import UserError, told_as
 
 
@@ -95,9 +95,9 @@ class DecoderConfig(ComposeOptions):
         for name, accepted in CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
-        for name in ("norm_eps", "rotary_base", "init_std"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive, and finite.")
+        for name, least in (("norm_eps", SMALLEST), ("rotary_base", SMALLEST_BASE), ("init_std", SMALLEST)):
+            if getattr(self, name) is not None and not least <= getattr(self, name) <= LARGEST:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number from {least:g} to {LARGEST:g}.")
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be divisible by num_heads={self.num_heads}.")
         check_kv_heads(self.num_heads, self.num_kv_heads)
@@ -149,6 +149,7 @@ class DecoderConfig(ComposeOptions):
         return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
 
 
+SMALLEST, LARGEST = 1e-30, 1e30  # of numbers of any size, so that float32 holds their products
 # Bounds far above any model, so that a damaged or hostile file is refused before anything is allocated.
 MOST = {
     **{"dim": 2**17, "num_layers": 2**12, "num_heads": 2**12, "mlp_dim": 2**20},

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dcmha import ComposeProjection, DecodingCache, SeenContext, rotary_embedding
 from dcmha.attention import Rope
+from dcmha.checks import check_factory
+from dcmha.impl.masking import Documents, documents_of
 
 from .blocks import Block, Context, make_norm
 from .config import DecoderConfig
@@ -35,6 +37,7 @@ class Decoder(nn.Module):
         super().__init__()
         if not isinstance(config, DecoderConfig):
             raise ValueError(f"config={config!r} must be a DecoderConfig, such as decoder_config(NAME) makes.")
+        check_factory(device, dtype)
         dd = {"device": "meta", "dtype": dtype}  # whose modules draw no weights that are drawn anew
         self.config, self.grad_checkpointing = config, False
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
@@ -142,21 +145,28 @@ class Decoder(nn.Module):
         """
         self._check_ids(input_ids)
         self._check_context(context, len(input_ids))
-        before, rope = self._before_context(input_ids, documents)
-        after = self._through(slice(self.first_looking, None), before, rope, documents, context=context)
+        found = self._documents(documents, input_ids)
+        before, rope = self._before_context(input_ids, found)
+        after = self._through(slice(self.first_looking, None), before, rope, found, context=context)
         return before, self.norm(after)
 
     def states_before_context(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
         """Compute the first of `both_states` alone, for which no context is needed."""
         self._check_ids(input_ids)
-        return self._before_context(input_ids, documents)[0]
+        return self._before_context(input_ids, self._documents(documents, input_ids))[0]
 
-    def _before_context(self, input_ids: Tensor, documents: Tensor | None) -> tuple[Tensor, Rope | None]:
+    def _documents(self, documents: Tensor | None, input_ids: Tensor) -> Documents | None:
+        """Find the documents, once for all layers."""
+        if documents is None:
+            return None
+        _check_like("documents", documents, input_ids)
+        return documents_of(documents)
+
+    def _before_context(self, input_ids: Tensor, documents: Documents | None) -> tuple[Tensor, Rope | None]:
         self._check_length(input_ids.shape[1])
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if documents is not None:
-            _check_like("documents", documents, input_ids)
-            positions = _within_documents(documents, positions)
+            positions = positions - documents.starts
         x, rope = self._begin(input_ids, positions)
         return self._through(slice(0, self.first_looking), x, rope, documents), rope
 
@@ -248,6 +258,10 @@ class Decoder(nn.Module):
 
     def _check_context(self, context: Context | None, rows: int | None) -> None:
         width = self.config.context_dim
+        if context is not None and not isinstance(context, Context):
+            raise ValueError(
+                f"context={type(context).__name__}: expected a dclm.blocks.Context(tokens, mask), or None."
+            )
         if context is None and width is not None:
             raise ValueError(f"context=None; the last {self.config.cross_layers} layers look at one of width {width}.")
         if context is not None and width is None:
@@ -268,7 +282,7 @@ class Decoder(nn.Module):
         part: slice,
         x: Tensor,
         rope: Rope | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         *,
         context: Context | None = None,
         cache: DecodingCache | None = None,
@@ -310,10 +324,3 @@ def _check_like(name: str, given: Tensor, input_ids: Tensor) -> None:
             f"{name} has shape {list(given.shape)} and dtype {given.dtype}; accepted: that of input_ids, "
             f"{list(input_ids.shape)}, and torch.int64."
         )
-
-
-def _within_documents(documents: Tensor, positions: Tensor) -> Tensor:
-    """Tell each token's position within its document [B, T]."""
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return positions - torch.where(starts, positions, 0).cummax(1).values

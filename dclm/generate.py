@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcmha.checks import check_integers, check_module
+from dcmha.checks import check_integers, check_module, is_integer
 
 from .blocks import Context
 from .data.tokenizers import Tokenizer
@@ -120,6 +120,8 @@ def check_prompts(
     decoder: Decoder, input_ids: Prompts, max_new_tokens: int, stop_tokens: Sequence[int] = ()
 ) -> list[Tensor]:
     """Turn prompts into a list of tensors of ids, or say what is wrong with them."""
+    if not isinstance(input_ids, Tensor | Sequence) or isinstance(input_ids, str):
+        raise ValueError(f"input_ids: expected a tensor [B, T] or a list of prompts, not {type(input_ids).__name__}.")
     if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T], or a list of prompts.")
     if len(input_ids) == 0:
@@ -182,9 +184,9 @@ def stream(
     device = decoder.device
     ids, padding = _pad_left(prompts, device)
     cache = decoder.make_cache(ids.shape[1] + max_new_tokens, padding, context)
-    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
+    if seed is not None and not (is_integer(seed) and -(2**63) <= seed < 2**64):
         raise ValueError(f"{seed=} must be an integer of 64 bits, or None.")
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
     stops = torch.tensor(list(stop_tokens), dtype=torch.long, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     step = torch.compile(decoder.step, fullgraph=True) if compile else decoder.step

@@ -25,7 +25,8 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     Both are encoded together, so that no word is cut between them; spaces that end a context are the continuation's. An
     empty context becomes the token that begins a text: the tokenizer's own, or the end of the document before.
     """
-    wrong = next((p for p in pairs if not isinstance(p, list | tuple) or not all(isinstance(t, str) for t in p)), None)
+    _check_pairs(pairs)
+    wrong = next((pair for pair in pairs if not all(isinstance(text, str) for text in pair)), None)
     if wrong is not None:
         raise ValueError(f"pairs holds {wrong!r}; accepted: pairs of a context and its continuation, both texts.")
     moved = []
@@ -38,6 +39,15 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
         (_begun(tokenizer, is_empty=not len(context)) + context.tolist(), whole[len(context) :].tolist())
         for context, whole in zip(contexts, wholes, strict=True)
     ]
+
+
+def _check_pairs(pairs: Sequence[Pair]) -> None:
+    """Check that these are pairs of something."""
+    if not isinstance(pairs, Sequence) or isinstance(pairs, str):
+        raise ValueError(f"pairs: expected a sequence of (context, continuation), not {type(pairs).__name__}.")
+    for number, pair in enumerate(pairs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"pairs[{number}]={pair!r}: expected (context, continuation).")
 
 
 def _begun(tokenizer: Tokenizer, is_empty: bool) -> list[int]:
@@ -74,12 +84,15 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[Pair], *, batch_size: int 
     Raises:
         TypeError: If `decoder` is no `Decoder`.
         ValueError: If the model sees both ways, a context or a continuation is empty, a token is outside the
-            vocabulary, or the position table too short.
+            vocabulary, the position table too short, or a log-likelihood NaN.
     """
     check_module(Decoder, decoder=decoder)
+    _check_pairs(pairs)
     found: list[Likelihood | None] = [None] * len(pairs)
     for batch in batches(decoder, pairs, batch_size):
         for number, likelihood in score(decoder, batch):
+            if likelihood.log_likelihoods.isnan().any():
+                raise ValueError("the model's log-likelihoods hold NaN: the weights are damaged, or too large.")
             found[number] = likelihood
     return found
 
@@ -96,8 +109,7 @@ def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[li
     """Put pairs into the batches that are read together; errors are those of `log_likelihoods`."""
     decoder.check_causal()
     check_integers(batch_size=batch_size)
-    if not isinstance(pairs, Sequence) or isinstance(pairs, str):
-        raise ValueError(f"pairs is {type(pairs).__name__}; accepted: a sequence of (context, continuation).")
+    _check_pairs(pairs)
     texts: dict[tuple[int, ...], Text] = {}
     for number, (context, continuation) in enumerate(pairs):
         _check(decoder, number, context, continuation)
@@ -110,7 +122,11 @@ def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[li
 
 def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: Sequence[int]) -> None:
     for name, ids in (("context", context), ("continuation", continuation)):
-        if isinstance(ids, str) or not all(is_integer(i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids)):
+        if (
+            not isinstance(ids, Sequence | Tensor)
+            or isinstance(ids, str)
+            or not all(is_integer(i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids))
+        ):
             raise ValueError(f"the {name} of pair {number} is {ids!r}; accepted: token ids.")
         if len(ids) == 0:
             raise ValueError(f"the {name} of pair {number} is empty; accepted: at least one token.")

@@ -22,7 +22,7 @@ def swap_attention(decoder: Decoder, **options) -> Decoder:
             are composed, as in the paper.
 
     Returns:
-        A decoder of the same dtype and device, in the same mode.
+        A decoder of the same dtype and device, in the same mode; weights that were frozen stay so.
 
     Raises:
         TypeError: If `decoder` is no `Decoder`.
@@ -40,4 +40,7 @@ def swap_attention(decoder: Decoder, **options) -> Decoder:
     weight = decoder.output.weight
     swapped = Decoder(config, device=weight.device, dtype=weight.dtype)
     swapped.load_state_dict(decoder.state_dict(), strict=False)
+    swapped.set_grad_checkpointing(decoder.grad_checkpointing)
+    for name, parameter in decoder.named_parameters():
+        swapped.get_parameter(name).requires_grad_(parameter.requires_grad)
     return swapped.train(decoder.training)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .cache import Seen
 from .checks import check_booleans, check_factory, check_integers, check_numbers
+from .impl.masking import Documents
 from .layer import LAYER_OPTIONS, ComposedLayer, check_kv_heads, check_options
 from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
@@ -142,7 +143,7 @@ class DCAttention(ComposedLayer):
         is_causal: bool = False,
         rope: Rope | None = None,
         cache: AttentionCache | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | Documents | None = None,
     ) -> Tensor:
         """Attend within `x`.
 
@@ -178,7 +179,7 @@ class DCAttention(ComposedLayer):
         attn_mask: Tensor | None,
         is_causal: bool,
         rope: Rope | None,
-        documents: Tensor | None,
+        documents: Tensor | Documents | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         q, k, v = self._project(x)

@@ -184,7 +184,7 @@ def _check_padding(padding: Tensor, capacity: int) -> None:
     Raises:
         ValueError: If they are none, or leave no room.
     """
-    if not isinstance(padding, Tensor) or padding.dim() != 1 or padding.is_floating_point() or padding.is_complex():
+    if not isinstance(padding, Tensor) or padding.dim() != 1 or padding.dtype not in (torch.int64, torch.int32):
         got = f"{padding.dtype} {list(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
         raise ValueError(f"padding is {got}; accepted: integers [B].")
     if padding.is_meta or isinstance(padding, FakeTensor) or torch.compiler.is_compiling():
@@ -290,6 +290,8 @@ class DecodingCache:
         Raises:
             ValueError: If there is nothing in the cache, or the rows are not as many as before.
         """
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
+            raise ValueError("rows: expected a tensor of integers [B].")
         if self.num_rows is None or rows.shape != (self.num_rows,):
             raise ValueError(f"rows has shape {list(rows.shape)}; accepted: [{self.num_rows or 'rows of a call'}].")
         kept = [buffer for layer in self.layers for buffer in layer.kept or []]

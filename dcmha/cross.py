@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .checks import check_booleans, check_factory, check_integers, check_numbers
 from .choice import Impl
+from .functional import check_mask
 from .impl.masking import combine_masks
 from .layer import ComposedLayer
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names, compose_options_of
@@ -26,12 +27,14 @@ class SeenContext(NamedTuple):
         v: Values, likewise.
         weights: The key side of both compositions, where there is one.
         mask: Which tokens are real, boolean [B, 1, 1, S]; None if all are.
+        num_groups: Groups of heads of the layer.
     """
 
     k: Tensor
     v: Tensor
     weights: Weights
     mask: Tensor | None
+    num_groups: int
 
     def rows(self, rows: Tensor) -> "SeenContext":
         """Take some sequences of the batch, any of them several times.
@@ -41,7 +44,7 @@ class SeenContext(NamedTuple):
         """
         k, v, mask = (x if x is None else x.index_select(0, rows) for x in (self.k, self.v, self.mask))
         pre, post = (w if w is None else w.map(lambda x: x.index_select(0, rows)) for w in self.weights)
-        return SeenContext(k, v, (pre, post), mask)
+        return SeenContext(k, v, (pre, post), mask, self.num_groups)
 
 
 class DCCrossAttention(ComposedLayer):
@@ -165,7 +168,8 @@ class DCCrossAttention(ComposedLayer):
     def _see(self, context: Tensor, context_mask: Tensor | None) -> SeenContext:
         k, v = (self._heads(part) for part in self.kv(context).chunk(2, -1))
         weights = (None, None) if self.compose is None else self.compose.of_context(context)
-        return SeenContext(self.k_norm(k), v, weights, None if context_mask is None else context_mask[:, None, None])
+        mask = None if context_mask is None else context_mask[:, None, None]
+        return SeenContext(self.k_norm(k), v, weights, mask, self.num_groups)
 
     def _see_and_attend(
         self, x: Tensor, context: Tensor, context_mask: Tensor | None, attn_mask: Tensor | None
@@ -175,6 +179,7 @@ class DCCrossAttention(ComposedLayer):
     def _attend_to(self, x: Tensor, seen: SeenContext, attn_mask: Tensor | None) -> Tensor:
         q = self.q_norm(self._heads(self.q(x)))
         if seen.mask is not None:
+            check_mask(attn_mask, (*q.shape[:3], seen.k.shape[2]), q.device)
             attn_mask = combine_masks(attn_mask, seen.mask)
         pre, post = (None, None) if self.compose is None else self.compose(x, seen.weights)
         out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window=self.window)
@@ -196,10 +201,11 @@ class DCCrossAttention(ComposedLayer):
             (None, None) if w is None else (None if w.key.down is None else w.key.down.shape[2], w.key.gate is not None)
             for w in seen.weights
         ]
-        if given != heads or found != expected:
+        if given != heads or found != expected or seen.num_groups != self.num_groups:
             raise ValueError(
-                f"context was seen by another layer, of heads {given} and (rank, gate) {found}; accepted: what this "
-                f"layer's `see` made, of heads {heads} and {expected}."
+                f"context was seen by another layer, of heads {given} in {seen.num_groups} groups and (rank, gate) "
+                f"{found}; accepted: what this layer's `see` made, of heads {heads} in {self.num_groups} groups and "
+                f"{expected}."
             )
 
     def _check_tokens(self, name: str, tokens: Tensor, width: int, rows: int | None) -> None:
@@ -215,6 +221,8 @@ class DCCrossAttention(ComposedLayer):
         self._check_tokens("context", context, self.context_dim, None if x is None else len(x))
         if context_mask is None:
             return
+        if not isinstance(context_mask, Tensor):
+            raise ValueError(f"context_mask: expected a boolean tensor [B, S], not {type(context_mask).__name__}.")
         if context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]:
             raise ValueError(
                 f"context_mask has shape {list(context_mask.shape)} and dtype {context_mask.dtype}; accepted: "

@@ -12,7 +12,7 @@ from torch import Tensor
 from .checks import check_booleans, is_integer
 from .choice import Impl, check_impl, resolve_impl
 from .impl.call import Call, ranks_of
-from .impl.masking import both_visible, documents_of, mask_of_documents, visible_keys
+from .impl.masking import Documents, both_visible, documents_of, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights
 
 MOST_WINDOW, MOST_SCALE = 2**63, 3e38  # what kernels count with, and what float32 holds
@@ -28,7 +28,7 @@ def composed_attention(
     post: ComposeWeights | None = None,
     *,
     attn_mask: Tensor | None = None,
-    documents: Tensor | None = None,
+    documents: Tensor | Documents | None = None,
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -60,7 +60,8 @@ def composed_attention(
         attn_mask: Broadcastable to [B, H, T, S]; boolean (True = may attend), or floating: added after the
             pre-composition, -inf hides a key. Combined with what follows by AND.
         documents: Numbers of the keys' documents [B, S], integers: a query sees keys of its own document alone, a run
-            of equal numbers. Query i is the token i + S - T; T <= S.
+            of equal numbers. Query i is the token i + S - T; T <= S. Or what `documents_of` made of them, once for
+            several calls.
         is_causal: Query i sees keys j <= i + S - T (aligned to the last key).
         window: W: a query sees W keys, its own included; without `is_causal`, W to each side counting its own.
         scale: Factor on q k^T; 1/sqrt(D) if None.
@@ -91,7 +92,7 @@ def composed_attention(
         ("k", k),
         ("v", v),
         ("attn_mask", attn_mask),
-        ("documents", documents),
+        ("documents", documents.starts if isinstance(documents, Documents) else documents),
     ):
         if not isinstance(x, Tensor) and (x is not None or name not in ("attn_mask", "documents")):
             raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
@@ -137,7 +138,7 @@ def _plain_attention(call: Call) -> Tensor:
     """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
     q, k, v, _, _, visible, bias, documents, is_causal, window, scale, dropout_p, _ = call
     T, S = q.shape[-2], k.shape[-2]
-    options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": bool(q.shape[1] != k.shape[1])}
     if documents is not None:
         visible = both_visible(visible, mask_of_documents(documents, T))
     if visible is None and bias is None and window is None and (not is_causal or T == S):
@@ -180,24 +181,47 @@ def split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor |
     """Split a checked mask into what it hides (boolean, -inf included) and what it adds (finite)."""
     if attn_mask is None:
         return None, None
-    full = (*q.shape[:3], k.shape[2])
+    check_mask(attn_mask, (*q.shape[:3], k.shape[2]), q.device)
+    if not (torch.compiler.is_compiling() or attn_mask.requires_grad):
+        attn_mask = _unexpanded(attn_mask)
+    while attn_mask.dim() < 2:
+        attn_mask = attn_mask.unsqueeze(0)
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    attn_mask = attn_mask.to(q.dtype)  # first: a value beyond the dtype's range becomes -inf
+    visible = attn_mask != -torch.inf
+    return visible, attn_mask.masked_fill(~visible, 0.0)
+
+
+def check_mask(attn_mask: Tensor | None, full: tuple[int, ...], device: torch.device) -> None:
+    """Check the type, shape [B, H, T, S], device and dtype of a mask.
+
+    Raises:
+        TypeError: If it is no tensor, or neither boolean nor floating.
+        ValueError: If it cannot be broadcast to the shape, or is on another device.
+    """
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is {type(attn_mask).__name__}; accepted: a tensor.")
     shape = tuple(attn_mask.shape)
     fits = len(shape) <= 4
     for got, wanted in zip(reversed(shape), reversed(full), strict=False):
         fits = fits and (got == 1 or got == wanted)  # compilers of torch 2.9 lose all(), and sizes in tuples
     if not fits:
         raise ValueError(f"attn_mask has shape {list(shape)}; accepted: broadcastable to [B, H, T, S] = {list(full)}.")
-    if attn_mask.device != q.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device}; accepted: the device of q, {q.device}.")
-    while attn_mask.dim() < 2:
-        attn_mask = attn_mask.unsqueeze(0)
-    if attn_mask.dtype == torch.bool:
-        return attn_mask, None
-    if not attn_mask.is_floating_point():
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask is on {attn_mask.device}; accepted: the device of q, {device}.")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; accepted: torch.bool (True = may attend) or floating.")
-    attn_mask = attn_mask.to(q.dtype)  # first: a value beyond the dtype's range becomes -inf
-    visible = attn_mask != -torch.inf
-    return visible, attn_mask.masked_fill(~visible, 0.0)
+
+
+def _unexpanded(x: Tensor) -> Tensor:
+    """Keep one of the equal slices along each expanded axis, so that what is made of them is no larger."""
+    for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            x = x.narrow(axis, 0, 1)
+    return x
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -220,9 +244,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have one dtype and device; got {got}.")
 
 
-def _check_documents(documents: Tensor | None, q: Tensor, k: Tensor) -> None:
+def _check_documents(documents: Tensor | Documents | None, q: Tensor, k: Tensor) -> None:
     if documents is None:
         return
+    if isinstance(documents, Documents):
+        documents = documents.starts
     B, S = k.shape[0], k.shape[2]
     is_integral = not (documents.is_floating_point() or documents.is_complex() or documents.dtype == torch.bool)
     if tuple(documents.shape) != (B, S) or not is_integral or documents.device != q.device:

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .checks import check_module
 from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
-from .functional import NO_TORCHSCRIPT, composed_attention
+from .functional import MOST_WINDOW, NO_TORCHSCRIPT, composed_attention
 from .impl.call import Ranks
+from .impl.masking import Documents
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
 from .weights import ComposeWeights
 
@@ -31,7 +32,7 @@ def check_options(*, window: int | None = None, impl: Impl = "auto", **options) 
         ValueError: If one is unknown, of another type or out of range.
     """
     check_names(options, LAYER_OPTIONS)
-    if window is not None and (type(window) is not int or window < 1):
+    if window is not None and (type(window) is not int or not 1 <= window < MOST_WINDOW):
         raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
     check_impl(impl)
     return ComposeOptions(**options)
@@ -103,7 +104,7 @@ class ComposedLayer(nn.Module):
         pre: ComposeWeights | None,
         post: ComposeWeights | None,
         attn_mask: Tensor | None,
-        documents: Tensor | None = None,
+        documents: Tensor | Documents | None = None,
         is_causal: bool = False,
         window: int | None = None,
     ) -> Tensor:

@@ -12,6 +12,7 @@ from .attention import Rope
 from .checks import check_factory, check_numbers, is_integer
 
 SMALLEST_BASE = 1e-6
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def rotary_embedding(
@@ -29,9 +30,14 @@ def rotary_embedding(
         A callable that takes q and k, [B, H, T, D] with D >= rotary_dim, and returns them rotated, dtypes unchanged.
 
     Raises:
-        ValueError: If `rotary_dim` is not a positive even number, `base` not a positive finite one, or `dtype` not
-            floating; when q and k are rotated, if they have fewer channels, or other tokens than `positions`.
+        ValueError: If `positions` are no integers of one or two axes, `rotary_dim` is not a positive even number, `base`
+            not a positive finite one, or `dtype` not floating; when q and k are rotated, if they have fewer channels,
+            or other rows or tokens than `positions`.
     """
+    if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.dtype not in INTEGERS:
+        is_tensor = isinstance(positions, Tensor)
+        got = f"{positions.dtype} {list(positions.shape)}" if is_tensor else type(positions).__name__
+        raise ValueError(f"positions is {got}: expected integers [T], or [B, T].")
     if not is_integer(rotary_dim) or rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim!r} must be a positive even number.")
     check_numbers(low=SMALLEST_BASE, base=base)
@@ -43,9 +49,10 @@ def rotary_embedding(
     cos, sin = angles.cos(), angles.sin()
 
     def rotate(x: Tensor) -> Tensor:
-        if x.shape[-1] < rotary_dim or x.shape[-2] != positions.shape[-1]:
-            got = f"{positions.shape[-1]} positions, rotary_dim={rotary_dim}"
-            raise ValueError(f"x has shape {list(x.shape)}; accepted for {got}: [B, H, T, D] of as many tokens.")
+        has_other_rows = positions.dim() == 2 and positions.shape[0] not in (1, x.shape[0])
+        if x.shape[-1] < rotary_dim or x.shape[-2] != positions.shape[-1] or has_other_rows:
+            got = f"positions of shape {list(positions.shape)}, rotary_dim={rotary_dim}"
+            raise ValueError(f"x has shape {list(x.shape)}; accepted for {got}: [B, H, T, D] of those rows and tokens.")
         first, second = x[..., :rotary_dim].chunk(2, -1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
         return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], -1)

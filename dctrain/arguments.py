@@ -60,6 +60,18 @@ def check_callbacks(callbacks: list[Callback]) -> None:
                 raise UserError(f"trainer.callbacks: {kind.__name__} is not supported: {said}.")
 
 
+def check_environment() -> None:
+    """Check the variables by which launchers number processes.
+
+    Raises:
+        UserError: If one is no number.
+    """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        value = os.environ.get(name)
+        if value is not None and not value.isdecimal():
+            raise UserError(f"{name}={value!r} of the environment: expected a number, as launchers set it.")
+
+
 def _check_part(name: str, part: int | float | None) -> None:
     """Check that a limit is a number of batches, or a fraction of them."""
     if part is not None and not 0 <= part <= (1 if isinstance(part, float) else math.inf):
@@ -82,7 +94,7 @@ def check_trainer(config: dict) -> None:
     if isinstance(interval, int | float) and not 0 < interval < math.inf:
         said = "must be a positive number of steps, or part of an epoch."
         raise UserError(f"trainer.val_check_interval={interval} {said}")
-    for name in ("limit_val_batches", "overfit_batches"):
+    for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"):
         _check_part(name, config.get(name))
     limit = config.get("limit_train_batches")
     _check_part("limit_train_batches", limit)

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from .arguments import check_callbacks, check_devices, check_trainer, plain_values
+from .arguments import check_callbacks, check_devices, check_environment, check_trainer, plain_values
 from .callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from .callbacks.console import RunProgressBar
 from .callbacks.costs import CostRecord
@@ -55,6 +55,7 @@ PLAN = "plan"
 NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
 OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of the alternatives that were not meant
 NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that name files or folders
+LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 OF_FILES = ("CSVLogger", "TensorBoardLogger")
 A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
 
@@ -80,6 +81,8 @@ class TrainerCLI(LightningCLI):
     init_sources: str
 
     def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
+        check_environment()
+        self._is_init_given = any(arg.split("=")[0] == "--init" for arg in args)  # and not by a run's config.yaml
         self.resume_from: Path | None = None
         self.resumed_step = 0
         with ExitStack() as self._held:  # the run's folder, until it has ended
@@ -157,6 +160,9 @@ class TrainerCLI(LightningCLI):
             values = vars(self._get(self.config, group))
             check_not_empty({f"{group}.{name}": value for name, value in values.items()})
         _check_name(self._get(self.config, "name"))
+        root = str(self._get(self.config, "trainer").default_root_dir or "")
+        if "://" in root:
+            raise UserError(f"trainer.default_root_dir={root}: expected a folder of this machine, such as a mount.")
 
     def _open_run(self, root: Path) -> RunDir:
         """Find or claim the folder of the run: of `fit` the run itself, of evaluations a folder in their run."""
@@ -180,6 +186,8 @@ class TrainerCLI(LightningCLI):
         return RunDir(run, root, run.parent.name, run.name, is_resumed=True)
 
     def _set_seed(self) -> None:
+        if isinstance(self._get(self.config, "seed_everything"), bool):
+            raise UserError("seed_everything: expected a number, which the run's config.yaml then records.")
         with told_as("seed_everything"):
             super()._set_seed()
 
@@ -318,6 +326,12 @@ class TrainerCLI(LightningCLI):
     def evaluated_checkpoint(self) -> Path | None:
         """Find what `--checkpoint` names; refuse to evaluate random weights, or a file that is no checkpoint."""
         named = self._get(self.config, "checkpoint", default=None)
+        init = self._get(self.config, "init", default=None)
+        if init is not None and self._is_init_given:
+            raise UserError(f"init={init}: {self.subcommand} takes its weights from --checkpoint; accepted with fit.")
+        limit = LIMITS[self.subcommand]
+        if self._get(self.config, "trainer").get(limit) == 0:
+            raise UserError(f"trainer.{limit}=0 leaves nothing to {self.subcommand}.")
         if named is None and not self.has_weights():
             raise UserError(f"--checkpoint must name {A_CHECKPOINT} (or the model bring weights of its own).")
         if named is None:

@@ -23,6 +23,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """Yield a file beside `path`, which takes its place when the body is done and the disk has it; on an error it is
     removed.
     """
+    path = path.resolve()  # of a link, what it leads to
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two processes may write to one cache
     try:
         with open(partial, "wb") as file:
@@ -75,6 +76,20 @@ def check_regular(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise OSError(errno.EINVAL, "Not a regular file (a device, pipe or socket)", str(path))
     return path
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Check before long work that a file can be written: at a new path, or over a regular file.
+
+    Raises:
+        UserError: If something else is there, or a parent is no folder; it names the option.
+    """
+    parent = next((one for one in path.parents if one.exists()), path.parent)
+    if path.exists() and not path.is_file():
+        what = "is a folder" if path.is_dir() else "is no regular file"
+        raise UserError(f"{name}={path} {what}: expected a file to write.")
+    if not parent.is_dir():
+        raise UserError(f"{name}={path}: {parent} is no folder.")
 
 
 def write_json(path: Path, content: dict | list) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import NamedTuple
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
@@ -161,8 +163,9 @@ class TrainingModule(L.LightningModule):
                 raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MOST_RATE:g}.")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
-        if len(hp.betas) != 2 or not all(0 <= beta < 1 for beta in hp.betas):
-            raise UserError(f"betas={tuple(hp.betas)} must be in [0, 1), two of them.")
+        is_pair = isinstance(hp.betas, list | tuple) and len(hp.betas) == 2
+        if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in hp.betas):
+            raise UserError(f"betas={hp.betas!r}: expected two numbers in [0, 1).")
         if not 0 <= hp.seed < 2**32:
             raise UserError(f"seed={hp.seed} must be in [0, 2^32).")
 
@@ -351,8 +354,17 @@ class TrainingModule(L.LightningModule):
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
             raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
+        if is_resumed:
+            self._check_averaging("averaging_state" in checkpoint)
         if "state_dict" in checkpoint:  # else it is sharded, and has been compared
             self.check_architecture({key: x.shape for key, x in checkpoint["state_dict"].items()}, trained)
+
+    def _check_averaging(self, was_averaged: bool) -> None:
+        """Refuse to resume with weight averaging a run without, or without it a run with: weights would be lost."""
+        averages = any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks)
+        if averages != was_averaged:
+            names = ("without", "with") if averages else ("with", "without")
+            raise UserError(f"trainer.callbacks: the run was trained {names[0]} weight averaging, not {names[1]} it.")
 
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
         """Compare a checkpoint's tensors with this module's.

@@ -178,6 +178,8 @@ class ImageClassifier(TrainingModule):
 
     def normalise(self, images: Tensor) -> Tensor:
         """Scale uint8 images to the model's mean and standard deviation, on their device; floating ones are so."""
+        if images.dim() != 4 or images.shape[1] != 3:
+            raise ValueError(f"images have shape {list(images.shape)}: expected [B, 3, height, width].")
         if images.is_floating_point():
             return images.to(self.mean.dtype)
         return (images.to(self.mean.dtype) - self.mean) / self.std
@@ -217,6 +219,7 @@ class ImageClassifier(TrainingModule):
         if len(labels):
             losses = F.cross_entropy(logits, labels, reduction="none")
             self.val_loss.update(losses.mean(), len(labels))
+            logits = _nan_is_wrong(logits, labels)
             self.val_top1.update(logits, labels)
             self.val_top5.update(logits, labels)
             names = [name for name, is_counted in zip(batch.names, counts.tolist(), strict=True) if is_counted]
@@ -233,9 +236,17 @@ class ImageClassifier(TrainingModule):
         if not batch.names:
             return []
         probabilities = self(batch.images).float().softmax(-1)
+        if probabilities.isnan().any():
+            raise UserError("the logits hold NaN: the weights are damaged, or too large.")
         best, classes = probabilities.max(-1)
         rows = zip(batch.names, classes.tolist(), best.tolist(), batch.labels.tolist(), strict=True)
         return [{"name": n, "class": c, "probability": p} for n, c, p, label in rows if label >= 0]
+
+
+def _nan_is_wrong(logits: Tensor, labels: Tensor) -> Tensor:
+    """Rank the label last in rows that hold NaN, which would otherwise count as class 0."""
+    wrong = 1.0 - F.one_hot(labels, logits.shape[1]).to(logits.dtype)
+    return torch.where(logits.isnan().any(1, keepdim=True), wrong, logits)
 
 
 def _widened(logits: Tensor) -> Tensor:

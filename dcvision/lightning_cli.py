@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dctrain.checkpoint import make_folder
 from dctrain.cli import TrainerCLI, reading
-from dctrain.files import relative, written_whole
+from dctrain.files import check_writable, relative, written_whole
 from dctrain.signals import ended_by_sigterm
 from dctrain.strategy import data_rank
 
@@ -51,6 +51,9 @@ class VisionCLI(TrainerCLI):
         where several split the data.
         """
         path = self.evaluated_checkpoint()
+        out = self._get(self.config, "out")
+        if out is not None:
+            check_writable("out", Path(out))
         with reading(path), ended_by_sigterm():
             batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
         folder = self.trainer.log_dir  # a broadcast: all ranks ask
@@ -58,7 +61,7 @@ class VisionCLI(TrainerCLI):
         self.trainer.strategy.barrier()  # no rank's part without the others'
         if self.trainer.global_rank % (self.trainer.world_size // ranks):
             return  # another has predicted the same
-        path = Path(self._get(self.config, "out") or Path(folder) / "predictions.csv")
+        path = Path(out or Path(folder) / "predictions.csv")
         path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
         make_folder(str(path.parent))
         with written_whole(path) as file:

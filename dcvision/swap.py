@@ -52,14 +52,15 @@ def swap_attention(
             is unknown or its value does not fit (heads that do not divide into groups). The model is then as it was.
     """
     check_module(model=model)
-    options = {name: value for name, value in options.items() if value is not None}
     check_names(options, DCAttention.OPTIONS)
+    options = {name: value for name, value in options.items() if value is not None}
     if options.get("pre_compose") is False and options.get("post_compose") is False:
         raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
     names = attention_names(model)
     chosen = _choose(model, names, layers)
     if not chosen and not pooling:
         raise ValueError(f"layers={layers} leaves nothing to swap in {type(model).__name__}: {_accepted(names)}.")
+    _check_unshared(model, [names[layer] for layer in chosen])
     swapped = {}
     for name in (names[layer] for layer in chosen):
         attention = model.get_submodule(name)
@@ -75,6 +76,17 @@ def swap_attention(
         model.set_submodule(name, attention)
     _record(model, {"layers": chosen, "pooling": pooling} | options)
     return model
+
+
+def _check_unshared(model: nn.Module, names: list[str]) -> None:
+    """Refuse layers that the model has in several places: one of them would stay as it is."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
+    for name in names:
+        same = places[id(model.get_submodule(name))]
+        if len(same) > 1:
+            raise ValueError(f"{' and '.join(same)} are one module: expected layers with weights of their own.")
 
 
 def _record(model: nn.Module, options: dict) -> None:

@@ -7,7 +7,7 @@ is that of one process.
 
 # B pairs of this rank, N of all ranks, E embedding width, T tokens
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,18 @@ def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tenso
 
     Returns:
         A scalar, 0 if no pair counts.
+
+    Raises:
+        ValueError: If `kind` is unknown, or a shape does not fit.
     """
+    if kind not in get_args(Contrastive):
+        raise ValueError(f"{kind=}: expected one of {', '.join(map(repr, get_args(Contrastive)))}.")
+    if pairs.counts.shape != pairs.images.shape[:1] or pairs.counts.dtype != torch.bool:
+        got = f"{pairs.counts.dtype} {list(pairs.counts.shape)}"
+        raise ValueError(f"counts is {got}: expected booleans {list(pairs.images.shape[:1])}, one for each pair.")
+    for name, x in (("scale", scale), ("bias", bias)):
+        if x is not None and x.numel() != 1:
+            raise ValueError(f"{name} has shape {list(x.shape)}: expected a scalar, or [1].")
     with without_autocast(pairs.images):
         return _loss(kind, pairs, scale, bias)
 
@@ -65,7 +76,7 @@ def _loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tensor | None) -
     else:
         from_texts = pairs.texts @ everyone.images.mT * scale + offset
         total = sum(_cross_entropy(logits, used, own, pairs.counts) for logits in (from_images, from_texts)) / 2
-    ranks = len(everyone.counts) // len(pairs.counts)
+    ranks = len(everyone.counts) // max(1, len(pairs.counts))
     return total * ranks / everyone.counts.sum().clamp(min=1)
 
 

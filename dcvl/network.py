@@ -80,7 +80,7 @@ class ImageText(nn.Module):
         contrastive: The loss that will be taken, which says how scale and bias begin.
 
     Raises:
-        ValueError: If the decoder looks at a context of another width than that of the image tower.
+        ValueError: If the decoder sees both ways, or looks at a context of another width than that of the image tower.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class ImageText(nn.Module):
             raise ValueError(
                 f"context_dim={width} of the text tower; the image tower's patches have {image.num_features}."
             )
+        text.check_causal()
         if contrastive not in SCALES:
             raise ValueError(f"{contrastive=} is unknown; accepted: {', '.join(map(repr, SCALES))}.")
         check_integers(embed_dim=embed_dim, may_be_none=True)
@@ -188,6 +189,9 @@ def as_tokens(features: Tensor, width: int) -> Tensor:
     """
     if not isinstance(features, Tensor):
         raise UserError(f"the image tower makes {type(features).__name__}s of features; accepted: a map, or tokens.")
-    if features.dim() == 3:
+    shape = list(features.shape)
+    if features.dim() == 3 and shape[2] == width:
         return features
-    return features.flatten(2).mT if features.shape[1] == width else features.flatten(1, 2)
+    if features.dim() == 4 and width in (shape[1], shape[3]):
+        return features.flatten(2).mT if shape[1] == width else features.flatten(1, 2)
+    raise UserError(f"the image tower makes features {shape}: expected a map, or tokens, of width {width}.")

@@ -35,14 +35,19 @@ class RetrievalAt1(Metric):
         self.counts.append(torch.tensor([[len(images), len(texts)]], device=images.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the share of images whose nearest text is theirs, and of texts whose nearest image is; NaN of none."""
+        """Return the share of images whose nearest text is theirs, and of texts whose nearest image is.
+
+        NaN if there are none, or an embedding is NaN.
+        """
+        if len(self.counts) == 0:
+            return dict.fromkeys(("image_to_text", "text_to_image"), torch.tensor(torch.nan, device=self.device))
         images, texts, keys, owners, counts = (
             torch.cat(list(part)) if isinstance(part, list) else part
             for part in (self.images, self.texts, self.keys, self.owners, self.counts)
         )
         starts = counts[:, 0].cumsum(0) - counts[:, 0]
         owners = owners + starts.repeat_interleave(counts[:, 1])
-        if len(images) == 0:
+        if len(images) == 0 or len(texts) == 0 or images.isnan().any() or texts.isnan().any():
             return dict.fromkeys(("image_to_text", "text_to_image"), torch.tensor(torch.nan, device=images.device))
         kinds = keys.unique(dim=0, return_inverse=True)[1]
         own = owners * len(kinds) + kinds  # a number for each pair of an image and a text of its own

@@ -196,7 +196,9 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
         )
     if not any("train" in segment for segment in notes["segments"]):
         preparation.forget()
-        raise UserError(f"the inputs hold no training document (val_fraction={options.val_fraction}).")
+        skipped = len(notes["skipped"])
+        unread = f"; {skipped} of {len(files)} files are not UTF-8 text" if skipped else ""
+        raise UserError(f"the inputs hold no training document (val_fraction={options.val_fraction}){unread}.")
     manifest = _manifest(notes, tokenizer, options)
     if tokenizer.spec != BYTES:
         manifest[TOKENIZER_DIGEST] = file_digest(preparation.out / TOKENIZER)

@@ -165,7 +165,12 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if path.is_file():
-        return SubwordTokenizer(path.read_text(), eos)
+        with told_as(f"tokenizer={path} cannot be read"):
+            text = path.read_text()
+        try:
+            return SubwordTokenizer(text, eos)
+        except UserError as error:
+            raise UserError(f"tokenizer={path}: {error}") from error
     if path.suffix == ".json" or len(path.parts) > 2:
         raise UserError(f"no tokenizer: {path} does not exist; accepted: 'bytes', a tokenizer.json or a hub name.")
     import tokenizers

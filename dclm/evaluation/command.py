@@ -43,7 +43,7 @@ def evaluate(
     tasks: Sequence[str] = (),
     num_fewshot: Sequence[int] = (),
     compare: Sequence[str] = (),
-    out: str = "evaluation",
+    out: str | None = None,
     tokenizer: str | None = None,
     context_length: int | None = None,
     stride: int | None = None,
@@ -75,7 +75,7 @@ def evaluate(
         num_fewshot: Examples before each question; several numbers ask each task with each. By default each task's own.
         compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
             the first of the table.
-        out: Folder of the results: MODEL.json, table.csv, table.md.
+        out: Folder of the results: MODEL.json, table.csv, table.md; `evaluation` if left out.
         tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
         context_length: Most tokens that a model reads; longer texts lose their beginning. By default the model's own.
         stride: Tokens that a window of a text adds to the one before; by default windows are disjoint.

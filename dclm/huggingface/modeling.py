@@ -2,17 +2,21 @@
 
 # B batch, T tokens, V vocabulary
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
+
+from dcmha.checks import is_integer
 
 from ..decoder import Decoder
 from ..hub import load_pretrained
@@ -22,7 +26,13 @@ from .configuration import DCFormerConfig, DCLMConfig, DCPythiaConfig, Published
 from .decoding import DecodingState, check_mask, documents_of
 
 Config = PublishedConfig | DCLMConfig
+FAMILIES = {
+    DCFormerConfig.model_type: "DCFormerForCausalLM",
+    DCPythiaConfig.model_type: "DCPythiaForCausalLM",
+    DCLMConfig.model_type: "DCLMForCausalLM or DCLMForMaskedLM",
+}
 PREFIX = "decoder."
+CPU = torch.device("cpu")
 OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 OF_GENERATE = ("tokenizer", "assistant_tokenizer")  # which `generate` hands on without need
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
@@ -65,6 +75,10 @@ class DecoderModel(PreTrainedModel):
     sees_both_ways: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
+        if not isinstance(config, self.config_class):
+            raise ValueError(
+                f"config={type(config).__name__}: expected a {self.config_class.__name__} for {type(self).__name__}."
+            )
         super().__init__(config)
         self.gradient_checkpointing = False
         self.decoder = Decoder(config.decoder_config())
@@ -109,8 +123,9 @@ class DecoderModel(PreTrainedModel):
     ) -> Outputs:
         """Run the decoder on whole texts; `targets` stand at the places of the logits that predict them."""
         check_mask(attention_mask, *input_ids.shape)
-        if isinstance(num_items, int) and num_items < 1:
-            raise ValueError(f"num_items_in_batch={num_items} must be at least 1.")
+        is_known = num_items is not None and getattr(num_items, "device", CPU).type == "cpu"
+        if is_known and num_items < 1:
+            raise ValueError(f"num_items_in_batch={num_items}: expected a number of at least 1.")
         if targets is not None and targets.shape != input_ids.shape:
             raise ValueError(f"labels are {list(targets.shape)}; accepted: {list(input_ids.shape)}, as input_ids.")
         self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
@@ -158,6 +173,7 @@ class DecoderModel(PreTrainedModel):
         if config is None:
             names = {*cls.config_class.field_names(), *cls.config_class.attribute_map}
             changes = {name: kwargs.pop(name) for name in names if name in kwargs}
+            _check_family(cls, folder)
             config = cls.config_class.from_pretrained(folder, **changes)
         weights = load_pretrained(folder).state_dict()
         weights = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
@@ -206,7 +222,7 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
                 tokens that are in it and the new ones.
             cache: What `generate` keeps; `input_ids` come after it.
             labels: The ids themselves [B, T], -100 where they do not count; shifted here.
-            use_cache: Keep a cache of `block_size` tokens and return it.
+            use_cache: Keep a cache of `block_size` tokens and return it; without effect if there are labels.
             logits_to_keep: Only the logits of the last so many tokens, 0 for all; or of these places.
             num_items_in_batch: Divides the sum of losses, instead of the labels of this batch.
             output_hidden_states: Return the inputs of all blocks and the final hidden states too; not with a cache.
@@ -220,18 +236,19 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
             ValueError: If an argument is not supported, or padding is where it cannot be.
         """
         _refuse(others)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        _check_ids(input_ids, labels)
+        kept = _kept_places(logits_to_keep)
         if cache is None and use_cache and labels is None:
             cache = DecodingState(self.decoder, self.config.max_position_embeddings)
         if cache is not None:
             _check_cached(cache, labels)
             if output_hidden_states:
                 raise ValueError("output_hidden_states=True with a cache: not supported by these models.")
-            is_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
+            is_last = isinstance(kept, slice) and logits_to_keep == 1
             logits = cache.decode(input_ids, attention_mask, last_only=is_last)
             out = CausalLMOutputWithPast(logits=logits[:, kept], cache=cache)
         else:
-            targets = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            targets = None if labels is None else F.pad(labels[:, 1:].long(), (0, 1), value=IGNORED)
             made = self._run(input_ids, attention_mask, targets, num_items_in_batch, kept, bool(output_hidden_states))
             out = CausalLMOutputWithPast(**made._asdict())
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
@@ -291,8 +308,10 @@ class DecoderForMaskedLM(DecoderModel):
             ValueError: If an argument is not supported, or padding stands between tokens.
         """
         _refuse(others)
+        _check_ids(input_ids, labels)
         states = bool(output_hidden_states)
-        made = self._run(input_ids, attention_mask, labels, num_items_in_batch, slice(None), states)
+        targets = None if labels is None else labels.long()
+        made = self._run(input_ids, attention_mask, targets, num_items_in_batch, slice(None), states)
         out = MaskedLMOutput(**made._asdict())
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
@@ -314,6 +333,37 @@ def _refuse(others: dict) -> None:
     given = [name for name in given if name not in OF_GENERATE]
     if given:
         raise ValueError(f"{', '.join(given)}: not supported by these models.")
+
+
+def _check_ids(input_ids: Tensor, labels: Tensor | None) -> None:
+    """Check the type and the shape of token ids, and the type of labels."""
+    for name, ids in (("input_ids", input_ids), ("labels", labels)):
+        if ids is None and name == "labels":
+            continue
+        if not isinstance(ids, Tensor):
+            raise ValueError(f"{name}: expected a tensor of token ids [B, T], not {type(ids).__name__}.")
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} is {ids.dtype} {list(ids.shape)}: expected int64 or int32 token ids [B, T].")
+
+
+def _kept_places(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """Turn `logits_to_keep` into what selects tokens."""
+    if is_integer(logits_to_keep) and logits_to_keep >= 0:
+        return slice(-int(logits_to_keep), None)
+    if isinstance(logits_to_keep, Tensor) and logits_to_keep.dim() == 1 and not logits_to_keep.is_floating_point():
+        return logits_to_keep
+    raise ValueError(f"logits_to_keep={logits_to_keep!r}: expected an integer of at least 0, or places [N].")
+
+
+def _check_family(kind: type, folder: Path) -> None:
+    """Refuse a folder of another family: its weights could fit by chance."""
+    path = folder / "config.json"
+    found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
+    if found in FAMILIES and found != kind.config_class.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {found!r}: expected {kind.config_class.model_type!r} for {kind.__name__}. "
+            f"Use {FAMILIES[found]}."
+        )
 
 
 def _check_cached(cache: object, labels: Tensor | None) -> None:

@@ -25,27 +25,15 @@ class Documents(NamedTuple):
     stops: Tensor
 
 
-def documents_of(numbers: Tensor) -> Documents:
-    """Find the documents, runs of equal numbers [B, S], that tokens belong to; remembered while the numbers live."""
-    if torch.compiler.is_compiling() or numbers.is_inference():
-        return _documents_of(numbers)
-    version, found = _known_documents.get(numbers, (None, None))
-    if version != numbers._version:
-        found = _documents_of(numbers)
-        _known_documents[numbers] = numbers._version, found
-    return found
-
-
-_known_documents = WeakTensorKeyDictionary()
-
-
-def _documents_of(numbers: Tensor) -> Documents:
+def documents_of(numbers: Tensor | Documents) -> Documents:
+    """Find the documents, runs of equal numbers [B, S], that tokens belong to; `Documents` are returned as they are."""
+    if isinstance(numbers, Documents):
+        return numbers
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     is_same = numbers[:, 1:] == numbers[:, :-1]
-    starts = places.clone()
-    starts[:, 1:].masked_fill_(is_same, 0)
-    stops = places + 1
-    stops[:, :-1].masked_fill_(is_same, numbers.shape[1])
+    first, last = torch.zeros_like(places[:, :1]), torch.full_like(places[:, :1], numbers.shape[1])
+    starts = torch.cat([first, torch.where(is_same, 0, places[:, 1:])], 1)
+    stops = torch.cat([torch.where(is_same, numbers.shape[1], places[:, 1:]), last], 1)
     return Documents(starts.cummax(1).values.int(), stops.flip(1).cummin(1).values.flip(1).int())
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import told_as
+from ..errors import UserError, told_as
 
 PATIENCE = timedelta(days=1)  # of ranks that have nothing left to do, for the others
 
@@ -44,10 +44,25 @@ class Ranks(NamedTuple):
             return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
 
 
+def _own_ranks() -> Ranks:
+    """Read the variables that torchrun sets.
+
+    Raises:
+        UserError: If they do not go together.
+    """
+    values = {name: os.environ.get(name, default) for name, default in ENVIRONMENT.items()}
+    if not all(value.isdecimal() for value in values.values()) or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
+        raise UserError(f"{values}: expected numbers, with RANK below WORLD_SIZE, as torchrun sets them.")
+    missing = [name for name in (*ENVIRONMENT, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(values["WORLD_SIZE"]) > 1 and missing:
+        raise UserError(f"WORLD_SIZE={values['WORLD_SIZE']} without {', '.join(missing)}: expected all, or none.")
+    return Ranks(*map(int, values.values()))
+
+
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
     """Meet the other processes, if there are some; leave them at the end."""
-    ranks = Ranks(*(int(os.environ.get(name, default)) for name, default in ENVIRONMENT.items()))
+    ranks = _own_ranks()
     if ranks.size == 1:
         yield ranks
         return

@@ -14,6 +14,7 @@ from .ranks import Ranks, joined_ranks
 from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
+OUT = "evaluation"
 MOST_STEPS = 1024  # of an integral
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
@@ -107,7 +108,7 @@ def measure_models(
     checkpoints: Sequence[str],
     measures: Sequence[Measurable],
     compare: Sequence[str],
-    out: str,
+    out: str | None,
     measure: Callable[[str, Evaluation], Results],
     tell: Callable[[Sequence[Results], Path | None], None] | None = None,
 ) -> None:
@@ -117,7 +118,7 @@ def measure_models(
         checkpoints: The models.
         measures: What is measured.
         compare: Results of earlier evaluations, which the table begins with.
-        out: Folder of the results.
+        out: Folder of the results; `OUT` if None, and none if no model is measured.
         measure: Loads one model and runs its evaluation.
         tell: Tells of all results, and writes into the folder, if there is one, what is of them all; `report` if None.
 
@@ -125,13 +126,16 @@ def measure_models(
         UserError: If results or models cannot be read, or as `Evaluation.run`.
     """
     earlier = [read_results(Path(path)) for path in compare]
-    folder, found = Path(out), []
+    folder, found = Path(out or OUT), []
     with joined_ranks() as ranks:
         for checkpoint, name in zip(checkpoints, name_models(checkpoints), strict=True):
             folder.mkdir(parents=True, exist_ok=True)
             found.append(measure(checkpoint, Evaluation(name, folder, measures, ranks)))
         if ranks.is_first:
-            (tell or report)([*earlier, *found], folder if checkpoints else None)
+            is_written = out is not None or len(checkpoints) > 0
+            if is_written:
+                folder.mkdir(parents=True, exist_ok=True)
+            (tell or report)([*earlier, *found], folder if is_written else None)
 
 
 def find_dtype(name: str | None) -> torch.dtype | None:

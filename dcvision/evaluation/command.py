@@ -29,7 +29,7 @@ def evaluate(
     images: Sequence[str] = (),
     real: str | None = None,
     compare: Sequence[str] = (),
-    out: str = "evaluation",
+    out: str | None = None,
     limit: int | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
@@ -49,7 +49,7 @@ def evaluate(
         real: JSON file of ImageNet's reassessed labels (ReaL) for sets whose images are called ILSVRC2012_val_NNNNNNNN.
         compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
             the first of the table.
-        out: Folder of the results: MODEL.json, table.csv, table.md.
+        out: Folder of the results: MODEL.json, table.csv, table.md; `evaluation` if left out.
         limit: Only this many images of each set, to try things out.
         batch_size: Images classified at a time.
         num_workers: Processes that load images, of each rank.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dclm.sampling import Sampling
-from dctrain.errors import told_as
+from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
 
 from ..captioning import tell_captions
@@ -39,7 +39,10 @@ def caption(
     with told_as():
         Sampling(temperature, None, top_p)  # checks both before anything is loaded
     files, pair = find_pictures(images), load_pair(checkpoint, device)
-    longest = pair.encode.context_length - 1 if max_new_tokens is None else max_new_tokens
+    most = pair.encode.context_length - 1
+    if max_new_tokens is not None and max_new_tokens > most:
+        raise UserError(f"{max_new_tokens=}: expected at most {most}, what the context of the model takes.")
+    longest = most if max_new_tokens is None else max_new_tokens
     check_tells(pair)
     for number, (part, pictures) in enumerate(batches(pair, files, batch_size)):
         options = {"top_p": top_p, "seed": None if seed is None else seed + number, "num_beams": num_beams}

@@ -51,6 +51,9 @@ def classify(
     names = _lines("classes", classes) if classes is not None else source.classes
     if not names:
         raise UserError(f"images={images} does not name its classes; classes must name a file of them.")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"classes={classes}: {twice!r} stands twice; texts of one name cannot be told apart.")
     if source.classes and len(names) != len(source.classes):
         raise UserError(f"classes={classes} names {len(names)} classes; images={images} has {len(source.classes)}.")
     if source.labels().max() >= len(names):

@@ -298,7 +298,7 @@ def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
     checkpoint = f"--checkpoint={trained / 't/version_0'}"
     for args, message in (
         ([checkpoint, "--prompt="], "prompt 0 has shape [0]; accepted: at least one token id"),
-        ([checkpoint, "--prompt=a", "--temperature=-1"], "temperature=-1.0 must not be negative"),
+        ([checkpoint, "--prompt=a", "--temperature=-1"], "temperature=-1.0"),
         ([checkpoint, "--prompt=a", "--top_p=2"], "top_p=2.0 must be in (0, 1]"),
         ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=a"], "no checkpoint"),
         ([checkpoint, "--prompt=a", "--prompts=a"], "prompts"),

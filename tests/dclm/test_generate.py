@@ -275,7 +275,7 @@ def test_seeds_repeat():
         (["abc"], {}, "prompt 0 is no sequence of token ids"),
         ([[2**70]], {}, "prompt 0 is no sequence of token ids"),
         ([[1]], {"stop_tokens": [61]}, "stop_tokens holds 61; accepted: integers from 0 to 60"),
-        ([[1]], {"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"top_k": 0}, "top_k=0"),
         ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
     ],

@@ -276,7 +276,7 @@ def test_documents_do_not_see_each_other():
 def test_layers_share_one_mask_of_documents(options, monkeypatch):
     made, make = [], masking.same_document
     monkeypatch.setattr(masking, "same_document", lambda *args: made.append(make(*args)) or made[-1])
-    documents = torch.tensor([[1, 1, 2, 2, 2]])
+    documents = masking.documents_of(torch.tensor([[1, 1, 2, 2, 2]]))
     for _ in range(3):
         DCAttention(32, 4, **options)(torch.randn(1, 5, 32), documents=documents)
     assert len(made) == 1

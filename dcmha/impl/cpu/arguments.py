@@ -69,6 +69,8 @@ def dense(x: Tensor | None) -> Tensor | None:
     """Widen to float32, with no gaps in the last axis."""
     if x is None:
         return None
+    if x.is_neg() or torch._is_zerotensor(x):  # whose memory does not hold the numbers
+        x = x.clone()
     x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -1,0 +1,258 @@
+"""Arguments of public functions that would give a wrong result without a word."""
+
+import copy
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+import dclm
+import dcvision
+from dclm.blocks import Context
+from dclm.data.tokenizers import ByteTokenizer
+from dclm.huggingface import DCFormerConfig, DCFormerForCausalLM, DCLMConfig, DCLMForCausalLM, DCPythiaForCausalLM
+from dcmha import ComposeWeights, DCCrossAttention, SideWeights, composed_attention, rotary_embedding
+from dctrain.errors import UserError
+from dcvision import ImageClassifier
+from dcvision.data import Batch
+from dcvl.contrastive import Pairs, contrastive_loss
+from dcvl.network import ImageText, as_tokens
+from dcvl.retrieval import RetrievalAt1
+
+GATE = ComposeWeights(SideWeights(gate=torch.randn(2, 6, 4)))
+
+
+@pytest.fixture
+def q() -> torch.Tensor:
+    return torch.randn(2, 4, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> dclm.Decoder:
+    return dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", num_layers=1, vocab_size=31)).eval()
+
+
+IDS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize("weights", [GATE, None], ids=["composed", "plain"])
+def test_documents_written_behind_torch_are_read_anew(q, weights):
+    numbers = np.zeros((2, 6), np.int64)
+    documents = torch.from_numpy(numbers)
+    composed_attention(q, q, q, weights, documents=documents)
+    numbers[:, 3:] = 1  # which torch does not see
+    got = composed_attention(q, q, q, weights, documents=documents)
+    torch.testing.assert_close(got, composed_attention(q, q, q, weights, documents=documents.clone()))
+
+
+def test_documents_under_vmap(q):
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+
+    def one(q, documents):
+        return composed_attention(q[None], q[None], q[None], None, documents=documents[None], impl="reference")[0]
+
+    expected = composed_attention(q, q, q, documents=documents, impl="reference")
+    torch.testing.assert_close(torch.vmap(one)(q, documents), expected)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "compiled", "reference"])
+def test_expanded_masks(q, impl):
+    mask = torch.randn(2, 1, 1, 6).masked_fill(torch.rand(2, 1, 1, 6) < 0.3, -torch.inf)
+    expected = composed_attention(q, q, q, GATE, attn_mask=mask.expand(2, 4, 6, 6).clone(), impl=impl)
+    torch.testing.assert_close(
+        composed_attention(q, q, q, GATE, attn_mask=mask.expand(2, 4, 6, 6), impl=impl), expected
+    )
+    pairs = mask.nan_to_num(neginf=0.0).requires_grad_().expand(2, 4, 6, 6)
+    out = composed_attention(q, q, q, GATE, attn_mask=pairs, impl=impl)
+    (gradient,) = torch.autograd.grad(out.square().sum(), pairs)
+    assert (gradient != 0).all(dim=1).any()  # of each head, not of the one in memory
+
+
+def test_tensors_whose_memory_holds_other_numbers(q):
+    negative = torch._neg_view(q)
+    assert torch.equal(
+        composed_attention(negative, q, q, GATE, impl="cpu"), composed_attention(-q, q, q, GATE, impl="cpu")
+    )
+    zero = torch._efficientzerotensor(q.shape)
+    expected = composed_attention(torch.zeros_like(q), q, q, GATE, impl="cpu")
+    assert torch.equal(composed_attention(zero, q, q, GATE, impl="cpu"), expected)
+
+
+@pytest.mark.parametrize("length_penalty", [0, 1, 19.0])
+@pytest.mark.parametrize("steps", [1, 3, 40])
+def test_beams_of_any_length_end(decoder, length_penalty, steps):
+    found = dclm.beam_search(decoder, IDS, steps, 2, length_penalty=length_penalty)
+    assert [len(tokens) for tokens in found] == [6 + steps] * 2
+    with pytest.raises(ValueError, match="length_penalty"):
+        dclm.beam_search(decoder, IDS, 2, 2, length_penalty=81.0)
+
+
+def test_pairs_that_are_read_once_are_refused(decoder):
+    pairs = [("a", "b")]
+    assert len(dclm.encode_pairs(ByteTokenizer(), pairs)) == 1
+    for wrong in (iter(pairs), zip(["a"], ["b"], strict=True), None, [("a", "b", "c")]):
+        with pytest.raises(ValueError, match="pairs"):
+            dclm.encode_pairs(ByteTokenizer(), wrong)
+    for wrong in (iter([((1,), (2,))]), None, 3, [((1,), (2,), (3,))], [(1, 2)]):
+        with pytest.raises(ValueError, match="pair"):
+            dclm.log_likelihoods(decoder, wrong)
+
+
+def test_arguments_of_generation(decoder):
+    for wrong in (None, 5, "text", {1: 2}):
+        with pytest.raises(ValueError, match="input_ids"):
+            dclm.generate(decoder, wrong, 1)
+    for options, name in (({"seed": True}, "seed"), ({"temperature": 10**400}, "temperature")):
+        with pytest.raises(ValueError, match=name):
+            dclm.generate(decoder, IDS, 1, **options)
+    torch.testing.assert_close(
+        dclm.generate(decoder, IDS, 3, 1.0, seed=np.int64(3)), dclm.generate(decoder, IDS, 3, 1.0, seed=3)
+    )
+    with pytest.raises(ValueError, match="context=Tensor"):
+        dclm.generate(decoder, IDS, 1, context=torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="float32"):
+        dclm.Decoder(decoder.config, dtype="float32")
+
+
+def test_log_likelihoods_of_damaged_weights(decoder):
+    damaged = copy.deepcopy(decoder)
+    with torch.no_grad():
+        damaged.norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        dclm.log_likelihoods(damaged, [((1,), (0,))])
+
+
+def test_swapped_decoders_keep_what_is_frozen():
+    plain = dclm.Decoder(dclm.decoder_config("transformer_pp_debug")).requires_grad_(False)
+    plain.set_grad_checkpointing()
+    swapped = dclm.swap_attention(plain)
+    trained = {name for name, parameter in swapped.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in swapped.named_parameters()} - {name for name, _ in plain.named_parameters()}
+    assert swapped.grad_checkpointing
+
+
+def make_pairs(**changes) -> Pairs:
+    unit = nn.functional.normalize(torch.randn(4, 8), dim=1)
+    return Pairs(unit, unit, torch.arange(8).view(4, 2), torch.ones(4, dtype=torch.bool))._replace(**changes)
+
+
+def test_contrastive_arguments():
+    scale = torch.tensor(10.0)
+    for kind in ("sigmiod", "Sigmoid", None):
+        with pytest.raises(ValueError, match="kind"):
+            contrastive_loss(kind, make_pairs(), scale, None)
+    with pytest.raises(ValueError, match="counts"):
+        contrastive_loss("sigmoid", make_pairs(counts=torch.ones(4, 1, dtype=torch.bool)), scale, None)
+    with pytest.raises(ValueError, match="scale"):
+        contrastive_loss("sigmoid", make_pairs(), torch.ones(4), None)
+    nothing = Pairs(torch.zeros(0, 8), torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.long), torch.ones(0).bool())
+    assert contrastive_loss("sigmoid", nothing, scale, None) == 0
+
+
+def test_embeddings_that_are_nan_are_not_found():
+    metric = RetrievalAt1()
+    assert all(value.isnan() for value in metric.compute().values())
+    metric.update(torch.full((4, 8), torch.nan), torch.randn(4, 8), torch.arange(8).view(4, 2), torch.arange(4))
+    assert all(value.isnan() for value in metric.compute().values())
+
+
+def test_logits_that_are_nan_are_wrong():
+    class Damaged(nn.Module):
+        def forward(self, x):
+            return x.new_full((len(x), 3), torch.nan)
+
+    model = ImageClassifier(Damaged(), num_classes=3, image_size=8)
+    batch = Batch(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.long), ["a", "b"], 0)
+    model.log = lambda *args, **kwargs: None
+    model.validation_step(batch, 0)
+    assert model.val_top1.compute() == 0 and model.val_loss.compute().isnan()
+    with pytest.raises(UserError, match="NaN"):
+        model.predict_step(batch, 0)
+
+
+def test_images_of_one_channel_are_refused():
+    with pytest.raises(ValueError, match=r"expected \[B, 3"):
+        ImageClassifier().eval()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+
+
+def test_text_towers_that_see_both_ways_are_refused():
+    image = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    text = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", is_causal=False))
+    with pytest.raises(ValueError, match="is_causal"):
+        ImageText(image, text, 8)
+    for shape in ((2, 4, 4, 5), (2, 4, 5, 7, 7)):
+        with pytest.raises(UserError, match="features"):
+            as_tokens(torch.zeros(shape), 7)
+
+
+def test_layers_in_several_places_are_not_swapped():
+    model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    model.blocks[0].attn = model.blocks[1].attn
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn and blocks\.1\.attn"):
+        dcvision.swap_attention(model)
+    with pytest.raises(ValueError, match="foo"):
+        dcvision.swap_attention(timm.create_model("vit_tiny_patch16_224"), foo=None)
+
+
+def test_positions_and_contexts_of_other_shapes(q):
+    with pytest.raises(ValueError, match="positions"):
+        rotary_embedding(torch.arange(18).view(3, 6), 8)(q, q)
+    for positions in (torch.zeros(1, 2, 3, dtype=torch.long), torch.arange(3.0), [1, 2]):
+        with pytest.raises(ValueError, match="positions"):
+            rotary_embedding(positions, 8)
+    layer, other = DCCrossAttention(16, 4), DCCrossAttention(16, 4, num_groups=2)
+    with pytest.raises(ValueError, match="groups"):
+        layer(torch.zeros(1, 3, 16), other.see(torch.zeros(1, 5, 16)))
+    x, context, real = torch.zeros(1, 3, 16), torch.zeros(1, 5, 16), torch.ones(1, 5, dtype=torch.bool)
+    with pytest.raises(TypeError, match="attn_mask"):
+        layer(x, context, real, torch.ones(3, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match="context_mask"):
+        layer(x, context, [True] * 5)
+    assert Context(x, None).mask is None
+
+
+@pytest.fixture(scope="module")
+def hub_model() -> DCLMForCausalLM:
+    config = dclm.decoder_config("dcformer_pp_debug", num_layers=1, vocab_size=31)
+    return DCLMForCausalLM(DCLMConfig.from_decoder_config(config)).eval()
+
+
+def test_logits_to_keep(hub_model):
+    whole = hub_model(IDS).logits
+    for count in (1, np.int64(2), 6, 0):
+        torch.testing.assert_close(hub_model(IDS, logits_to_keep=count).logits, whole[:, -int(count) :])
+    for wrong in (-1, None, True, torch.tensor(1), 1.0):
+        with pytest.raises(ValueError, match="logits_to_keep"):
+            hub_model(IDS, logits_to_keep=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, torch.tensor(0), torch.tensor(-3), 0.0])
+def test_items_of_a_batch_are_at_least_one(hub_model, wrong):
+    with pytest.raises(ValueError, match="num_items_in_batch"):
+        hub_model(IDS, labels=IDS, num_items_in_batch=wrong)
+
+
+def test_token_ids_of_the_library(hub_model):
+    for wrong in (None, [[1, 2]], IDS[0], IDS.float()):
+        with pytest.raises(ValueError, match="input_ids"):
+            hub_model(wrong)
+    with pytest.raises(ValueError, match="labels"):
+        hub_model(IDS, labels=IDS.float())
+    torch.testing.assert_close(hub_model(IDS, labels=IDS.int()).loss, hub_model(IDS, labels=IDS).loss)
+
+
+def test_families_are_not_mixed_up(hub_model, tmp_path):
+    with pytest.raises(ValueError, match="DCLMConfig"):
+        DCFormerForCausalLM(hub_model.config)
+    model = DCFormerForCausalLM(DCFormerConfig.from_decoder_config(dclm.decoder_config("dcformer_pp_debug")))
+    model.save_pretrained(tmp_path / "dcformer")
+    hub_model.save_pretrained(tmp_path / "dclm")
+    for kind, folder in (
+        (DCPythiaForCausalLM, "dcformer"),
+        (DCLMForCausalLM, "dcformer"),
+        (DCFormerForCausalLM, "dclm"),
+    ):
+        with pytest.raises(ValueError, match="holds a model of type"):
+            kind.from_pretrained(tmp_path / folder)
