@@ -54,12 +54,17 @@ class Clock:
     def __init__(self, padding: Tensor | None) -> None:
         self.end: Tensor | None = None
         self.padding = padding
-        self._rings: set[tuple[int, int | None]] = set()
-        self._masks: dict[tuple[int, int | None, int], Tensor] = {}
+        self._rings: list[tuple[int, int | None]] = []
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def add_ring(self, size: int, window: int | None) -> None:
-        """Tell of a layer's buffers: places, and keys that a query sees."""
-        self._rings.add((size, window))
+    def add_ring(self, size: int, window: int | None) -> int:
+        """Tell of a layer's buffers: places, and keys that a query sees. Return the number of buffers of this kind.
+
+        Masks are kept by this number and not by sizes, for each of which a compiler would compile anew.
+        """
+        if (size, window) not in self._rings:
+            self._rings.append((size, window))
+        return self._rings.index((size, window))
 
     def advance(self, end: int, num_tokens: int, device: torch.device) -> None:
         """Go on to a number of tokens, of which some are those of the next call.
@@ -75,18 +80,18 @@ class Clock:
         self.end.fill_(end)
         if is_first or num_tokens > FEW_TOKENS:
             return
-        for size, window in self._rings:
+        for ring, (size, window) in enumerate(self._rings):
             mask = self._see(num_tokens, size, window)
-            self._masks.setdefault((size, window, num_tokens), mask).copy_(mask)
+            self._masks.setdefault((ring, num_tokens), mask).copy_(mask)
 
     def take(self, rows: Tensor) -> None:
         """Put other rows in the place of all, any number of them."""
         self.padding = None if self.padding is None else self.padding.index_select(0, rows)
         self._masks.clear()
 
-    def mask(self, num_tokens: int, size: int, window: int | None) -> Tensor:
+    def mask(self, num_tokens: int, ring: int) -> Tensor:
         """Tell which places of ring buffers the new tokens may see [B or 1, 1, T, size]; layers alike share it."""
-        return self._masks[size, window, num_tokens]
+        return self._masks[ring, num_tokens]
 
     def _see(self, num_tokens: int, size: int, window: int | None) -> Tensor:
         newest, device = self.end - 1, self.end.device
@@ -115,7 +120,7 @@ class LayerCache:
         self.size = capacity if window is None else min(window + FEW_TOKENS - 1, capacity)
         self.window, self.clock = window, clock
         self.kept: list[Tensor] | None = None
-        clock.add_ring(self.size, window)
+        self.ring = clock.add_ring(self.size, window)
 
     def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> Seen:
         """Add new tokens and return all that they may see, as `AttentionCache` says.
@@ -153,7 +158,7 @@ class LayerCache:
             return new, None if self.clock.padding is None else self.clock.real(positions), True
         if T <= FEW_TOKENS:
             self._write(new, positions)
-            return self.kept, self.clock.mask(T, self.size, self.window), False
+            return self.kept, self.clock.mask(T, self.ring), False
         seen, seen_positions = self._after_kept(new, positions)
         self._write(new, positions)
         return seen, self.clock.real(seen_positions), True
