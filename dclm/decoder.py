@@ -319,6 +319,8 @@ class Decoder(nn.Module):
 
 
 def _check_like(name: str, given: Tensor, input_ids: Tensor) -> None:
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name}: expected a tensor of the shape of input_ids, not {type(given).__name__}.")
     if given.shape != input_ids.shape or given.dtype != torch.long:
         raise ValueError(
             f"{name} has shape {list(given.shape)} and dtype {given.dtype}; accepted: that of input_ids, "

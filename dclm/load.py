@@ -152,7 +152,10 @@ def _tokenizer_of(data: dict, path: Path) -> Tokenizer:
 def _tokenizer_in(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"no tokenizer: {path} does not exist; name one ({BYTES!r}, a tokenizer.json, a hub name).")
+        raise UserError(
+            f"no tokenizer: {path} does not exist. Name one with --tokenizer where it is an option ({BYTES!r}, a "
+            "tokenizer.json, a hub name), or put it there."
+        )
     return open_tokenizer(str(path), _end_token(folder))
 
 

@@ -4,11 +4,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from .errors import UserError
 from .safe_yaml import check_yaml_file
 
 FOLDER = Path(__file__).parent / "configs"
 EXPERIMENTS = "experiments"
-OPTIONS = ("--config", "-c", "--experiment")  # take a file or a name
+EXPERIMENT = "--experiment"
+OPTIONS = ("--config", "-c", EXPERIMENT)  # take a file or a name
 
 
 def find_config(name: str) -> str:
@@ -34,16 +36,18 @@ def with_config_paths(args: list[str]) -> list[str]:
     for before, arg in zip(["", *args], args, strict=False):
         option, _, value = arg.partition("=")
         if before in OPTIONS:
-            completed.append(_checked(arg))
+            completed.append(_checked(before, arg))
         elif option in OPTIONS and value:
-            completed.append(f"{option}={_checked(value)}")
+            completed.append(f"{option}={_checked(option, value)}")
         else:
             completed.append(arg)
     return completed
 
 
-def _checked(name: str) -> str:
+def _checked(option: str, name: str) -> str:
     path = find_config(name)
+    if option != EXPERIMENT and Path(path).resolve().parent == (FOLDER / EXPERIMENTS).resolve():
+        raise UserError(f"config={name} is an experiment: expected a configuration. Use compare --experiment {name}.")
     if os.path.isfile(path):
         check_yaml_file(Path(path))
     return path

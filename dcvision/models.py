@@ -69,6 +69,7 @@ class SinCosVisionTransformer(VisionTransformer):
             img_size=img_size, patch_size=patch_size, embed_dim=embed_dim, **{**defaults, **kwargs, **FIXED}
         )
         self.register_buffer("positions", self._make_positions(), persistent=False)
+        self.register_load_state_dict_post_hook(_make_positions_anew)
 
     def _make_positions(self) -> Tensor:
         device = self.patch_embed.proj.weight.device
@@ -101,6 +102,12 @@ class SinCosVisionTransformer(VisionTransformer):
         if self.reg_token is not None:
             x = torch.cat([self.reg_token.expand(len(x), -1, -1), x], 1)
         return self.pos_drop(x)
+
+
+def _make_positions_anew(model: SinCosVisionTransformer, _keys: object) -> None:
+    """Fill the positions of a model that was built on the meta device: no checkpoint holds them."""
+    if not model.patch_embed.proj.weight.is_meta:
+        model.positions = model._make_positions()
 
 
 def _cfg(size: int = 224, num_classes: int = 1000) -> dict:

@@ -30,7 +30,12 @@ class Batch(NamedTuple):
 
 def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
     """Take the batches of other loaders, (input_ids, targets)."""
-    return batch if isinstance(batch, Batch) else Batch(*batch, documents=None, samples=[])
+    if isinstance(batch, Batch):
+        return batch
+    if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
+        got = type(batch).__name__
+        raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (input_ids, targets).")
+    return Batch(*batch, documents=None, samples=[])
 
 
 class Sample(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dctrain.errors import reason
+from dctrain.errors import UserError, reason
 from dctrain.order import SampleRef
 
 from .decode import BadImage, Transform, decode, sample_rng
@@ -34,6 +34,10 @@ def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
     """Take the batches of other loaders, (images, labels)."""
     if isinstance(batch, Batch):
         return batch
+    if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
+        raise UserError(
+            f"a batch of the loader is {type(batch).__name__}: expected a pair of tensors, (images, labels)."
+        )
     images, labels = batch
     return Batch(images, labels, [""] * len(labels), [])
 

@@ -256,3 +256,26 @@ def test_families_are_not_mixed_up(hub_model, tmp_path):
     ):
         with pytest.raises(ValueError, match="holds a model of type"):
             kind.from_pretrained(tmp_path / folder)
+
+
+def test_positions_of_models_built_on_the_meta_device():
+    trained = timm.create_model("dcvit_digits_patch2_8").eval()
+    with torch.device("meta"):
+        model = timm.create_model("dcvit_digits_patch2_8").eval()
+    model.to_empty(device="cpu")
+    model.positions.fill_(torch.nan)  # what the memory may hold
+    model.load_state_dict(trained.state_dict())
+    x = torch.randn(1, 3, 8, 8)
+    assert torch.equal(model(x), trained(x))
+
+
+def test_batches_of_other_loaders(decoder):
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    for batch in ({"images": images}, (images, [0, 1]), (images, torch.zeros(2).long(), 3)):
+        with pytest.raises(UserError, match="a batch of the loader"):
+            ImageClassifier().training_step(batch, 0)
+    for batch in ({"input_ids": IDS}, (IDS, IDS, IDS)):
+        with pytest.raises(UserError, match="a batch of the loader"):
+            dclm.LanguageModel("dcformer_pp_debug", vocab_size=31).training_step(batch, 0)
+    with pytest.raises(ValueError, match="targets"):
+        decoder(IDS, targets=IDS.tolist())

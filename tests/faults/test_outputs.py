@@ -105,3 +105,7 @@ def test_tokenizers_that_cannot_be_read(trained_lm, tmp_path, capsys):
     (tmp_path / "junk.bin").write_bytes(b"\xb2\x00" * 100)
     error = mistake(capsys, run_dclm, "tokens", f"--inputs={tmp_path}/junk.bin", f"--out={tmp_path}/tokens")
     assert "1 of 1 files are not UTF-8" in error
+
+
+def test_an_experiment_is_no_configuration(capsys):
+    assert "config=experiments/digits is an experiment" in mistake(capsys, run, "fit", "--config", "experiments/digits")
