@@ -30,8 +30,8 @@ def rotary_embedding(
         A callable that takes q and k, [B, H, T, D] with D >= rotary_dim, and returns them rotated, dtypes unchanged.
 
     Raises:
-        ValueError: If `positions` are no integers of one or two axes, `rotary_dim` is not a positive even number, `base`
-            not a positive finite one, or `dtype` not floating; when q and k are rotated, if they have fewer channels,
+        ValueError: If `positions` are no integers of one or two axes, `rotary_dim` is not a positive even number,
+            `base` not a positive finite one, or `dtype` not floating; when q and k are rotated, if they have fewer channels,
             or other rows or tokens than `positions`.
     """
     if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.dtype not in INTEGERS:

@@ -35,9 +35,8 @@ def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
     if isinstance(batch, Batch):
         return batch
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
-        raise UserError(
-            f"a batch of the loader is {type(batch).__name__}: expected a pair of tensors, (images, labels)."
-        )
+        got = type(batch).__name__
+        raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (images, labels).")
     images, labels = batch
     return Batch(images, labels, [""] * len(labels), [])
 
