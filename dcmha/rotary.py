@@ -31,8 +31,8 @@ def rotary_embedding(
 
     Raises:
         ValueError: If `positions` are no integers of one or two axes, `rotary_dim` is not a positive even number,
-            `base` not a positive finite one, or `dtype` not floating; when q and k are rotated, if they have fewer channels,
-            or other rows or tokens than `positions`.
+            `base` not a positive finite one, or `dtype` not floating; when q and k are rotated, if they have fewer
+            channels, or other rows or tokens than `positions`.
     """
     if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.dtype not in INTEGERS:
         is_tensor = isinstance(positions, Tensor)
