@@ -27,6 +27,11 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def round_down(number: int, multiple: int) -> int:
+    """Return the largest multiple that is no more than a number, but at least one."""
+    return max(1, number // multiple) * multiple
+
+
 class Heads(NamedTuple):
     """Heads of the queries.
 
@@ -94,20 +99,23 @@ class Chunk(NamedTuple):
 
 
 def chunks(
-    B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int, has_bands: bool = True
-) -> list[Chunk]:
+    B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int, has_bands: bool = True,
+    row_multiple: int = 1,
+) -> list[Chunk]:  # fmt: skip
     """Cut a call so that a workspace stays within its budget; a window of 0 is none. No pairs, no chunks.
 
-    Without bands all chunks have one block.
+    Without bands all chunks have one block. All but the last have a multiple of `row_multiple` rows.
     """
     if B * T * S == 0:
         return []
     budget = int(WORKSPACE_MIB * 2**20 // itemsize)
-    band = _band(B, H, T, S, budget, is_causal, window) if window and has_bands else []
-    return band or _rectangles(B, H, T, S, budget, is_causal, window)
+    shape = (B, H, T, S, budget, is_causal, window, row_multiple)
+    return (_band(*shape) if window and has_bands else []) or _rectangles(*shape)
 
 
-def _rectangles(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int) -> list[Chunk]:
+def _rectangles(
+    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int
+) -> list[Chunk]:
     """Cut into chunks of one block; short ones where queries see different keys, to leave out what is hidden."""
     queries = min(T, CHUNK_QUERIES) if is_causal or window else T
     worth = CHUNK_ELEMENTS // max(1, B * H * min(window or S, S // 2))  # queries of a chunk
@@ -116,7 +124,7 @@ def _rectangles(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, wi
     widest = min(S, queries + (1 if is_causal else 2) * window) if window else S
     per_query = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
     queries = max(1, min(queries, budget // per_query))
-    rows = max(1, budget // (per_query * queries))
+    rows = round_down(budget // (per_query * queries), row_multiple)
     plan = []
     for b in range(0, B, rows):
         for i in range(0, T, queries):
@@ -128,7 +136,9 @@ def _rectangles(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, wi
     return plan
 
 
-def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int) -> list[Chunk]:
+def _band(
+    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int
+) -> list[Chunk]:
     """Cut windowed attention into chunks of blocks, of whole rows or of one; empty where that saves nothing.
 
     The first keys of a whole row's planes and the last are hidden where they reach into another plane, if T = S. Else
@@ -142,7 +152,8 @@ def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: 
     rows, count, plane_blocks = budget // (size * blocks), blocks, blocks
     if S != T or rows == 0:
         count = min(blocks, budget // size - apart)
-        rows, plane_blocks = max(1, budget // (size * (blocks + apart))), count + apart
+        rows, plane_blocks = budget // (size * (blocks + apart)), count + apart
+    rows = round_down(rows, row_multiple)
     saves_nothing = block + around >= min(S, CHUNK_QUERIES + around) or count * block < 2 * around
     if saves_nothing or count < 1 or plane_blocks < 2:
         return []

@@ -1,0 +1,252 @@
+"""Where the numbers of a tile lie: workspaces, packed weights, statistics, masks."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .layouts import COLUMNS, MEMORY_HEADS, along_heads, from_memory, memory_keys, row_keys, to_memory
+from .masking import query_words
+
+
+class KernelConfig(NamedTuple):
+    """What kernels are compiled for, apart from the branches of the compositions.
+
+    Attributes:
+        GROUP_SLOTS: Slots of a group of heads: 4, 8, or 16 for each block.
+        HEADS: Heads of a group.
+        BLOCKS: Blocks of 16 heads of a tile.
+        NUM_GROUPS: Groups of heads.
+        NUM_HEADS: Heads of the queries.
+        SHARED: Neighbouring heads that share a head of the keys and values.
+        IS_CAUSAL: Whether later keys are hidden.
+        WINDOW: Keys that a query sees, to each side unless causal; 0 for no window.
+        HAS_DOCUMENTS: Whether queries see keys of their document only.
+        MASK: 0 without a mask, 1 for a boolean mask, 2 for a floating one.
+        MASK_GRADIENT: Whether the mask takes a gradient.
+        HAS_DROPOUT: Whether composed weights are dropped.
+        BAND: Queries of a block of a chunk of several blocks; 0 for chunks of one block.
+        ADDS: Whether gradients of the keys' weights are added to those of earlier chunks.
+        DTYPE: Dtype of the workspaces and of the operands of products.
+    """
+
+    GROUP_SLOTS: int
+    HEADS: int
+    BLOCKS: int
+    NUM_GROUPS: int
+    NUM_HEADS: int
+    SHARED: int
+    IS_CAUSAL: bool
+    WINDOW: int
+    HAS_DOCUMENTS: bool
+    MASK: int
+    MASK_GRADIENT: bool
+    HAS_DROPOUT: bool
+    BAND: int
+    ADDS: bool
+    DTYPE: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers of a chunk.
+
+    Attributes:
+        num_instances: Rows of the batch times groups of heads.
+        row0: First row of the batch.
+        T: Queries of the call.
+        S: Keys of the call.
+        query0: First query.
+        num_queries: Queries of the chunk.
+        plane_blocks: Blocks of a plane of the workspace.
+        first_key: Token of the first block's first column; negative before the first token of all.
+        num_keys: Columns of a block, a multiple of 16.
+    """
+
+    num_instances: int
+    row0: int
+    T: int
+    S: int
+    query0: int
+    num_queries: int
+    plane_blocks: int
+    first_key: int
+    num_keys: int
+
+
+class Packed(NamedTuple):
+    """Packed weights of a composition; None where it has none.
+
+    Attributes:
+        query: [sets, T, 2 QUERY_RANK + QUERY_GATE, 16 BLOCKS].
+        key: [sets, tiles of 16 keys, 2 KEY_RANK + KEY_GATE, BLOCKS, 256], tiles in the order of a left operand.
+        base: [G, HEADS, HEADS].
+    """
+
+    query: Any
+    key: Any
+    base: Any
+
+
+@gluon.jit
+def head_of(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
+    """Find the row of the chunk and the head of a slot of a set, and whether it exists."""
+    if KIND.GROUP_SLOTS >= 16:
+        instance, within = set, slot + 16 * BLOCK
+    else:
+        PACK: gl.constexpr = 16 // KIND.GROUP_SLOTS
+        instance, within = set * PACK + slot // KIND.GROUP_SLOTS, slot % KIND.GROUP_SLOTS
+    head = instance % KIND.NUM_GROUPS * KIND.HEADS + within
+    real = (within < KIND.HEADS) & (instance < sizes.num_instances)
+    return instance // KIND.NUM_GROUPS, head, real
+
+
+@gluon.jit
+def global_set(set, sizes, KIND: gl.constexpr):
+    """Number a chunk's set of slots among those of all rows of the batch."""
+    if KIND.GROUP_SLOTS >= 16:
+        return set + sizes.row0 * KIND.NUM_GROUPS
+    else:
+        return set + sizes.row0 * KIND.NUM_GROUPS // (16 // KIND.GROUP_SLOTS)
+
+
+@gluon.jit
+def block_queries(sizes, KIND: gl.constexpr):
+    """Return the number of queries of a block of the workspace."""
+    if KIND.BAND > 0:
+        return KIND.BAND
+    else:
+        return sizes.num_queries
+
+
+@gluon.jit
+def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
+    """Return the offsets of heads in a workspace at the first query of a block, [1, 1, 16] of each block of heads."""
+    slot = gl.arange(0, 16, MEMORY_HEADS)
+    offsets, real = (), ()
+    for b in gl.static_range(KIND.BLOCKS):
+        row, head, exists = head_of(slot, set, b, sizes, KIND)
+        plane = row * (KIND.NUM_HEADS // KIND.SHARED) + head // KIND.SHARED
+        if KIND.BAND > 0:
+            plane = plane * sizes.plane_blocks + block
+        plane = plane * KIND.SHARED + head % KIND.SHARED
+        offsets = offsets + (along_heads(plane * (block_queries(sizes, KIND) * sizes.num_keys)),)
+        real = real + (along_heads(exists),)
+    return offsets, real
+
+
+@gluon.jit
+def load_tile(pointers, real, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
+    """Load the 16 keys from `start + AFTER` on of all heads: left operands of each block, 0 from `limit` on."""
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        keys = start + AFTER + memory_keys()
+        if KIND.HEADS % 16 == 0:
+            raw = gl.load(pointers[b] + start + AFTER)
+        else:
+            raw = gl.load(pointers[b] + start + AFTER, mask=real[b] & (memory_keys() >= 0), other=0.0)
+        if MASKED:
+            raw = gl.where(keys < limit, raw, 0.0).to(KIND.DTYPE)
+        result = result + (from_memory(raw),)
+    return result
+
+
+@gluon.jit
+def store_tile(pointers, real, start, AFTER: gl.constexpr, x, KIND: gl.constexpr):
+    """Store accumulators [16 keys, 16 heads] of each block."""
+    for b in gl.static_range(KIND.BLOCKS):
+        stored = to_memory(x[b].to(KIND.DTYPE))
+        if KIND.HEADS % 16 == 0:
+            gl.store(pointers[b] + start + AFTER, stored)
+        else:
+            gl.store(pointers[b] + start + AFTER, stored, mask=real[b] & (memory_keys() >= 0))
+
+
+ZEROS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))  # [16 heads, 128 keys]
+
+
+@gluon.jit
+def store_zeros(workspace, set, block, query, low, high, sizes, KIND: gl.constexpr):
+    """Store zeros to the columns from `low` to `high`, multiples of 16, of a query's rows."""
+    slot = gl.arange(0, 16, gl.SliceLayout(1, ZEROS))
+    column = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, ZEROS)), 0)
+    zero = gl.zeros([16, 128], KIND.DTYPE, ZEROS)
+    for b in gl.static_range(KIND.BLOCKS):
+        row, head, exists = head_of(slot, set, b, sizes, KIND)
+        plane = row * (KIND.NUM_HEADS // KIND.SHARED) + head // KIND.SHARED
+        if KIND.BAND > 0:
+            plane = plane * sizes.plane_blocks + block
+        plane = plane * KIND.SHARED + head % KIND.SHARED
+        offset = gl.expand_dims(plane * (block_queries(sizes, KIND) * sizes.num_keys) + query * sizes.num_keys, 1)
+        for start in range(low, high, 128):
+            inside = gl.expand_dims(exists, 1) & (start + column < high)
+            gl.store(workspace + gl.multiple_of(offset, [16, 1]) + start + column, zero, mask=inside)
+
+
+@gluon.jit
+def statistics_offset(set, token, sizes, KIND: gl.constexpr):
+    """Return the offset of a query in statistics [sets, T, 16 BLOCKS]."""
+    return (global_set(set, sizes, KIND).to(gl.int64) * sizes.T + token) * (16 * KIND.BLOCKS)
+
+
+@gluon.jit
+def load_statistics(statistics, offset, KIND: gl.constexpr):
+    """Load numbers of a query's heads, [1, 16] of each block."""
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        columns = gl.arange(0, 16, COLUMNS)
+        result = result + (gl.expand_dims(gl.load(statistics + offset + 16 * b + columns), 0),)
+    return result
+
+
+@gluon.jit
+def store_statistics(statistics, offset, values, KIND: gl.constexpr):
+    """Store numbers of a query's heads, [1, 16] of each block."""
+    columns = gl.expand_dims(gl.arange(0, 16, COLUMNS), 0)
+    for b in gl.static_range(KIND.BLOCKS):
+        gl.store(statistics + offset + 16 * b + columns, values[b])
+
+
+@gluon.jit
+def find_documents(masks, set, position, sizes, KIND: gl.constexpr):
+    """Load the bounds of a query's document; of several rows of the batch, [1, 16], and the widest of them."""
+    if KIND.GROUP_SLOTS >= 16:
+        row = set // KIND.NUM_GROUPS + sizes.row0
+        place = row.to(gl.int64) * sizes.S + position
+        start, stop = gl.load(masks.starts + place), gl.load(masks.stops + place)
+        return (start, stop), start, stop
+    else:
+        row, _, real = head_of(gl.arange(0, 16, COLUMNS), set, 0, sizes, KIND)
+        place = (row + sizes.row0).to(gl.int64) * sizes.S + position
+        start = gl.load(masks.starts + place, mask=real, other=2**30)
+        stop = gl.load(masks.stops + place, mask=real, other=0)
+        bounds = (gl.expand_dims(start, 0), gl.expand_dims(stop, 0))
+        return bounds, gl.min(start, 0), gl.max(stop, 0)
+
+
+@gluon.jit
+def mask_places(masks, set, token, sizes, KIND: gl.constexpr):
+    """Return the offsets of a query's heads in the mask, and which heads exist, [1, 16] of each block."""
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        row, head, real = head_of(gl.arange(0, 16, COLUMNS), set, b, sizes, KIND)
+        offset = (row + sizes.row0).to(gl.int64) * masks.row + head.to(gl.int64) * masks.head
+        offset += token.to(gl.int64) * masks.query
+        result = result + ((gl.expand_dims(offset, 0), gl.expand_dims(real, 0)),)
+    return result
+
+
+@gluon.jit
+def dropout_words(masks, set, token, sizes, KIND: gl.constexpr):
+    """Make the words of a query's heads that dropout starts from, [1, 16] of each block."""
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        row, head, _ = head_of(gl.arange(0, 16, COLUMNS), set, b, sizes, KIND)
+        plane = (row + sizes.row0) * KIND.NUM_HEADS + head
+        result = result + (query_words(masks, gl.expand_dims(plane, 0), token),)
+    return result
+
+
+@gluon.jit
+def tokens_of(program, start):
+    """Return the tokens of the keys of a tile, [16, 1]."""
+    return gl.expand_dims(program.first + start + row_keys(), 1)

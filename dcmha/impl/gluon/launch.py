@@ -1,0 +1,60 @@
+"""Launching kernels with little work on the host: compiled once for a kind of call, then called with bare arguments."""
+
+from typing import Any
+
+from torch import Tensor
+
+from .indexing import KernelConfig
+
+ALIGNED = ("first_key", "num_keys")  # sizes that are multiples of 16
+REPRESENTATIVE, MULTIPLE = 3, 32  # numbers that stand for any, and for any multiple of 16
+
+REGISTERS = {"row_statistics": 128, "composed_weights": 128, "post_gradients": 128}  # most of a thread, up to 16 heads
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tuple, device: object) -> None:
+    """Launch a kernel.
+
+    Args:
+        kernel: The kernel.
+        grid: Programs along three axes.
+        arguments: Its arguments but for the constants: tensors, numbers, None, and tuples of them.
+        constants: The constants, which come after them.
+        device: Where it runs.
+    """
+    key = (kernel.fn.__name__, _pattern(arguments), constants, device)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        options = options_of(kernel.fn.__name__, constants[0])
+        compiled = kernel.warmup(*map(_representative, arguments), *constants, grid=(1,), **options)
+        _compiled[key] = compiled
+    compiled[grid](*arguments, *constants)
+
+
+def options_of(name: str, kind: KernelConfig) -> dict[str, int]:
+    """Return the options that a kernel is compiled with.
+
+    Caps on registers let more programs run at once; they are those that the timing model predicts to be fastest on an
+    H100, and hold for up to 16 heads composed together.
+    """
+    registers = REGISTERS.get(name) if kind.BLOCKS == 1 else None
+    return {"num_warps": 1} | ({} if registers is None else {"maxnreg": registers})
+
+
+def _pattern(value: object) -> object:
+    """Tell what a kernel is compiled for: dtypes, and which arguments there are."""
+    if isinstance(value, tuple):
+        return tuple(map(_pattern, value))
+    return value.dtype if isinstance(value, Tensor) else type(value)
+
+
+def _representative(value: object, name: str = "") -> object:
+    """Replace numbers by others that stand for all, so that no kernel is compiled anew for another length."""
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", [name] * len(value))
+        parts = [_representative(part, part_name) for part, part_name in zip(value, names, strict=True)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, int):
+        return MULTIPLE if name in ALIGNED else REPRESENTATIVE
+    return value

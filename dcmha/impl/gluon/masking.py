@@ -1,0 +1,129 @@
+"""Which keys a query sees, what a mask adds, and what dropout drops, on tiles of 16 keys x 16 heads."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .. import dropout
+
+LOG2E = gl.constexpr(1.4426950408889634)
+HIDDEN = gl.constexpr(-1e30)  # score of a hidden key in units of log 2; its weight is 0
+EMPTY = gl.constexpr(1e30)  # log-sum-exp of a query that sees no key: its weights are 0
+FIRST, SECOND = gl.constexpr(dropout.FIRST), gl.constexpr(dropout.SECOND)
+HEAD, ROW, COLUMN = gl.constexpr(dropout.HEAD), gl.constexpr(dropout.ROW), gl.constexpr(dropout.COLUMN)
+
+
+class Masks(NamedTuple):
+    """Tensors and numbers that hide, add and drop; None where a call has none.
+
+    Attributes:
+        pairs: Mask of any strides over [B, H, T, S]: bytes, where 0 hides, or floats that are added.
+        row, head, query, key: Its strides, 0 along an axis where it is the same.
+        starts: First token of each token's document [B, S], int32.
+        stops: The token after its last, likewise.
+        seed: Of dropout [2], int64.
+        threshold: A composed weight is dropped if its random number is below, of 2^32.
+        keep_scale: Factor on the others.
+    """
+
+    pairs: Any
+    row: Any
+    head: Any
+    query: Any
+    key: Any
+    starts: Any
+    stops: Any
+    seed: Any
+    threshold: Any
+    keep_scale: Any
+
+
+@gluon.jit
+def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constexpr):
+    """Bound the columns of the workspace that a query sees: from a multiple of 16, and up to where.
+
+    Args:
+        position: Number of the query among the keys.
+        first: Token of the first column.
+        limit: Number of columns.
+        starts, stops: Bounds of the documents of the query in all rows of the batch of a tile.
+        sizes: Numbers of the chunk.
+        KIND: Kind of the call.
+    """
+    low = gl.maximum(0, -first)
+    high = gl.minimum(limit, sizes.S - first)
+    if KIND.IS_CAUSAL:
+        high = gl.minimum(high, position - first + 1)
+    if KIND.WINDOW > 0:
+        low = gl.maximum(low, position - first - KIND.WINDOW + 1)
+        if not KIND.IS_CAUSAL:
+            high = gl.minimum(high, position - first + KIND.WINDOW)
+    if KIND.HAS_DOCUMENTS:
+        low = gl.maximum(low, starts - first)
+        high = gl.minimum(high, stops - first)
+    low = gl.minimum(low, limit) // 16 * 16
+    return low, gl.maximum(low, high)
+
+
+@gluon.jit
+def hide(scores, tokens, program, KIND: gl.constexpr):
+    """Add the mask to scores in units of log 2, and make those of hidden keys `HIDDEN`.
+
+    Args:
+        scores: Accumulators [16 keys, 16 heads] of each block.
+        tokens: Tokens of the keys [16, 1].
+        program: The query.
+        KIND: Kind of the call.
+    """
+    position, masks = program.position, program.masks
+    visible = (tokens >= 0) & (tokens < program.sizes.S)
+    if KIND.IS_CAUSAL:
+        visible = visible & (tokens <= position)
+    if KIND.WINDOW > 0:
+        visible = visible & (tokens > position - KIND.WINDOW)
+        if not KIND.IS_CAUSAL:
+            visible = visible & (tokens < position + KIND.WINDOW)
+    inside = visible
+    if KIND.HAS_DOCUMENTS:
+        visible = visible & (tokens >= program.documents[0]) & (tokens < program.documents[1])
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        score, seen = scores[b], visible
+        if KIND.MASK > 0:
+            place = program.places[b][0] + tokens.to(gl.int64) * masks.key
+            added = gl.load(masks.pairs + place, mask=inside & program.places[b][1], other=0)
+            if KIND.MASK == 1:
+                seen = seen & (added != 0)
+            else:
+                score += added.to(gl.float32) * LOG2E
+                seen = seen & ~(score <= HIDDEN)  # NaN stays
+        result = result + (gl.where(seen, score, HIDDEN),)
+    return result
+
+
+@gluon.jit
+def scramble(x):
+    """Finalise words of 32 bits, as `impl/dropout.py` does."""
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 13)) * SECOND
+    return x ^ (x >> 16)
+
+
+@gluon.jit
+def query_words(masks, plane, query):
+    """Make the words that dropout starts from, of planes (row of the batch and head) [1, 16] at a query."""
+    low, high = gl.load(masks.seed).to(gl.uint32), gl.load(masks.seed + 1).to(gl.uint32)
+    word = scramble((plane.to(gl.uint32) * HEAD) ^ low)
+    return scramble(word ^ (query.to(gl.uint32) * ROW) ^ high)
+
+
+@gluon.jit
+def drop(x, words, tokens, masks, KIND: gl.constexpr):
+    """Drop elements of accumulators [16 keys, 16 heads] of each block, and scale the others."""
+    key_words = scramble(tokens.to(gl.uint32) * COLUMN)
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        kept = scramble(words[b] ^ key_words) >= masks.threshold.to(gl.uint32)
+        result = result + (gl.where(kept, x[b] * masks.keep_scale, 0.0),)
+    return result

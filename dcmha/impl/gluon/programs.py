@@ -1,0 +1,194 @@
+"""What a program works on: a query (or one step of a loop over queries), and the compositions of its heads."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .indexing import (
+    dropout_words,
+    find_documents,
+    global_set,
+    mask_places,
+    statistics_offset,
+    workspace_offsets,
+)
+from .layouts import PACKED, RIGHT, left_identity, memory_keys, right_identity
+from .masking import visible_range
+from .mixing import ones_of_groups, query_matrices
+
+
+class Program(NamedTuple):
+    """One query of the heads of a set of slots, and the keys that it sees.
+
+    Attributes:
+        masks: `Masks` of the call.
+        sizes: Numbers of the chunk.
+        set: Number of its set of slots in the chunk.
+        query: Number of the query in the chunk.
+        token: Its number among all queries.
+        position: Its number among the keys.
+        first: Token of the workspace's first column.
+        low, high: Columns that it sees, from a multiple of 16.
+        offsets: Of the heads in the workspace, [1, 1, 16] of each block.
+        real: Which heads exist, likewise.
+        statistics: Offset of the query in statistics [sets, T, 16 BLOCKS].
+        documents: First token and end of the query's document: numbers, or [1, 16]; None without documents.
+        places: Offsets of the heads in the mask at the query, and which exist, [1, 16] of each block; or None.
+        words: Words that dropout starts from, [1, 16] of each block; or None.
+        ones: Right operand that sums over the heads of a group.
+        identity: The identity as a right operand.
+        left: The identity as a left operand.
+    """
+
+    masks: Any
+    sizes: Any
+    set: Any
+    query: Any
+    token: Any
+    position: Any
+    first: Any
+    low: Any
+    high: Any
+    offsets: Any
+    real: Any
+    statistics: Any
+    documents: Any
+    places: Any
+    words: Any
+    ones: Any
+    identity: Any
+    left: Any
+
+
+class Composition(NamedTuple):
+    """A composition as the steps of a program's loop apply it.
+
+    Attributes:
+        matrices: Matrices of the query, right operands of each pair of blocks (from, to); () if it has none.
+        back: Their transposes; () where none are needed.
+        key: Pointers to the packed weights of the workspace's first tile of keys; None if keys have none.
+    """
+
+    matrices: Any
+    back: Any
+    key: Any
+
+
+@gluon.jit
+def query_program(masks, sizes, KIND: gl.constexpr):
+    """Describe the program of a query-side kernel. The longest rows come first."""
+    query, set = gl.program_id(0), gl.program_id(1)
+    if KIND.BAND > 0:
+        return describe_query(masks, sizes, set, query // KIND.BAND, query % KIND.BAND, KIND)
+    elif KIND.IS_CAUSAL:
+        return describe_query(masks, sizes, set, 0, sizes.num_queries - 1 - query, KIND)
+    else:
+        return describe_query(masks, sizes, set, 0, query, KIND)
+
+
+@gluon.jit
+def describe_query(masks, sizes, set, block, within, KIND: gl.constexpr):
+    """Describe the query `within` a block, for the heads of a set of slots."""
+    query, first = within, sizes.first_key
+    if KIND.BAND > 0:
+        query += block * KIND.BAND
+        first += block * KIND.BAND
+    token = sizes.query0 + query
+    position = token + sizes.S - sizes.T
+    offsets, real = workspace_offsets(set, block, sizes, KIND)
+    rows = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        rows = rows + (offsets[b] + within * sizes.num_keys,)
+    documents, starts, stops, places, words = None, 0, 0, None, None
+    if KIND.HAS_DOCUMENTS:
+        documents, starts, stops = find_documents(masks, set, position, sizes, KIND)
+    if KIND.MASK > 0:
+        places = mask_places(masks, set, token, sizes, KIND)
+    if KIND.HAS_DROPOUT:
+        words = dropout_words(masks, set, token, sizes, KIND)
+    low, high = visible_range(position, first, sizes.num_keys, starts, stops, sizes, KIND)
+    return Program(
+        masks=masks,
+        sizes=sizes,
+        set=set,
+        query=query,
+        token=token,
+        position=position,
+        first=first,
+        low=low,
+        high=high,
+        offsets=rows,
+        real=real,
+        statistics=statistics_offset(set, token, sizes, KIND),
+        documents=documents,
+        places=places,
+        words=words,
+        ones=ones_of_groups(KIND),
+        identity=right_identity(KIND.DTYPE),
+        left=left_identity(KIND.DTYPE),
+    )
+
+
+@gluon.jit
+def composition_of(packed, program, SPEC: gl.constexpr, KIND: gl.constexpr, FORTH: gl.constexpr, BACK: gl.constexpr):
+    """Build the composition of a program's query, with its matrices, their transposes, or both."""
+    matrices, back = (), ()
+    base = base_place(program.set, KIND)
+    weights = query_weights(packed, program, SPEC)
+    if FORTH:
+        matrices = query_matrices(weights, packed.base, base, SPEC, KIND, 0)
+    if BACK:
+        back = query_matrices(weights, packed.base, base, SPEC, KIND, 1)
+    key = key_weights(packed, program.set, program.first, program.sizes, SPEC, KIND)
+    return Composition(matrices=matrices, back=back, key=key)
+
+
+@gluon.jit
+def base_place(set, KIND: gl.constexpr):
+    """Find the static base of the rows of a set's matrices: an offset, or [16, 1] of several groups."""
+    if KIND.GROUP_SLOTS >= 16:
+        return set % KIND.NUM_GROUPS * (KIND.HEADS * KIND.HEADS)
+    else:
+        slot = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, RIGHT)), 1)
+        instance = set * (16 // KIND.GROUP_SLOTS) + slot // KIND.GROUP_SLOTS
+        return instance % KIND.NUM_GROUPS * (KIND.HEADS * KIND.HEADS)
+
+
+@gluon.jit
+def query_weights(packed, program, SPEC: gl.constexpr):
+    """Find the packed weights of a program's query."""
+    COUNT: gl.constexpr = 2 * SPEC.QUERY_RANK + SPEC.QUERY_GATE
+    if COUNT > 0:
+        return packed.query + program.statistics * COUNT
+    else:
+        return None
+
+
+@gluon.jit
+def key_weights(packed, set, first, sizes, SPEC: gl.constexpr, KIND: gl.constexpr):
+    """Point at the packed weights of the tile of keys that begins with the token `first`, 16 bytes per lane."""
+    COUNT: gl.constexpr = (2 * SPEC.KEY_RANK + SPEC.KEY_GATE) * KIND.BLOCKS
+    if COUNT > 0:
+        tile = global_set(set, sizes, KIND).to(gl.int64) * gl.cdiv(sizes.S, 16) + first // 16
+        return packed.key + tile * (COUNT * 256) + gl.arange(0, 256, PACKED)
+    else:
+        return None
+
+
+@gluon.jit
+def tile_pointers(workspace, program, KIND: gl.constexpr):
+    """Point at the first 16 keys of a query's rows, [8, 2, 16] of each block."""
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        result = result + (workspace + (program.offsets[b] + memory_keys()),)
+    return result
+
+
+@gluon.jit
+def unmasked_end(program, KIND: gl.constexpr):
+    """Return the column from which on tiles are masked: a whole number of pairs of tiles from the first."""
+    if KIND.WINDOW > 0 or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
+        return program.low
+    else:
+        return program.low + gl.maximum(0, program.high - 1 - program.low) // 32 * 32

@@ -1,0 +1,36 @@
+"""What compiled kernels use: registers that suffice, and neither shared memory nor barriers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.dctrain.commands import ROOT
+
+from .aot import VARIANTS
+
+MOST_SPILLS = 32  # bytes of a thread; where registers are capped, more programs are worth a few of them
+OTHERS = [("90", variant) for variant in VARIANTS if variant != "16 heads"] + [("80", "16 heads"), ("100", "16 heads")]
+
+
+def resources(capability: str, variant: str) -> dict[str, dict[str, int]]:
+    """Compile in a process of its own, without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.dcmha.gluon.aot", capability, variant]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=570)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("capability", "variant"), [("90", "16 heads"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
+def test_warps_neither_wait_for_others_nor_lack_registers(capability, variant):
+    for name, row in resources(capability, variant).items():
+        assert row["shared"] == 0 and row["barriers"] == 0, (name, row)
+        assert variant in SPILLING or row["spills"] <= MOST_SPILLS, (name, row)
+
+
+SPILLING = ("rank 4", "32 heads")  # gradients of more weights, and matrices of more heads, than registers hold
