@@ -1,6 +1,6 @@
 """The key-side kernel: gradients of the weights that keys bring to both compositions, one tile of 16 keys a program."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -71,15 +71,55 @@ def block_gradients(
     low, whole, high = query_range(key, set, block, masks, sizes, KIND)
     for query in range(low, whole):
         program = describe_query(masks, sizes, set, block, query, KIND)
-        d_pre, d_post = key_step(
-            x, da, key, program, lse, delta, matrices, v, w, d_pre, d_post, PRE, POST, KIND, PART, True
-        )
+        loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, True)
+        d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, True)
+    last = gl.maximum(high - 1, 0)
+    program = describe_query(masks, sizes, set, block, gl.minimum(whole, last), KIND)
+    loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, False)
     for query in range(whole, high):
+        after = describe_query(masks, sizes, set, block, gl.minimum(query + 1, last), KIND)
+        following = load_query(x, da, lse, delta, matrices, key, after, PRE, POST, KIND, False)
         program = describe_query(masks, sizes, set, block, query, KIND)
-        d_pre, d_post = key_step(
-            x, da, key, program, lse, delta, matrices, v, w, d_pre, d_post, PRE, POST, KIND, PART, False
-        )
+        d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, False)
+        loaded = following  # whose loads were under way
     return d_pre, d_post
+
+
+class Loaded(NamedTuple):
+    """What a step loads of a query.
+
+    Attributes:
+        tile: Scores, left operands of each block.
+        d: Gradients of the composed weights, likewise.
+        lse, delta: Statistics of the query, [1, 16] of each block.
+        pre: Matrices of the pre-composition.
+        post_back: Transposed matrices of the post-composition.
+    """
+
+    tile: Any
+    d: Any
+    lse: Any
+    delta: Any
+    pre: Any
+    post_back: Any
+
+
+@gluon.jit
+def load_query(
+    x, da, lse, delta, matrices, key, program, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Load what a step takes of a query and a tile of keys."""
+    column = key - program.first
+    x, da = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND)
+    return Loaded(
+        tile=load_tile(x, program.real, column, 0, program.sizes.S - program.first, MASKED, KIND),
+        d=load_gradient(da, column, 0, program, KIND, MASKED),
+        lse=load_statistics(lse, program.statistics, KIND),
+        delta=load_statistics(delta, program.statistics, KIND),
+        pre=load_matrices(matrices, program, 0, PRE, KIND),
+        post_back=load_matrices(matrices, program, 1, POST, KIND),
+    )
 
 
 @gluon.jit
@@ -124,29 +164,22 @@ def key_documents(key, masks, set, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def key_step(
-    x, da, key, program, lse, delta, matrices, v, w, d_pre, d_post,
-    PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr, MASKED: gl.constexpr,
+    loaded, key, program, v, w, d_pre, d_post, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
+    PART: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what a query brings to the gradients of a tile of keys."""
-    column, ones = key - program.first, program.ones
-    x, da = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND)
-    tile = load_tile(x, program.real, column, 0, program.sizes.S - program.first, MASKED, KIND)
-    d = load_gradient(da, column, 0, program, KIND, MASKED)
-    pre_matrices = load_matrices(matrices, program, 0, PRE, KIND)
-    lse = load_statistics(lse, program.statistics, KIND)
+    ones, tile, d = program.ones, loaded.tile, loaded.d
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)
-    y = compose(less(tile, lse, program, KIND), tile, pre_matrices, v, x_sums, PRE, KIND, 0)
+    y = compose(less(tile, loaded.lse, program, KIND), tile, loaded.pre, v, x_sums, PRE, KIND, 0)
     if MASKED:
-        y = hide(y, tokens_of(program, column), program, KIND)
+        y = hide(y, tokens_of(program, key - program.first), program, KIND)
     p = exponentials(y, KIND)
     d_sums = weighted_sums(d, w, ones, POST, KIND, 1)
     if PART.HAS_POST:
         p_sums = weighted_sums(rounded(p, KIND), w, ones, POST, KIND, 0)
         d_post = add_key_gradients(d_post, p, p_sums, widened(d, KIND), d_sums, POST, PART)
     if PART.HAS_PRE:
-        post_back = load_matrices(matrices, program, 1, POST, KIND)
-        delta = load_statistics(delta, program.statistics, KIND)
-        d_p = compose(less(d, delta, program, KIND), d, post_back, w, d_sums, POST, KIND, 1)
+        d_p = compose(less(d, loaded.delta, program, KIND), d, loaded.post_back, w, d_sums, POST, KIND, 1)
         d_y = products(p, d_p, KIND)
         y_sums = weighted_sums(rounded(d_y, KIND), v, ones, PRE, KIND, 1)
         d_pre = add_key_gradients(d_pre, widened(tile, KIND), x_sums, d_y, y_sums, PRE, PART)
