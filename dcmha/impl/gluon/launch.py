@@ -9,7 +9,12 @@ from .indexing import KernelConfig
 ALIGNED = ("first_key", "num_keys")  # sizes that are multiples of 16
 REPRESENTATIVE, MULTIPLE = 3, 32  # numbers that stand for any, and for any multiple of 16
 
-REGISTERS = {"row_statistics": 128, "composed_weights": 128, "post_gradients": 128}  # most of a thread, up to 16 heads
+REGISTERS = {  # most of a thread, up to 16 heads
+    "row_statistics": 128,
+    "composed_weights": 128,
+    "post_gradients": 128,
+    "pre_gradients": 168,
+}
 _compiled: dict[tuple, Any] = {}
 
 

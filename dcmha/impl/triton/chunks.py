@@ -136,9 +136,7 @@ def _rectangles(
     return plan
 
 
-def _band(
-    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int
-) -> list[Chunk]:
+def _band(B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int) -> list[Chunk]:
     """Cut windowed attention into chunks of blocks, of whole rows or of one; empty where that saves nothing.
 
     The first keys of a whole row's planes and the last are hidden where they reach into another plane, if T = S. Else
