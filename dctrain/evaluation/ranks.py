@@ -53,7 +53,7 @@ def _own_ranks() -> Ranks:
     values = {name: os.environ.get(name, default) for name, default in ENVIRONMENT.items()}
     if not all(value.isdecimal() for value in values.values()) or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
         raise UserError(f"{values}: expected numbers, with RANK below WORLD_SIZE, as torchrun sets them.")
-    missing = [name for name in (*ENVIRONMENT, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if int(values["WORLD_SIZE"]) > 1 and missing:
         raise UserError(f"WORLD_SIZE={values['WORLD_SIZE']} without {', '.join(missing)}: expected all, or none.")
     return Ranks(*map(int, values.values()))
