@@ -60,7 +60,7 @@ class Clock:
     def add_ring(self, size: int, window: int | None) -> int:
         """Tell of a layer's buffers: places, and keys that a query sees. Return the number of buffers of this kind.
 
-        Masks are kept by this number and not by sizes, for each of which a compiler would compile anew.
+        Masks are stored under this number, not under sizes: a compiler would recompile for each new size.
         """
         if (size, window) not in self._rings:
             self._rings.append((size, window))

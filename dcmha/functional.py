@@ -217,7 +217,7 @@ def check_mask(attn_mask: Tensor | None, full: tuple[int, ...], device: torch.de
 
 
 def _unexpanded(x: Tensor) -> Tensor:
-    """Keep one of the equal slices along each expanded axis, so that what is made of them is no larger."""
+    """Keep one slice along each expanded axis, so that copies of a mask are not larger than the mask in memory."""
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if size > 1 and stride == 0:
             x = x.narrow(axis, 0, 1)

@@ -142,7 +142,7 @@ def composed_layers(model: nn.Module) -> dict[str, ComposedLayer]:
     """Find the layers of a model that compose heads, by name.
 
     Raises:
-        TypeError: If it is no module.
+        TypeError: If `model` is not a module.
         ValueError: If there is none.
     """
     check_module(model=model)

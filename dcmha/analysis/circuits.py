@@ -36,7 +36,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Find the attention layers of a model, composed or plain, by name: those of this package, and of timm in `TIMM`.
 
     Raises:
-        TypeError: If it is no module.
+        TypeError: If `model` is not a module.
         ValueError: If there is none.
     """
     check_module(model=model)

@@ -119,17 +119,23 @@ def block_queries(sizes, KIND: gl.constexpr):
 
 
 @gluon.jit
+def block_offset(row, head, block, sizes, KIND: gl.constexpr):
+    """Return the offset of the first query of a head's block in a workspace."""
+    plane = row * (KIND.NUM_HEADS // KIND.SHARED) + head // KIND.SHARED
+    if KIND.BAND > 0:
+        plane = plane * sizes.plane_blocks + block
+    plane = plane * KIND.SHARED + head % KIND.SHARED
+    return plane * (block_queries(sizes, KIND) * sizes.num_keys)
+
+
+@gluon.jit
 def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
     """Return the offsets of heads in a workspace at the first query of a block, [1, 1, 16] of each block of heads."""
     slot = gl.arange(0, 16, MEMORY_HEADS)
     offsets, real = (), ()
     for b in gl.static_range(KIND.BLOCKS):
         row, head, exists = head_of(slot, set, b, sizes, KIND)
-        plane = row * (KIND.NUM_HEADS // KIND.SHARED) + head // KIND.SHARED
-        if KIND.BAND > 0:
-            plane = plane * sizes.plane_blocks + block
-        plane = plane * KIND.SHARED + head % KIND.SHARED
-        offsets = offsets + (along_heads(plane * (block_queries(sizes, KIND) * sizes.num_keys)),)
+        offsets = offsets + (along_heads(block_offset(row, head, block, sizes, KIND)),)
         real = real + (along_heads(exists),)
     return offsets, real
 
@@ -172,11 +178,7 @@ def store_zeros(workspace, set, block, query, low, high, sizes, KIND: gl.constex
     zero = gl.zeros([16, 128], KIND.DTYPE, ZEROS)
     for b in gl.static_range(KIND.BLOCKS):
         row, head, exists = head_of(slot, set, b, sizes, KIND)
-        plane = row * (KIND.NUM_HEADS // KIND.SHARED) + head // KIND.SHARED
-        if KIND.BAND > 0:
-            plane = plane * sizes.plane_blocks + block
-        plane = plane * KIND.SHARED + head % KIND.SHARED
-        offset = gl.expand_dims(plane * (block_queries(sizes, KIND) * sizes.num_keys) + query * sizes.num_keys, 1)
+        offset = gl.expand_dims(block_offset(row, head, block, sizes, KIND) + query * sizes.num_keys, 1)
         for start in range(low, high, 128):
             inside = gl.expand_dims(exists, 1) & (start + column < high)
             gl.store(workspace + gl.multiple_of(offset, [16, 1]) + start + column, zero, mask=inside)

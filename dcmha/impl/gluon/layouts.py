@@ -9,9 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-TILE = 16  # keys and heads of a tile
-ELEMENTS = TILE * TILE
-
 ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, ACCUMULATOR, 2))

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .layouts import ACCUMULATOR, COLUMNS, LEFT, ROWS, load_packed, right_columns, right_rows, widen, zeros
+from .layouts import COLUMNS, LEFT, RIGHT, ROWS, load_packed, right_columns, right_rows, widen, zeros
 
 
 class ComposeSpec(NamedTuple):
@@ -42,13 +42,10 @@ def multiply(a, b, DTYPE: gl.constexpr):
 def ones_of_groups(KIND: gl.constexpr):
     """Return the right operand of a product that sums over the heads of each group."""
     if KIND.GROUP_SLOTS >= 16:
-        return gl.full([16, 16], 1.0, KIND.DTYPE, RIGHT_LAYOUT)
+        return gl.full([16, 16], 1.0, KIND.DTYPE, RIGHT)
     else:
         same = right_rows() // KIND.GROUP_SLOTS == right_columns() // KIND.GROUP_SLOTS
         return gl.where(same, 1.0, 0.0).to(KIND.DTYPE)
-
-
-RIGHT_LAYOUT = gl.constexpr(gl.DotOperandLayout(1, ACCUMULATOR, 2))
 
 
 @gluon.jit
@@ -128,7 +125,7 @@ def query_matrices(pointer, base, place, SPEC: gl.constexpr, KIND: gl.constexpr,
     if R + SPEC.QUERY_GATE + SPEC.BASE > 0:
         for a in gl.static_range(KIND.BLOCKS):
             for b in gl.static_range(KIND.BLOCKS):
-                matrix = gl.zeros([16, 16], gl.float32, RIGHT_LAYOUT)
+                matrix = gl.zeros([16, 16], gl.float32, RIGHT)
                 for r in gl.static_range(R):
                     down = gl.load(pointer + (r + R * BACK) * WIDTH + 16 * a + row).to(gl.float32)
                     up = gl.load(pointer + (r + R * (1 - BACK)) * WIDTH + 16 * b + column).to(gl.float32)

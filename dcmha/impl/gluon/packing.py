@@ -37,11 +37,9 @@ class Ranks(NamedTuple):
 
 def side_of(side: SideWeights) -> Side:
     """Describe the weights of a side; heads lie next to each other."""
-    parts = [None if part is None or part.stride(-1) == 1 else part.contiguous() for part in side]
-    down, up, gate = (part if moved is None else moved for part, moved in zip(side, parts, strict=True))
-    strides = [0] * 3 if down is None else [*down.stride()[:3], *up.stride()[:3]]
-    strides = strides if down is not None else [0] * 6
-    return Side(down, up, gate, *strides, *([0, 0] if gate is None else gate.stride()[:2]))
+    down, up, gate = side.map(lambda part: part if part.stride(-1) == 1 else part.contiguous())
+    of_ranks = (0,) * 6 if down is None else (*down.stride()[:3], *up.stride()[:3])
+    return Side(down, up, gate, *of_ranks, *((0, 0) if gate is None else gate.stride()[:2]))
 
 
 def ranks_of(side: SideWeights, is_key: bool) -> Ranks:
