@@ -113,11 +113,10 @@ def composed_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ranges = None if documents is None else documents_of(documents)
     call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, window, scale, dropout_p, num_groups)
-    if choice.impl == "triton" and not torch.compiler.is_compiling():
-        from .impl.triton import is_decoding
-        from .impl.triton.first_use import check
+    if choice.impl == "triton":
+        from .impl.triton import check_kernels
 
-        check(call, torch.is_grad_enabled(), is_decoding(call))
+        check_kernels(call)
         choice = resolve_impl(impl, q, **options)  # it may have found something
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:

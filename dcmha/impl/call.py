@@ -6,6 +6,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..weights import ComposeWeights, SideWeights
 from .masking import Documents
@@ -72,6 +73,19 @@ class Call(NamedTuple):
     dropout_p: float
     num_groups: int
 
+    @property
+    def mask(self) -> Tensor | None:
+        """One mask with four axes for `visible` and `bias`: boolean, or floating with -inf where it hides; or None."""
+        mask = self.visible
+        if self.bias is not None:
+            mask = self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf)
+        return mask if mask is None else mask[(None,) * (4 - mask.dim())]
+
+    @property
+    def document_bounds(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """First tokens and ends of the keys' documents."""
+        return (None, None) if self.documents is None else self.documents
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which inputs of `dtype` are computed with: at least float32."""
@@ -88,6 +102,13 @@ def is_transformed() -> bool:
 def is_exporting() -> bool:
     """Tell whether `torch.export` traces; the compiler of torch 2.9 takes its own traces for exports if it is asked."""
     return torch.compiler.is_exporting()
+
+
+def is_watched(*operands: Tensor | None) -> bool:
+    """Tell whether somebody needs to see the operator: a dispatch mode of torch, or a subclass of tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        x is not None and type(x) not in (Tensor, Parameter) for x in operands
+    )
 
 
 def refuse_derivative(impl: str, kind: str) -> NoReturn:

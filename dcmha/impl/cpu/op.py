@@ -4,10 +4,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ...weights import ComposeWeights, SideWeights
-from ..call import ranks_of, refuse_derivative
+from ..call import is_watched, ranks_of, refuse_derivative
 from .arguments import (
     BACKWARD,
     BASE,
@@ -180,13 +179,6 @@ def _(d_out, softmax, of_bias, q, k, v, *rest):
     return grads + ([bias.new_empty(bias.shape)] if of_bias else [])
 
 
-def _is_watched(*operands: Tensor | None) -> bool:
-    """Tell whether somebody needs to see the operator: a dispatch mode of torch, or a subclass of tensors."""
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        x is not None and type(x) not in (Tensor, Parameter) for x in operands
-    )
-
-
 def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:NUM_OPERANDS], output[1])
     ctx.options = inputs[NUM_OPERANDS:]
@@ -196,7 +188,7 @@ def _setup(ctx, inputs, output) -> None:
 def _differentiate(ctx, d_out: Tensor, _: Tensor | None):
     *operands, softmax = ctx.saved_tensors
     of_bias = operands[-2] is not None and ctx.needs_input_grad[NUM_OPERANDS - 2]
-    call = composed_backward if torch.is_grad_enabled() or _is_watched(d_out, *operands) else _backward
+    call = composed_backward if torch.is_grad_enabled() or is_watched(d_out, *operands) else _backward
     grads = iter(call(d_out, softmax, of_bias, *operands, *ctx.options))
     of_operands = [None if x is None else next(grads) for x in operands[:-2]]
     return *of_operands, next(grads) if of_bias else None, None, *[None] * len(ctx.options)
@@ -211,7 +203,7 @@ class ComposedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = (composed if _is_watched(*inputs[:NUM_OPERANDS]) else _forward)(*inputs)
+        output = (composed if is_watched(*inputs[:NUM_OPERANDS]) else _forward)(*inputs)
         _setup(ctx, inputs, output)
         return output
 

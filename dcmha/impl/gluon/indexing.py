@@ -20,7 +20,7 @@ class KernelConfig(NamedTuple):
         NUM_HEADS: Heads of the queries.
         SHARED: Neighbouring heads that share a head of the keys and values.
         IS_CAUSAL: Whether later keys are hidden.
-        WINDOW: Keys that a query sees, to each side unless causal; 0 for no window.
+        HAS_WINDOW: Whether a query sees a window of keys.
         HAS_DOCUMENTS: Whether queries see keys of their document only.
         MASK: 0 without a mask, 1 for a boolean mask, 2 for a floating one.
         MASK_GRADIENT: Whether the mask takes a gradient.
@@ -37,7 +37,7 @@ class KernelConfig(NamedTuple):
     NUM_HEADS: int
     SHARED: int
     IS_CAUSAL: bool
-    WINDOW: int
+    HAS_WINDOW: bool
     HAS_DOCUMENTS: bool
     MASK: int
     MASK_GRADIENT: bool
@@ -60,6 +60,7 @@ class Sizes(NamedTuple):
         plane_blocks: Blocks of a plane of the workspace.
         first_key: Token of the first block's first column; negative before the first token of all.
         num_keys: Columns of a block, a multiple of 16.
+        window: Keys that a query sees, to each side unless causal; 0 for no window.
     """
 
     num_instances: int
@@ -71,6 +72,7 @@ class Sizes(NamedTuple):
     plane_blocks: int
     first_key: int
     num_keys: int
+    window: int
 
 
 class Packed(NamedTuple):

@@ -134,7 +134,7 @@ def store_hidden(workspace, program, KIND: gl.constexpr):
     block, query, sizes = 0, program.query, program.sizes
     if KIND.BAND > 0:
         block, query = query // KIND.BAND, query % KIND.BAND
-    if KIND.WINDOW > 0 or KIND.HAS_DOCUMENTS:
+    if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS:
         store_zeros(workspace, program.set, block, query, 0, program.low, sizes, KIND)
     covered = program.low + (program.high - program.low + 15) // 16 * 16
     store_zeros(workspace, program.set, block, query, covered, sizes.num_keys, sizes, KIND)

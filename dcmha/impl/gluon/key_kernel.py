@@ -134,16 +134,16 @@ def query_range(key, set, block, masks, sizes, KIND: gl.constexpr):
     if KIND.IS_CAUSAL:
         low = gl.maximum(low, key - position)
         whole = key + 15 - position
-    if KIND.WINDOW > 0:
-        high = gl.minimum(high, key + 15 + KIND.WINDOW - position)
+    if KIND.HAS_WINDOW:
+        high = gl.minimum(high, key + 15 + sizes.window - position)
         if not KIND.IS_CAUSAL:
-            low = gl.maximum(low, key - KIND.WINDOW + 1 - position)
+            low = gl.maximum(low, key - sizes.window + 1 - position)
     if KIND.HAS_DOCUMENTS:
         starts, stops = key_documents(key, masks, set, sizes, KIND)
         low = gl.maximum(low, starts - position)
         high = gl.minimum(high, stops - position)
     high = gl.maximum(low, high)
-    if KIND.WINDOW > 0 or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
+    if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
         whole = high
     else:
         whole = gl.where(key + 16 > sizes.S, high, gl.minimum(gl.maximum(low, whole), high))

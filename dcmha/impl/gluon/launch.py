@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from .indexing import KernelConfig
 
 ALIGNED = ("first_key", "num_keys")  # sizes that are multiples of 16
@@ -28,7 +26,8 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
         constants: The constants, which come after them.
         device: Where it runs.
     """
-    key = (kernel.fn.__name__, _pattern(arguments), constants, device)
+    missing = tuple(argument is None for argument in arguments)  # types follow from this and the constants
+    key = (kernel.fn.__name__, missing, constants, device)
     compiled = _compiled.get(key)
     if compiled is None:
         options = options_of(kernel.fn.__name__, constants[0])
@@ -45,13 +44,6 @@ def options_of(name: str, kind: KernelConfig) -> dict[str, int]:
     """
     registers = REGISTERS.get(name) if kind.BLOCKS == 1 else None
     return {"num_warps": 1} | ({} if registers is None else {"maxnreg": registers})
-
-
-def _pattern(value: object) -> object:
-    """Tell what a kernel is compiled for: dtypes, and which arguments there are."""
-    if isinstance(value, tuple):
-        return tuple(map(_pattern, value))
-    return value.dtype if isinstance(value, Tensor) else type(value)
 
 
 def _representative(value: object, name: str = "") -> object:

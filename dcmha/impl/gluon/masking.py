@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -23,7 +25,7 @@ class Masks(NamedTuple):
         starts: First token of each token's document [B, S], int32.
         stops: The token after its last, likewise.
         seed: Of dropout [2], int64.
-        threshold: A composed weight is dropped if its random number is below, of 2^32.
+        threshold: A composed weight is dropped if its random number is below, of 2^32; as a signed number of 32 bits.
         keep_scale: Factor on the others.
     """
 
@@ -37,6 +39,34 @@ class Masks(NamedTuple):
     seed: Any
     threshold: Any
     keep_scale: Any
+
+    @property
+    def kind(self) -> int:
+        """0 without a mask, 1 for a boolean mask, 2 for a floating one."""
+        return 0 if self.pairs is None else 1 if self.pairs.dtype == torch.uint8 else 2
+
+
+def masks_of(
+    mask: Tensor | None, starts: Tensor | None, stops: Tensor | None, seed: Tensor | None, dropout_p: float
+) -> Masks:
+    """Describe what hides, adds and drops.
+
+    Args:
+        mask: Boolean or floating, with four axes, broadcastable to [B, H, T, S]; or None.
+        starts, stops: Bounds of documents; or None.
+        seed: Of dropout; None for no dropout.
+        dropout_p: Its probability.
+    """
+    strides = (None,) * 4
+    if mask is not None:
+        strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    dropping = (None, None, None)
+    if seed is not None:
+        threshold = dropout.threshold_of(dropout_p)
+        signed = threshold - dropout.WORD if threshold >= dropout.WORD // 2 else threshold  # the same 32 bits
+        dropping = (seed, signed, 1.0 / (1.0 - dropout_p))
+    return Masks(mask, *strides, starts, stops, *dropping)
 
 
 @gluon.jit
@@ -55,10 +85,10 @@ def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constex
     high = gl.minimum(limit, sizes.S - first)
     if KIND.IS_CAUSAL:
         high = gl.minimum(high, position - first + 1)
-    if KIND.WINDOW > 0:
-        low = gl.maximum(low, position - first - KIND.WINDOW + 1)
+    if KIND.HAS_WINDOW:
+        low = gl.maximum(low, position - first - sizes.window + 1)
         if not KIND.IS_CAUSAL:
-            high = gl.minimum(high, position - first + KIND.WINDOW)
+            high = gl.minimum(high, position - first + sizes.window)
     if KIND.HAS_DOCUMENTS:
         low = gl.maximum(low, starts - first)
         high = gl.minimum(high, stops - first)
@@ -80,10 +110,10 @@ def hide(scores, tokens, program, KIND: gl.constexpr):
     visible = (tokens >= 0) & (tokens < program.sizes.S)
     if KIND.IS_CAUSAL:
         visible = visible & (tokens <= position)
-    if KIND.WINDOW > 0:
-        visible = visible & (tokens > position - KIND.WINDOW)
+    if KIND.HAS_WINDOW:
+        visible = visible & (tokens > position - program.sizes.window)
         if not KIND.IS_CAUSAL:
-            visible = visible & (tokens < position + KIND.WINDOW)
+            visible = visible & (tokens < position + program.sizes.window)
     inside = visible
     if KIND.HAS_DOCUMENTS:
         visible = visible & (tokens >= program.documents[0]) & (tokens < program.documents[1])

@@ -188,7 +188,7 @@ def tile_pointers(workspace, program, KIND: gl.constexpr):
 @gluon.jit
 def unmasked_end(program, KIND: gl.constexpr):
     """Return the column from which on tiles are masked: a whole number of pairs of tiles from the first."""
-    if KIND.WINDOW > 0 or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
+    if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
         return program.low
     else:
         return program.low + gl.maximum(0, program.high - 1 - program.low) // 32 * 32

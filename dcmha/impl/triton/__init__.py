@@ -1,82 +1,133 @@
-"""Composed attention in Triton kernels that only mix heads, with library products between them.
+"""Composed attention in GPU kernels that only mix heads, with library products between them.
 
 Nothing of size T x S is kept: queries are worked through in chunks on a workspace of fixed size, forward and backward.
-Few queries without a gradient, as in decoding, have kernels of their own.
+A call goes through one of three kinds of kernels: those for few queries without a gradient, as in decoding; those in
+Gluon (`impl/gluon`) for 16-bit dtypes; and the ones here.
 Imported only when `impl="triton"` is chosen. `TRITON_INTERPRET=1` in the environment before the first use makes it run
 on CPU tensors.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ...weights import ComposeWeights
+from ...weights import ComposeWeights, SideWeights
+from .. import first_use, gluon
 from ..call import Call, refuse_derivative
-from ..compiled.blocks import flat_weights, tensors_of
+from ..compiled.blocks import tensors_of
 from ..dropout import draw_seed
+from . import decode_op, op
 from .decode import MOST_QUERIES
-from .decode_op import decoded
-from .op import composed
-from .operands import pack
+
+MOST_HEADS = 512  # of a call whose kind a compiler may ask for
+MOST_CHANNELS = 1024
+CHANNELS, QUERIES, FEW_QUERIES = 64, 40, 3  # of a check on first use
+
+
+ATTENTION: dict[str, Callable[[Call, Tensor | None], Tensor]] = {  # by kernels, of a call and the seed of dropout
+    "decoding": decode_op.attention,
+    "Triton": op.attention,
+}
+first_use.SOLVERS.update({"decoding": decode_op.solve, "Triton": op.solve})
+if gluon.why_unavailable() is None:
+    from ..gluon import op as gluon_op
+
+    ATTENTION["Gluon"] = gluon_op.attention
+    first_use.SOLVERS["Gluon"] = gluon_op.solve
 
 
 def attention(call: Call) -> Tensor:
     """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
     if not torch.compiler.is_compiling() and any(map(_has_tangent, tensors_of(call))):
         refuse_derivative("triton", "forward-mode")
-    if is_decoding(call):
-        return _decode(call)
-    return composed(*arguments_of(call, draw_seed(call.q.device) if call.dropout_p > 0.0 else None))[0]
-
-
-def arguments_of(call: Call, seed: Tensor | None) -> tuple:
-    """Make of a call the arguments of its operator."""
-    operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
-    options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
-    return call.q, call.k, call.v, *operands, _mask(call), *_documents(call), seed, *options
+    seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
+    return ATTENTION[kernels_of(call)](call, seed)
 
 
 def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and unpack_dual(x).tangent is not None
 
 
+def kernels_of(call: Call) -> str:
+    """Choose the kernels of a call: "decoding", "Gluon" or "Triton"."""
+    if is_decoding(call):
+        return "decoding"
+    return "Gluon" if _takes_gluon(call.q) else "Triton"
+
+
+def _takes_gluon(q: Tensor) -> bool:
+    """Tell whether queries go through the kernels in Gluon: 16-bit ones on a GPU, if nothing was found wrong."""
+    is_16bit = q.dtype in (torch.bfloat16, torch.float16)
+    return is_16bit and q.is_cuda and _is_gluon_right(q.device, q.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _is_gluon_right(device: torch.device, dtype: torch.dtype) -> bool:
+    return "Gluon" in ATTENTION and first_use.finding_of("Gluon", device, dtype) is None
+
+
 def is_decoding(call: Call) -> bool:
     """Tell whether a call goes through the kernels of few queries, which have no gradient and drop nothing."""
-    if call.q.shape[2] > MOST_QUERIES or call.dropout_p > 0.0:
-        return False
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors_of(call)))
+    return call.q.shape[2] <= MOST_QUERIES and call.dropout_p == 0.0 and not _has_gradients(call)
 
 
-def _decode(call: Call) -> Tensor:
-    options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
-    return decoded(
-        call.q,
-        call.k,
-        call.v,
-        *flat_weights(call.pre),
-        *flat_weights(call.post),
-        _mask(call),
-        *_documents(call),
-        *options,
+def _has_gradients(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors_of(call))
+
+
+def check_kernels(call: Call) -> None:
+    """Check on first use the kernels of a call and, where these are wrong, those that take their place."""
+    if not torch.compiler.is_compiling() and isinstance(call.q, FakeTensor):
+        return
+    for _ in range(2):
+        if first_use.check(*_kind_of(call)):
+            return
+
+
+def _kind_of(call: Call) -> first_use.Kind:
+    q, is_few = call.q, is_decoding(call)
+    heads = [_constant(n, MOST_HEADS) for n in (q.shape[1], call.k.shape[1], call.num_groups)]
+    tokens, channels = QUERIES, CHANNELS
+    if is_few:
+        tokens, channels = (1 if q.shape[2] == 1 else FEW_QUERIES), _constant(q.shape[3], MOST_CHANNELS)
+    mask = None if call.visible is None else "boolean"
+    if call.bias is not None:
+        mask = "gradient" if call.bias.requires_grad else "floating"
+    return first_use.Kind(
+        kernels=kernels_of(call),
+        device=q.device,
+        dtype=q.dtype,
+        shape=(*heads, tokens, channels),
+        pre=_branches(call.pre),
+        post=_branches(call.post),
+        mask=mask,
+        is_causal=call.is_causal,
+        has_window=call.window is not None,
+        has_documents=call.documents is not None,
+        has_dropout=_constant(call.dropout_p > 0.0, 1) == 1,
+        gradients=_has_gradients(call),
     )
 
 
-def _documents(call: Call) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    return (None, None) if call.documents is None else call.documents
-
-
-def _mask(call: Call) -> Tensor | None:
-    """Make one mask with four axes of what hides and what is added: boolean, or floating with -inf where it hides."""
-    mask = call.visible
-    if call.bias is not None:
-        mask = call.bias if mask is None else call.bias.masked_fill(~mask, -torch.inf)
-    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
-
-
-def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Pack the query side, the key side, and give the base of a composition."""
+def _branches(weights: ComposeWeights | None) -> tuple[int, bool, int, bool, bool] | None:
     if weights is None:
-        return None, None, None
-    return pack(weights.query), pack(weights.key), weights.base
+        return None
+    sides = [part for side in (weights.query, weights.key) for part in (_rank(side), side.gate is not None)]
+    return *sides, weights.base is not None
+
+
+def _rank(side: SideWeights) -> int:
+    return 0 if side.down is None else _constant(side.down.shape[2], MOST_HEADS)
+
+
+def _constant(number: int, most: int) -> int:
+    """Make a number that a compiler takes for a variable a constant."""
+    for constant in range(most):
+        if constant == number:
+            return constant
+    return most

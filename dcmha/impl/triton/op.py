@@ -5,9 +5,10 @@
 import torch
 from torch import Tensor
 
+from ...weights import ComposeWeights
 from ..call import Call, refuse_derivative
-from . import distrust
-from .operands import Hiding, Operands, Options
+from ..compiled.blocks import flat_weights
+from .operands import Hiding, Operands, Options, pack
 from .passes import backward, forward
 
 OPERANDS = (
@@ -27,14 +28,7 @@ def composed(q, k, v, *rest):
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
     weights, hiding, options = _split(q, k, rest)
     with torch.cuda.device_of(q):
-        call = _call_of(q, k, v, weights, hiding, options)
-        if not distrust.is_trusted(call, False):
-            return distrust.forward(call, hiding.seed)
         return forward(q.contiguous(), k.contiguous(), v.contiguous(), weights, hiding, options)
-
-
-def _call_of(q: Tensor, k: Tensor, v: Tensor, weights: Operands, hiding: Hiding, options: Options) -> Call:
-    return distrust.call_of(q, k, v, weights.weights("pre"), weights.weights("post"), hiding, options)
 
 
 def _split(q: Tensor, k: Tensor, rest: tuple) -> tuple[Operands, Hiding, Options]:
@@ -60,11 +54,7 @@ def composed_backward(d_out, q, k, v, *rest):
     weights, hiding, options = _split(q, k, tuple(rest))
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
-        call = _call_of(q, k, v, weights, hiding, options)
-        if distrust.is_trusted(call, True):
-            grads = backward(*tensors, weights, hiding, log_sum, options, mask_gradient)
-        else:
-            grads = distrust.backward(tensors[0], call, hiding.seed, mask_gradient)
+        grads = backward(*tensors, weights, hiding, log_sum, options, mask_gradient)
     of_weights = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads.operands, weights, strict=True)]
     return [
         grads.q,
@@ -100,3 +90,34 @@ def _backward(ctx, d_out: Tensor, _: Tensor | None):
 
 composed.register_autograd(_backward, setup_context=_setup)
 composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("triton", "second"))
+
+
+def attention(call: Call, seed: Tensor | None) -> Tensor:
+    """Compute composed attention [B, H, T, D]; `seed` is that of dropout."""
+    return composed(*_arguments(call, seed))[0]
+
+
+def _arguments(call: Call, seed: Tensor | None) -> tuple:
+    operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
+    options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+    return call.q, call.k, call.v, *operands, call.mask, *call.document_bounds, seed, *options
+
+
+def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Pack the query side, the key side, and give the base of a composition."""
+    if weights is None:
+        return None, None, None
+    return pack(weights.query), pack(weights.key), weights.base
+
+
+def solve(call: Call, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
+    """Compute the output, and the gradients of `tensors_of` the call given that of the output, without autograd."""
+    arguments = _arguments(call, seed)
+    out, log_sum = composed(*arguments)
+    if d_out is None:
+        return [out]
+    has_bias = call.bias is not None
+    *grads, d_mask = composed_backward(d_out, *arguments, log_sum, has_bias)
+    operands = Operands(*(None if grad.numel() == 0 else grad for grad in grads[3:]))
+    weights = [w for name in ("pre", "post") for w in flat_weights(operands.weights(name))]
+    return [out, *grads[:3], *weights, d_mask if has_bias else None]

@@ -1,0 +1,171 @@
+"""A check on first use: before the first call of a kind on a GPU, kernels solve a small problem beside the reference.
+
+Kernels that fail are not used again in the process, for that dtype and device; a warning says so. What a compiler
+traces is checked while it is traced. `DCMHA_FIRST_USE_CHECK=0` in the environment switches the check off.
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..weights import ComposeWeights, SideWeights
+from . import reference
+from .call import Call
+from .compiled.blocks import tensors_of, with_tensors
+from .compiled.opaque import TENSORS
+from .dropout import draw_seed
+from .masking import Documents, documents_of
+
+SWITCH = "DCMHA_FIRST_USE_CHECK"
+DEVICES = ("cuda",)  # that are checked
+ROWS, KEYS, WINDOW, DROPOUT = 2, 72, 20, 0.3  # of the small problem
+SLACK = 4  # times the reference's own error in the dtype
+LEAST = 0.1  # of the norm of the output's gradient: what other norms count as at least, as they may be all rounding
+NAMES = ("out", *(f"the gradient of {name}" for name in TENSORS))
+
+Solver = Callable[[Call, Tensor | None, Tensor | None], list[Tensor | None]]
+SOLVERS: dict[str, Solver] = {}  # by kernels: the output, and, given its gradient, those of `tensors_of` a call
+_seen: set["Kind"] = set()
+_findings: dict[tuple[str, torch.device, torch.dtype], str] = {}
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        kernels: Their name in `SOLVERS`.
+        device: Where they run.
+        dtype: Of q, k and v.
+        shape: H, heads of the keys, G, and T and D of the small problem.
+        pre, post: Query rank, whether there is a gate, the same of the keys, whether there is a base; or None.
+        mask: None, "boolean", "floating", or "gradient" for a floating one that takes a gradient.
+        is_causal, has_window, has_documents, has_dropout: Which there are.
+        gradients: Whether gradients are computed.
+    """
+
+    kernels: str
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, int, int, int, int]
+    pre: tuple[int, bool, int, bool, bool] | None
+    post: tuple[int, bool, int, bool, bool] | None
+    mask: str | None
+    is_causal: bool
+    has_window: bool
+    has_documents: bool
+    has_dropout: bool
+    gradients: bool
+
+
+def finding_of(kernels: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what was found to be wrong with kernels; None if nothing was."""
+    return _findings.get((kernels, device, dtype))
+
+
+@torch.compiler.assume_constant_result
+def check(*fields) -> bool:
+    """Check the kernels of a `Kind`, unless that was done or nothing can be run now; tell whether they may be used."""
+    kind, place = Kind(*fields), fields[:3]
+    is_there = kind.device.type != "cuda" or torch.cuda.is_available()
+    is_off = kind.device.type not in DEVICES or not is_there or os.environ.get(SWITCH) == "0"
+    if is_off or place in _findings or _is_seen(kind):
+        return place not in _findings
+    if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True
+    with ThreadPoolExecutor(1) as pool:  # a thread has its own modes: of tracing, inference, autocast
+        finding = pool.submit(_finding, kind).result()
+    _seen.add(kind)
+    if finding is not None:
+        _findings[place] = finding
+        warnings.warn(
+            f"the {kind.kernels} kernels disagree with the reference on {kind.device}: {finding}. Calls in {kind.dtype}"
+            f" use slower ones there. Please report this, with your versions of torch and Triton: {kind}.",
+            stacklevel=2,
+        )
+    return finding is None
+
+
+def _is_seen(kind: Kind) -> bool:
+    """Tell whether a kind was checked, or the same with gradients."""
+    mask = "gradient" if kind.mask == "floating" else kind.mask
+    return not _seen.isdisjoint({kind, kind._replace(gradients=True), kind._replace(gradients=True, mask=mask)})
+
+
+def _finding(kind: Kind) -> str | None:
+    """Say what kernels do wrong on a small problem; None if nothing. Random states stay as they are."""
+    with torch.random.fork_rng(devices=[]), torch.cuda.device_of(torch.empty(0, device=kind.device)):
+        torch.manual_seed(0)
+        problem = _problem(kind)
+        d_out = torch.randn(problem.q.shape).to(kind.dtype) if kind.gradients else None
+        exact, usual = (_solve_by_reference(_copy(problem, dtype), d_out) for dtype in (torch.float64, kind.dtype))
+        torch.manual_seed(1)
+        seed = draw_seed(torch.device("cpu")).to(kind.device) if kind.has_dropout else None
+        try:
+            with torch.no_grad():
+                call = _copy(problem, kind.dtype, kind.device)
+                got = SOLVERS[kind.kernels](call, seed, None if d_out is None else d_out.to(kind.device))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler, a driver or a launch: whatever it is, it must not stop a run
+            return f"{type(error).__name__}: {str(error)[:300]}"
+    least = 0.0 if d_out is None else LEAST * float(d_out.double().norm())
+    for name, right, *others in zip(NAMES, exact, got, usual, strict=False):
+        if right is not None:
+            error, bound = (float((x.cpu().double() - right).norm() / right.norm().clamp_min(least)) for x in others)
+            if not error <= SLACK * bound + 16 * torch.finfo(kind.dtype).eps:
+                return f"{name} has a relative error of {error:.1e}, the reference one of {bound:.1e}"
+    return None
+
+
+@torch.enable_grad()
+def _solve_by_reference(call: Call, d_out: Tensor | None) -> Sequence[Tensor | None]:
+    """Compute the output and gradients on the CPU: the thread in which autograd works for a GPU may wait for this."""
+    tensors = tensors_of(call)
+    wanted = [x.requires_grad_() for x in tensors if x is not None]
+    torch.manual_seed(1)  # of dropout
+    out = reference.attention(call)
+    if d_out is None:
+        return [out.detach()]
+    grads = iter(torch.autograd.grad(out, wanted, d_out.to(out.dtype)))
+    return [out.detach(), *(None if x is None else next(grads) for x in tensors)]
+
+
+def _copy(call: Call, dtype: torch.dtype, device: str | torch.device = "cpu") -> Call:
+    """Copy a problem to a device, in a dtype."""
+    tensors = [None if x is None else x.to(device, dtype, copy=True) for x in tensors_of(call)]
+    visible = None if call.visible is None else call.visible.to(device)
+    documents = None if call.documents is None else Documents(*(x.to(device) for x in call.documents))
+    return with_tensors(call, tensors)._replace(visible=visible, documents=documents)
+
+
+def _problem(kind: Kind) -> Call:
+    """Make a random problem of few tokens on the CPU."""
+    H, kv_heads, G, T, D = kind.shape
+
+    def rand(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape)).to(kind.dtype)
+
+    def side(tokens: int, rank: int, has_gate: bool) -> SideWeights:
+        down, up = (rand(ROWS, tokens, rank, H, scale=0.5) if rank else None for _ in range(2))
+        return SideWeights(down, up, rand(ROWS, tokens, H, scale=0.5) if has_gate else None)
+
+    def weights(branches: tuple[int, bool, int, bool, bool] | None) -> ComposeWeights | None:
+        if branches is None:
+            return None
+        base = rand(G, H // G, H // G, scale=0.5) if branches[4] else None
+        return ComposeWeights(side(T, *branches[:2]), side(KEYS, *branches[2:4]), base)
+
+    k, v = rand(2, ROWS, KEYS, kv_heads, D).transpose(2, 3)  # as a cache lies
+    visible = None if kind.mask is None else torch.rand(ROWS, H, T, KEYS) < 0.7
+    bias = rand(ROWS, H, T, KEYS) if kind.mask in ("floating", "gradient") else None
+    documents = documents_of((torch.arange(KEYS) // 17).expand(ROWS, KEYS)) if kind.has_documents else None
+    options = (WINDOW if kind.has_window else None, D**-0.5, DROPOUT if kind.has_dropout else 0.0, G)
+    compositions = (weights(kind.pre), weights(kind.post))
+    return Call(rand(ROWS, H, T, D), k, v, *compositions, visible, bias, documents, kind.is_causal, *options)

@@ -1,0 +1,178 @@
+"""Backward pass over the chunks of `forward.py`, which computes scores again.
+
+x = scale q k^T;  da = do v^T;  post_gradients;  key_gradients;  pre_gradients;
+dq = scale da k;  dk += scale da^T q;  dv += x^T do
+"""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..triton.chunks import Chunk
+from . import kernels, key_kernel
+from .call import Attention
+from .forward import LOG2E
+from .products import add_product, multiply_queries, put_product
+
+
+class Gradients(NamedTuple):
+    """Gradients of a call; those of weights packed [B, tokens, 2R + gate, H], None where there is none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pre_query: Tensor | None
+    pre_key: Tensor | None
+    pre_base: Tensor | None
+    post_query: Tensor | None
+    post_key: Tensor | None
+    post_base: Tensor | None
+    mask: Tensor | None
+
+
+class Buffers(NamedTuple):
+    """Memory that all chunks use in turn; None where a call needs none.
+
+    Attributes:
+        x: Scores, then composed weights.
+        da: Gradient of the composed weights, then of the scores.
+        dy: Gradient of the composed scores.
+        delta: Sums of weights times their gradients, [sets, T, 16 BLOCKS].
+        matrices: Of each query, [sets Q, 2, BLOCKS, BLOCKS, 16, 16].
+        base_sums: Gradients of each query's matrices, [sets Q, BLOCKS, BLOCKS, 16, 16], float32.
+    """
+
+    x: Tensor
+    da: Tensor
+    dy: Tensor | None
+    delta: Tensor
+    matrices: Tensor | None
+    base_sums: Tensor | None
+
+
+def backward(call: Attention, d_out: Tensor, lse: Tensor) -> Gradients:
+    """Compute all gradients.
+
+    Args:
+        call: The call.
+        d_out: Gradient of the output [B, H, T, D], contiguous.
+        lse: What `forward` returned.
+    """
+    grads = _empty_gradients(call)
+    buffers = _buffers(call, grads)
+    for chunk in call.plan:
+        _compute_weights_gradients(call, chunk, d_out, lse, grads, buffers)
+        x, da = call.scores(buffers.x, chunk), call.scores(buffers.da, chunk)
+        put_product(grads.q, da, call.keys(call.k, chunk), call.scale, chunk, call)
+        add_product(grads.k, da, call.queries(call.q, chunk), call.scale, chunk, call)
+        add_product(grads.v, x, call.queries(d_out, chunk), 1.0, chunk, call)
+    return Gradients(*(None if grad is None else grad.to(call.q.dtype) for grad in grads))
+
+
+def _compute_weights_gradients(
+    call: Attention, chunk: Chunk, d_out: Tensor, lse: Tensor, grads: Gradients, buffers: Buffers
+) -> None:
+    """Compute a chunk's composed weights and gradient of the scores, and the gradients of compositions and masks."""
+    x, da, dy, delta, matrices, base_sums = buffers
+    multiply_queries(call.queries(call.q, chunk), call.keys(call.k, chunk), call.scale * LOG2E, call.scores(x, chunk))
+    multiply_queries(call.queries(d_out, chunk), call.keys(call.v, chunk), 1.0, call.scores(da, chunk))
+    call.run(kernels.post_gradients, chunk, (x, da, lse, delta, matrices, grads.post_query, base_sums))
+    if grads.post_base is not None:
+        add_base(grads.post_base, base_sums, chunk, call)
+    kind = call.kind._replace(ADDS=not call.covers_keys)
+    for part in key_parts(call, grads.pre_key is not None, grads.post_key is not None):
+        given = (x, da, lse, delta, matrices, grads.pre_key, grads.post_key)
+        call.run(key_kernel.key_gradients, chunk, given, kind=kind, constants=(part,))
+    call.run(kernels.pre_gradients, chunk, (x, da, dy, lse, delta, grads.pre_query, base_sums))
+    if grads.pre_base is not None:
+        add_base(grads.pre_base, base_sums, chunk, call)
+    if grads.mask is not None:
+        add_mask(grads.mask, chunk.workspace(dy, call.heads), chunk, call)
+
+
+def _empty_gradients(call: Attention) -> Gradients:
+    """Make the tensors of the gradients: sums over chunks in float32, others in the dtype of the call."""
+    q = call.q
+    dq = torch.empty_like(q) if call.plan else torch.zeros_like(q)
+    sums = torch.empty_like if call.covers_keys else _zeros_float32
+    weights = [
+        grad
+        for spec, packed in zip(call.specs, call.packed, strict=True)
+        for grad in (
+            _empty_weights(q, call.T, 2 * spec.QUERY_RANK + spec.QUERY_GATE, call, is_sum=False),
+            _empty_weights(q, call.S, 2 * spec.KEY_RANK + spec.KEY_GATE, call, is_sum=not call.covers_keys),
+            None if packed.base is None else _zeros_float32(packed.base),
+        )
+    ]
+    mask = None if call.mask_shape is None else q.new_zeros(call.mask_shape, dtype=torch.float32)
+    return Gradients(dq, sums(call.k), sums(call.v), *weights, mask)
+
+
+def _zeros_float32(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.float32)
+
+
+def _empty_weights(q: Tensor, tokens: int, count: int, call: Attention, is_sum: bool) -> Tensor | None:
+    """Make room for gradients of packed weights [B, tokens, 2R + gate, H]."""
+    if count == 0:
+        return None
+    shape = (call.B, tokens, count, call.heads.count)
+    return q.new_zeros(shape, dtype=torch.float32) if is_sum or not call.plan else q.new_empty(shape)
+
+
+def _buffers(call: Attention, grads: Gradients) -> Buffers:
+    """Make room for the largest chunk."""
+    has_keys = grads.pre_key is not None or grads.post_key is not None
+    has_base = grads.pre_base is not None or grads.post_base is not None
+    return Buffers(
+        x=call.workspace(),
+        da=call.workspace(),
+        dy=None if grads.mask is None else call.workspace(),
+        delta=call.statistics(),
+        matrices=_per_query(call, call.q.dtype, 2) if has_keys else None,
+        base_sums=_per_query(call, torch.float32) if has_base else None,
+    )
+
+
+def key_parts(call: Attention, has_pre: bool, has_post: bool) -> list[key_kernel.Part]:
+    """List the launches of `key_gradients`: registers hold the gradients of 16 heads, or of 32 of one composition."""
+    if call.blocks == 1:
+        return [key_kernel.Part(has_pre, has_post, 0, 1)] if has_pre or has_post else []
+    return [
+        key_kernel.Part(is_pre, not is_pre, first, min(call.blocks, first + 2))
+        for is_pre, has in ((True, has_pre), (False, has_post))
+        for first in range(0, call.blocks, 2)
+        if has
+    ]
+
+
+def _per_query(call: Attention, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Make room for matrices [16 from, 16 to] of each pair of blocks, of each query and set of a chunk."""
+    most = max((-(-c.num_rows * call.kind.NUM_GROUPS // call.pack) * c.num_queries for c in call.plan), default=0)
+    return call.q.new_empty(most, *shape, call.blocks, call.blocks, 16, 16, dtype=dtype)
+
+
+def add_base(d_base: Tensor, sums: Tensor, chunk: Chunk, call: Attention) -> None:
+    """Add the gradients of a chunk's matrices, of all slots of a set, to that of a base [G, HEADS, HEADS]."""
+    instances, heads = chunk.num_rows * call.kind.NUM_GROUPS, call.kind.HEADS
+    sets = -(-instances // call.pack)
+    sums = sums[: sets * chunk.num_queries].unflatten(0, (sets, -1)).sum(1)  # [sets, from block, to block, 16, 16]
+    whole = sums.transpose(2, 3).reshape(sets, 16 * call.blocks, 16 * call.blocks)
+    size = call.kind.GROUP_SLOTS
+    parts = whole.view(sets, call.pack, size, call.pack, size).diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
+    d_base += parts[:instances, :heads, :heads].unflatten(0, (chunk.num_rows, -1)).sum(0)
+
+
+def add_mask(d_mask: Tensor, dy: Tensor, chunk: Chunk, call: Attention) -> None:
+    """Add the gradient of a chunk's composed scores to that of the mask, summed where the mask is the same."""
+    dy = dy.view(chunk.num_rows, call.heads.count, chunk.num_queries, -1)[..., : call.real_keys(chunk)]
+    place = d_mask
+    keys = slice(chunk.first_key, chunk.first_key + call.real_keys(chunk))
+    for axis, part in enumerate((chunk.rows, slice(None), chunk.queries, keys)):
+        if d_mask.shape[axis] > 1:
+            place = place[(slice(None),) * axis + (part,)]
+    same = [axis for axis in range(4) if d_mask.shape[axis] == 1]
+    place += dy.sum(same, keepdim=True, dtype=torch.float32) if same else dy

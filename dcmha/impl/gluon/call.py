@@ -1,0 +1,161 @@
+"""A call of composed attention as the kernels take it: sizes, packed weights, chunks, views and launches."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ...weights import ComposeWeights
+from ..triton.chunks import Chunk, Heads, chunks, key_planes, query_planes
+from . import kernels, key_kernel, packing
+from .indexing import KernelConfig, Packed, Sizes
+from .launch import launch
+from .masking import Masks
+from .mixing import ComposeSpec
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+NOTHING = ComposeWeights()
+
+
+def slots_of_group(heads: int) -> int:
+    """Return how many slots hold the heads of a group: 4, 8, or 16 for each block."""
+    return 4 if heads <= 4 else 8 if heads <= 8 else -(-heads // 16) * 16
+
+
+def statistics_shape(q: Tensor, num_groups: int) -> tuple[int, int, int]:
+    """Return the shape [sets, T, 16 BLOCKS] of statistics of queries [B, H, T, D]."""
+    B, H, T, _ = q.shape
+    slots = slots_of_group(H // num_groups)
+    return -(-B * num_groups // max(1, 16 // slots)), T, max(16, slots)
+
+
+class Attention:
+    """A call of composed attention: its sizes, packed weights, and the chunks that it is worked through in.
+
+    Args:
+        q: Queries [B, H, T, D], contiguous.
+        k: Keys [B, H / shared, S, D], contiguous.
+        v: Values, likewise.
+        pre: Composition of the scores.
+        post: Composition of the weights.
+        masks: What hides, adds and drops.
+        is_causal: As in `composed_attention`.
+        window: As in `composed_attention`; 0 for none.
+        scale: As in `composed_attention`.
+        num_groups: As in `composed_attention`.
+        mask_shape: Shape of a mask that takes a gradient; None if none does.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None, masks: Masks,
+        is_causal: bool, window: int, scale: float, num_groups: int, mask_shape: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.q, self.k, self.v, self.masks, self.scale, self.mask_shape = q, k, v, masks, scale, mask_shape
+        self.B, H, self.T, self.D = q.shape
+        self.S, self.window = k.shape[2], min(window, self.T + k.shape[2])
+        self.heads = Heads(H, H // k.shape[1])
+        slots = slots_of_group(H // num_groups)
+        self.pack, self.blocks = max(1, 16 // slots), max(1, slots // 16)  # groups and blocks of heads of a tile
+        self.num_sets = -(-self.B * num_groups // self.pack)
+        rows = self.pack // math.gcd(num_groups, self.pack)
+        has_bands = window > 0 and mask_shape is None and (self.S - self.T) % 16 == 0
+        self.plan = chunks(self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, rows)
+        band = self.plan[0].block if self.plan and self.plan[0].plane_blocks > 1 else 0
+        self.kind = KernelConfig(
+            slots, H // num_groups, self.blocks, num_groups, H, self.heads.shared, is_causal, window > 0,
+            masks.starts is not None, masks.kind, mask_shape is not None, masks.seed is not None, band, False,
+            DTYPES[q.dtype],
+        )  # fmt: skip
+        self.pre, self.post = map(with_dense_base, (pre or NOTHING, post or NOTHING))
+        self.specs = tuple(map(spec_of, (self.pre, self.post)))
+        self.packed = self._pack()
+
+    def _pack(self) -> tuple[Packed, Packed]:
+        """Pack the weights of all sides by one launch."""
+        sides = (self.pre.query, self.pre.key, self.post.query, self.post.key)
+        ranks = tuple(packing.ranks_of(side, bool(n % 2)) for n, side in enumerate(sides))
+        counts = [2 * rank.RANK + rank.GATE for rank in ranks]
+        tiles, width = -(-self.S // 16), 16 * self.blocks
+        shapes = [(self.T, width), (tiles, 16 * width)] * 2
+        outs = tuple(
+            None if count == 0 else self.q.new_empty(self.num_sets, tokens, count, each)
+            for count, (tokens, each) in zip(counts, shapes, strict=True)
+        )
+        if any(counts):
+            sizes = Sizes(self.B * self.kind.NUM_GROUPS, 0, self.T, self.S, 0, self.T, 1, 0, 16, 0)
+            grid = (-(-max(self.T, self.S) // 16), self.num_sets, 4)
+            given = (tuple(map(packing.side_of, sides)), outs, sizes)
+            launch(packing.pack_weights, grid, given, (self.kind, *ranks), self.q.device)
+        return Packed(outs[0], outs[1], self.pre.base), Packed(outs[2], outs[3], self.post.base)
+
+    def sizes(self, chunk: Chunk) -> Sizes:
+        """Return the numbers of a chunk."""
+        return Sizes(
+            chunk.num_rows * self.kind.NUM_GROUPS, chunk.rows.start, self.T, self.S, chunk.queries.start,
+            chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window,
+        )  # fmt: skip
+
+    def run(self, kernel, chunk: Chunk, arguments: tuple, *, kind: KernelConfig | None = None, constants=()) -> None:
+        """Launch a query-side kernel, or `key_gradients`, on a chunk."""
+        sets = -(-chunk.num_rows * self.kind.NUM_GROUPS // self.pack)
+        count = chunk.num_queries if kernel is not key_kernel.key_gradients else self._key_tiles(chunk)
+        specs = self.specs[:1] if kernel is kernels.row_statistics else self.specs
+        packed = self.packed[:1] if kernel is kernels.row_statistics else self.packed
+        given = (*arguments, *packed, self.masks, self.sizes(chunk))
+        launch(kernel, (count, sets, 1), given, (kind or self.kind, *specs, *constants), self.q.device)
+
+    def _key_tiles(self, chunk: Chunk) -> int:
+        last = chunk.first_key + (chunk.num_blocks - 1) * chunk.block + chunk.num_keys
+        return -(-min(self.S, last) // 16) - max(0, chunk.first_key) // 16
+
+    @property
+    def covers_keys(self) -> bool:
+        """Whether one chunk has all queries of a row of the batch, and so all of the gradients of its keys."""
+        has_all = self.kind.BAND == 0 and all(c.first_key <= 0 and self.real_keys(c) == self.S for c in self.plan)
+        return has_all and len({c.rows.start for c in self.plan}) == len(self.plan) > 0
+
+    def workspace(self) -> Tensor:
+        """Make room for the largest chunk."""
+        return self.q.new_empty(max((chunk.workspace_size(self.heads.count) for chunk in self.plan), default=0))
+
+    def statistics(self) -> Tensor:
+        """Make room for a number of each query and slot."""
+        return self.q.new_empty(statistics_shape(self.q, self.kind.NUM_GROUPS), dtype=torch.float32)
+
+    def queries(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Take queries [B, H, T, D] of a chunk as [rows H / shared blocks, shared Q, D]: a view where there is one."""
+        if self.is_plain(chunk):
+            return x[chunk.rows].flatten(0, 1)[:, chunk.queries]
+        return query_planes(x, chunk, self.heads)
+
+    def keys(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Take keys or values [B, H / shared, S, D] of a chunk, [rows H / shared blocks, K, D], likewise."""
+        if chunk.plane_blocks == 1:
+            return x[chunk.rows].flatten(0, 1)[:, chunk.first_key : chunk.first_key + self.real_keys(chunk)]
+        return key_planes(x, chunk)
+
+    def is_plain(self, chunk: Chunk) -> bool:
+        """Tell whether a chunk's queries are rows of the call's, in one block."""
+        return chunk.plane_blocks == 1 and self.heads.shared == 1
+
+    def real_keys(self, chunk: Chunk) -> int:
+        """Count the keys of a chunk of one block; in a chunk of several, zeros stand for those that there are not."""
+        return chunk.num_keys if chunk.plane_blocks > 1 else min(chunk.num_keys, self.S - chunk.first_key)
+
+    def scores(self, buffer: Tensor, chunk: Chunk) -> Tensor:
+        """See the front of a buffer as a chunk's workspace, without the columns that pad its rows."""
+        return chunk.workspace(buffer, self.heads)[:, :, : self.real_keys(chunk)]
+
+
+def with_dense_base(weights: ComposeWeights) -> ComposeWeights:
+    """Make the base contiguous."""
+    return weights if weights.base is None else weights._replace(base=weights.base.contiguous())
+
+
+def spec_of(weights: ComposeWeights) -> ComposeSpec:
+    """Describe the branches of a composition."""
+    query, key = (packing.ranks_of(side, False) for side in (weights.query, weights.key))
+    return ComposeSpec(query.RANK, query.GATE, key.RANK, key.GATE, int(weights.base is not None))

@@ -1,0 +1,177 @@
+"""The kernels as an operator of torch: opaque to compilers, with its own gradient."""
+
+# B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...weights import ComposeWeights, SideWeights
+from ..call import Call, is_watched, refuse_derivative
+from ..compiled.blocks import flat_weights, weights_from
+from .backward import backward
+from .call import Attention, statistics_shape
+from .forward import forward
+from .masking import masks_of
+
+PARTS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "base")
+WEIGHTS = [f"{composition}_{part}" for composition in ("pre", "post") for part in PARTS]
+OPTIONAL = [*WEIGHTS, "mask", "starts", "stops", "seed"]
+TENSORS = f"Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {name}' for name in OPTIONAL)}"
+OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt num_groups"
+NUM_TENSORS, NUM_OPTIONS = 3 + len(OPTIONAL), 5
+MASK = 3 + len(WEIGHTS)  # its place among the tensors
+
+
+class Arguments(NamedTuple):
+    """Arguments of the operator behind q, k and v; a window of 0 is none."""
+
+    pre: ComposeWeights | None
+    post: ComposeWeights | None
+    mask: Tensor | None
+    starts: Tensor | None
+    stops: Tensor | None
+    seed: Tensor | None
+    is_causal: bool
+    window: int
+    scale: float
+    dropout_p: float
+    num_groups: int
+
+
+def arguments_from(rest: tuple) -> Arguments:
+    """Put weights together; the tensors and options come in the order of the schema."""
+    count = len(PARTS)
+    return Arguments(weights_from(rest[:count]), weights_from(rest[count : 2 * count]), *rest[2 * count :])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, rest: tuple, mask_gradient: bool) -> Attention:
+    a = arguments_from(rest)
+    masks = masks_of(a.mask, a.starts, a.stops, a.seed, a.dropout_p)
+    shape = tuple(a.mask.shape) if mask_gradient else None
+    return Attention(q, k, v, a.pre, a.post, masks, a.is_causal, a.window, a.scale, a.num_groups, shape)
+
+
+def compute(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """Compute the output [B, H, T, D] and the base-2 log-sum-exp of the composed scores [sets, T, 16 BLOCKS].
+
+    q, k and v are contiguous.
+    """
+    with torch.cuda.device_of(q):
+        return forward(_attention(q, k, v, rest, mask_gradient=False))
+
+
+def compute_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest) -> list[Tensor]:
+    """Compute the gradients that there are of q, k, v, packed weights and bases, and the mask if asked for."""
+    *rest, lse, mask_gradient = rest
+    with torch.cuda.device_of(q):
+        call = _attention(q, k, v, tuple(rest), mask_gradient)
+        return [grad for grad in backward(call, d_out.contiguous(), lse) if grad is not None]
+
+
+composed = torch.library.custom_op(
+    "dcmha::composed_attention_16bit", compute, mutates_args=(), schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)"
+)
+composed_backward = torch.library.custom_op(
+    "dcmha::composed_attention_16bit_backward",
+    compute_gradients,
+    mutates_args=(),
+    schema=f"(Tensor d_out, {TENSORS}, {OPTIONS}, Tensor lse, bool mask_gradient) -> Tensor[]",
+)
+
+
+@composed.register_fake
+def _(q, k, v, *rest):
+    lse = q.new_empty(statistics_shape(q, arguments_from(rest).num_groups), dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+@composed_backward.register_fake
+def _(d_out, q, k, v, *rest):
+    *rest, _, mask_gradient = rest
+    a = arguments_from(tuple(rest))
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    for weights in (a.pre or ComposeWeights(), a.post or ComposeWeights()):
+        for side, tokens in ((weights.query, q.shape[2]), (weights.key, k.shape[2])):
+            if (count := count_of(side)) > 0:
+                grads.append(q.new_empty(q.shape[0], tokens, count, q.shape[1]))
+        if weights.base is not None:
+            grads.append(weights.base.new_empty(weights.base.shape))
+    return [*grads, a.mask.new_empty(a.mask.shape)] if mask_gradient else grads
+
+
+def count_of(side: SideWeights) -> int:
+    """Count the packed rows of a side: 2R + gate."""
+    return (0 if side.down is None else 2 * side.down.shape[2]) + (side.gate is not None)
+
+
+def unpack(packed: Tensor, side: SideWeights) -> SideWeights:
+    """Take the gradients of a side's weights apart, [B, tokens, 2R + gate, H]."""
+    rank = 0 if side.down is None else side.down.shape[2]
+    down, up = (packed[:, :, :rank], packed[:, :, rank : 2 * rank]) if rank else (None, None)
+    return SideWeights(down, up, None if side.gate is None else packed[:, :, 2 * rank])
+
+
+def gradients_of_tensors(grads: list[Tensor], pre: ComposeWeights | None, post: ComposeWeights | None) -> list:
+    """Take apart what `compute_gradients` returned: of q, k, v, all `WEIGHTS`, the mask; None where there is none."""
+    given = iter(grads)
+    result = [next(given), next(given), next(given)]
+    for weights in (pre or ComposeWeights(), post or ComposeWeights()):
+        for side in (weights.query, weights.key):
+            result += unpack(next(given), side) if count_of(side) else SideWeights()
+        result.append(None if weights.base is None else next(given))
+    return [*result, next(given, None)]
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], output[1])
+    ctx.options = inputs[NUM_TENSORS:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, d_out: Tensor, _: Tensor | None):
+    *tensors, lse = ctx.saved_tensors
+    mask_gradient = tensors[MASK] is not None and ctx.needs_input_grad[MASK]
+    run = composed_backward if torch.is_grad_enabled() or is_watched(d_out, *tensors) else compute_gradients
+    grads = run(d_out, *tensors, *ctx.options, lse, mask_gradient)
+    a = arguments_from((*tensors[3:], *ctx.options))
+    return *gradients_of_tensors(grads, a.pre, a.post), *(None,) * (NUM_TENSORS - MASK - 1 + NUM_OPTIONS)
+
+
+composed.register_autograd(_backward, setup_context=_setup)
+composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("triton", "second"))
+
+
+class EagerAttention(torch.autograd.Function):
+    """The operator for eager mode, where one of torch costs more time on the host than the launches of a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = (composed if is_watched(*inputs[:NUM_TENSORS]) else compute)(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+def attention(call: Call, seed: Tensor | None) -> Tensor:
+    """Compute composed attention [B, H, T, D]; `seed` is that of dropout."""
+    run = composed if torch.compiler.is_compiling() else EagerAttention.apply
+    return run(*_arguments(call, seed))[0]
+
+
+def _arguments(call: Call, seed: Tensor | None) -> tuple:
+    tensors = (*(x.contiguous() for x in (call.q, call.k, call.v)), *flat_weights(call.pre), *flat_weights(call.post))
+    options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+    return *tensors, call.mask, *call.document_bounds, seed, *options
+
+
+def solve(call: Call, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
+    """Compute the output, and the gradients of `tensors_of` the call given that of the output, without autograd."""
+    arguments = _arguments(call, seed)
+    out, lse = compute(*arguments)
+    if d_out is None:
+        return [out]
+    grads = compute_gradients(d_out, *arguments, lse, call.bias is not None)
+    return [out, *gradients_of_tensors(grads, call.pre, call.post)]

@@ -1,0 +1,124 @@
+"""Arithmetic of floating-point numbers as PTX defines it, on arrays of any shape."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+Array = np.ndarray
+SMALLEST_NORMAL = np.finfo(np.float32).tiny
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """Multiply and add in float64, where products are exact, and round to float32."""
+    product = np.multiply(a, b, dtype=np.float64)
+    return (product + c).astype(np.float32)
+
+
+def exp2(x: Array) -> Array:
+    """Return 2^x, rounded to float32; `ex2.approx` is as close to it as 2 units in the last place."""
+    return np.exp2(x, dtype=np.float64).astype(np.float32)
+
+
+def flush(x: Array) -> Array:
+    """Replace subnormal numbers by zeros of their sign."""
+    return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0.0), x), x)
+
+
+def flushing(operation: Callable[..., Array]) -> Callable[..., Array]:
+    """Return an operation of float32 with subnormal arguments and results flushed (`.ftz`)."""
+    return lambda *arguments: flush(operation(*map(flush, arguments)))
+
+
+class BFloat16:
+    """Conversions of bfloat16, given by its bits."""
+
+    @staticmethod
+    def expand(bits: Array) -> Array:
+        """uint16 to float32."""
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    @staticmethod
+    def round(x: Array) -> Array:
+        """float32 to uint16, to nearest even."""
+        bits = x.view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
+
+
+class Float16:
+    """Conversions of float16, given by its bits."""
+
+    @staticmethod
+    def expand(bits: Array) -> Array:
+        """uint16 to float32."""
+        return bits.view(np.float16).astype(np.float32)
+
+    @staticmethod
+    def round(x: Array) -> Array:
+        """float32 to uint16, to nearest even."""
+        return x.astype(np.float16).view(np.uint16)
+
+
+Format = type[BFloat16] | type[Float16]
+
+
+def expand_pairs(bits: Array, format: Format) -> Array:
+    """Pairs of 16-bit numbers in uint32 to float32 [2, ...], the lower half first."""
+    return format.expand(np.stack([bits.astype(np.uint16), (bits >> 16).astype(np.uint16)]))
+
+
+def round_pairs(x: Array, format: Format) -> Array:
+    """float32 [2, ...] to pairs of 16-bit numbers in uint32."""
+    low, high = format.round(x).astype(np.uint32)
+    return low | (high << 16)
+
+
+def narrow_arithmetic(format: Format, pairs: bool) -> tuple[Callable[..., Array], Callable[..., Array]]:
+    """Return the fused multiply-add and the sum of a 16-bit format, rounded once except where results are subnormal."""
+    expand, round = format.expand, format.round
+    if pairs:
+        expand, round = partial(expand_pairs, format=format), partial(round_pairs, format=format)
+
+    def fma(a: Array, b: Array, c: Array) -> Array:
+        return round(_add_to_odd(expand(a) * expand(b), expand(c)))
+
+    def add(a: Array, b: Array) -> Array:
+        return round(_add_to_odd(expand(a), expand(b)))
+
+    return fma, add
+
+
+def _add_to_odd(a: Array, b: Array) -> Array:
+    """Add in float32, rounded to odd: a later rounding to fewer digits is then as if it were the only one."""
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    bits = total.view(np.uint32)
+    even_and_inexact = ((bits & 1) == 0) & ((error > 0) | (error < 0))
+    towards_zero = (error < 0) == (total > 0)
+    step = np.where(towards_zero, np.uint32(0xFFFFFFFF), np.uint32(1))
+    return np.where(even_and_inexact, bits + step, bits).view(np.float32)
+
+
+def matrix_product(a: list[Array], b: list[Array], c: list[Array], format: Format) -> Array:
+    """Compute a b + c of `mma.m16n8k16`, summed in float32.
+
+    Lane 4 g + t holds of a [16, 16] rows g and g + 8 and columns 2 t, 2 t + 1 and those plus 8; of b [16, 8] the same
+    rows as a's columns, and column g; of c [16, 8] a's rows and columns 2 t and 2 t + 1.
+
+    Args:
+        a: Four registers of pairs, uint32 [programs, 32].
+        b: Two.
+        c: Four registers of float32 [programs, 32].
+        format: Format of the pairs.
+
+    Returns:
+        Four registers [4, programs, 32].
+    """
+    left = expand_pairs(np.stack(a), format).reshape(2, 2, 2, -1, 8, 4)  # [half, k block, row block, programs, g, t]
+    left = left.transpose(3, 2, 4, 1, 5, 0).reshape(-1, 16, 16)
+    right = expand_pairs(np.stack(b), format).reshape(2, 2, -1, 8, 4)  # [half, k block, programs, g, t]
+    right = right.transpose(2, 1, 4, 0, 3).reshape(-1, 16, 8)
+    product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2)  # [programs, row block, g, t, half]
+    return product.transpose(1, 4, 0, 2, 3).reshape(4, -1, 32) + np.stack(c)

@@ -1,0 +1,87 @@
+"""Launches of Gluon kernels that are compiled for a GPU that need not be there, and executed on CPU tensors.
+
+TRITON_INTERPRET must not be set when Triton is imported.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
+
+from dcmha.impl.gluon.launch import ALIGNED, options_of
+
+from .execute import run
+from .memory import LANES
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+SCRATCH = (None, None)  # parameters that Triton adds: memory for the compiler's and a profiler's use, which is not used
+Types = str | tuple["Types", ...]
+
+
+def execute(
+    kernel: JITFunction, grid: tuple[int, int, int], arguments: tuple, constants: tuple, capability: int = 90
+) -> None:
+    """Execute a kernel as `dcmha.impl.gluon.launch.launch` does, with the checks of `run`.
+
+    Args:
+        kernel: The kernel.
+        grid: Programs along three axes.
+        arguments: Its arguments but for the constants: tensors on the CPU, numbers, None, and tuples of them.
+        constants: The constants, which come after them.
+        capability: Compute capability of the GPU that it is compiled for: 80, 90, 100, ...
+    """
+    run(compile_kernel(kernel, _types(arguments), constants, capability), grid, [*_flatten(arguments), *SCRATCH])
+
+
+@cache
+def compile_kernel(kernel: JITFunction, types: tuple[Types, ...], constants: tuple, capability: int) -> str:
+    """Compile a kernel to PTX; addresses of tensors and sizes that are `ALIGNED` are taken for multiples of 16."""
+    names = kernel.arg_names
+    leaves = [leaf for n, type in enumerate(types) for leaf in _leaves(names[n], type, (n,))]
+    constexprs = {place: None for _, type, place in leaves if type == "constexpr"}
+    constexprs |= {(len(types) + n,): constant for n, constant in enumerate(constants)}
+    aligned = [place for name, type, place in leaves if type.startswith("*") or name in ALIGNED]
+    signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
+    source = GluonASTSource(kernel, signature, constexprs, {place: [["tt.divisibility", 16]] for place in aligned})
+    options = options_of(kernel.fn.__name__, constants[0])
+    return compile(source, target=GPUTarget("cuda", capability, LANES), options=options).asm["ptx"]
+
+
+def _types(value: object) -> Types:
+    """Return Triton's names of the types of arguments."""
+    if isinstance(value, tuple):
+        types = map(_types, value)
+        return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return {int: "i32", float: "fp32", type(None): "constexpr"}[type(value)]
+
+
+def _leaves(name: str, types: Types, place: tuple[int, ...]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield the name, type and place of each argument that is no tuple."""
+    if isinstance(types, str):
+        yield name, types, place
+        return
+    for n, (part, type) in enumerate(zip(getattr(types, "_fields", [name] * len(types)), types, strict=True)):
+        yield from _leaves(part, type, (*place, n))
+
+
+def _flatten(value: object) -> Iterator[Tensor | int | float]:
+    """Yield arguments that are neither tuples nor None."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _flatten(part)
+    elif value is not None:
+        yield value

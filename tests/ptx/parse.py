@@ -1,0 +1,151 @@
+"""PTX text as basic blocks of instructions."""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import UnsupportedError
+
+OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
+STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?(\S+)\s*(.*)")
+LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+ENDS = ("bra", "bra.uni", "ret")  # opcodes that end a block
+
+
+class Address(NamedTuple):
+    """[register + offset], in bytes."""
+
+    register: str
+    offset: int
+
+
+Operand = str | tuple[str, ...] | Address  # a register, number or label; registers of a vector; a place in memory
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        opcode: With all modifiers and types.
+        operands: The destination comes first.
+        predicate: Register that must be true; None if the instruction is always executed.
+        negated: Whether it must be false instead.
+        text: As written.
+        source: Source line it comes from.
+    """
+
+    opcode: str
+    operands: tuple[Operand, ...]
+    predicate: str | None
+    negated: bool
+    text: str
+    source: str
+
+    @property
+    def written(self) -> set[str]:
+        """Registers that the instruction writes."""
+        return set() if self.opcode.startswith(("st.", *ENDS)) else registers_of(self.operands[0])
+
+    @property
+    def read(self) -> set[str]:
+        """Registers and parameters that the instruction reads; where a predicate is false, its result keeps its value."""
+        first = 1 if self.written else 0
+        found = set().union(*map(registers_of, self.operands[first:]))
+        return found | (set() if self.predicate is None else {self.predicate} | self.written)
+
+
+class Block(NamedTuple):
+    """Instructions without a branch, and what follows.
+
+    Attributes:
+        instructions: All but the branch.
+        branch: The branch; None where the next block follows.
+        taken: Number of the block that the branch leads to; None for the end of the program.
+        following: Number of the next block; None after an unconditional branch.
+    """
+
+    instructions: list[Instruction]
+    branch: Instruction | None
+    taken: int | None
+    following: int | None
+
+    @property
+    def successors(self) -> set[int]:
+        return {self.taken, self.following} - {None}
+
+
+class Kernel(NamedTuple):
+    """A kernel: its name, names and types of parameters, and blocks; the first is its entry."""
+
+    name: str
+    parameters: dict[str, str]
+    blocks: list[Block]
+
+
+def registers_of(operand: Operand) -> set[str]:
+    """Return the registers and parameters that an operand names."""
+    names = operand[:1] if isinstance(operand, Address) else operand if isinstance(operand, tuple) else (operand,)
+    return {name for name in names if name.startswith("%") or "_param_" in name}
+
+
+def parse(ptx: str) -> Kernel:
+    """Parse a module of one kernel of one warp."""
+    name, parameters = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.S).groups()
+    threads = re.search(r"\.reqntid\s+(\d+)", ptx)
+    if threads is None or threads[1] != "32":
+        raise UnsupportedError(f"{name}: only programs of one warp are supported (.reqntid 32)")
+    types = {name: kind for kind, name in re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", parameters)}
+    instructions, labels = _instructions(ptx)
+    return Kernel(name, types, _blocks(instructions, labels))
+
+
+def _instructions(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Return the instructions, and of each label the number of the instruction after it."""
+    files = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', ptx))
+    body = ptx[ptx.index("{", ptx.index(".reqntid")) :].split(".section")[0]
+    instructions, labels, source = [], {}, "?"
+    for line in body.splitlines():
+        line = line.split("//")[0].strip()
+        if location := LOCATION.match(line):
+            file, number, outer_file, outer = location.groups()
+            source = f"{files.get(file, file)}:{number}"
+            source += f" inlined at {files.get(outer_file, outer_file)}:{outer}" if outer else ""
+        elif label := re.fullmatch(r"(\$\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif not line.startswith(".") and line not in ("{", "}"):
+            statements = filter(None, map(str.strip, line.split(";")))
+            instructions += [_instruction(statement, source) for statement in statements]
+    return instructions, labels
+
+
+def _instruction(text: str, source: str) -> Instruction:
+    negation, predicate, opcode, operands = STATEMENT.fullmatch(text).groups()
+    parsed = tuple(map(_operand, OPERAND.findall(operands)))
+    return Instruction(opcode, parsed, predicate, negation == "!", text, source)
+
+
+def _operand(text: str) -> Operand:
+    if text.startswith("{"):
+        return tuple(text.strip("{} ").replace(",", " ").split())
+    if not text.startswith("["):
+        return text
+    base, _, offset = text.strip("[] ").partition("+")
+    base = base.strip()
+    return Address(base, int(offset or "0", 0)) if base.startswith("%") else base
+
+
+def _blocks(instructions: list[Instruction], labels: dict[str, int]) -> list[Block]:
+    ends = [n + 1 for n, instruction in enumerate(instructions) if instruction.opcode in ENDS]
+    targets = [labels[i.operands[0]] for i in instructions if i.opcode in ENDS and i.operands]
+    starts = sorted({0, *ends, *targets} - {len(instructions)})
+    blocks = []
+    for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(instructions)], strict=True)):
+        last = instructions[stop - 1]
+        if last.opcode not in ENDS:
+            blocks.append(Block(instructions[start:stop], None, None, number + 1))
+            continue
+        taken = starts.index(labels[last.operands[0]]) if last.operands else None
+        following = None if last.predicate is None else number + 1
+        blocks.append(Block(instructions[start : stop - 1], last, taken, following))
+    return blocks
