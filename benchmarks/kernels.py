@@ -14,7 +14,8 @@ from attention import make_call, operator_parser, work
 from measure import save
 from torch.profiler import ProfilerActivity, profile
 
-from dcmha.impl.triton import chunks, launch
+from dcmha.impl import chunks
+from dcmha.impl.triton import launch
 from dctrain.environment import environment
 
 CLOCK = 1.755e9

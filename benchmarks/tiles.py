@@ -19,8 +19,8 @@ from kernels import CLOCK
 from measure import save
 
 from dcmha import visible_pairs
+from dcmha.impl.chunks import Chunk
 from dcmha.impl.triton import launch
-from dcmha.impl.triton.chunks import Chunk
 from dctrain.environment import environment
 
 OWN, OTHER = (2, 4, 8, 16), (16, 32)  # tokens of the side whose matrices a program keeps, and of the other

@@ -46,7 +46,8 @@ class Kind(NamedTuple):
         shape: H, heads of the keys, G, and T and D of the small problem.
         pre, post: Query rank, whether there is a gate, the same of the keys, whether there is a base; or None.
         mask: None, "boolean", "floating", or "gradient" for a floating one that takes a gradient.
-        is_causal, has_window, has_documents, has_dropout: Which there are.
+        is_causal, has_window, has_documents: Which there are.
+        dropout_p: 0, or `DROPOUT` where anything is dropped.
         gradients: Whether gradients are computed.
     """
 
@@ -60,7 +61,7 @@ class Kind(NamedTuple):
     is_causal: bool
     has_window: bool
     has_documents: bool
-    has_dropout: bool
+    dropout_p: float
     gradients: bool
 
 
@@ -106,7 +107,7 @@ def _finding(kind: Kind) -> str | None:
         d_out = torch.randn(problem.q.shape).to(kind.dtype) if kind.gradients else None
         exact, usual = (_solve_by_reference(_copy(problem, dtype), d_out) for dtype in (torch.float64, kind.dtype))
         torch.manual_seed(1)
-        seed = draw_seed(torch.device("cpu")).to(kind.device) if kind.has_dropout else None
+        seed = draw_seed(torch.device("cpu")).to(kind.device) if kind.dropout_p > 0.0 else None
         try:
             with torch.no_grad():
                 call = _copy(problem, kind.dtype, kind.device)
@@ -166,6 +167,6 @@ def _problem(kind: Kind) -> Call:
     visible = None if kind.mask is None else torch.rand(ROWS, H, T, KEYS) < 0.7
     bias = rand(ROWS, H, T, KEYS) if kind.mask in ("floating", "gradient") else None
     documents = documents_of((torch.arange(KEYS) // 17).expand(ROWS, KEYS)) if kind.has_documents else None
-    options = (WINDOW if kind.has_window else None, D**-0.5, DROPOUT if kind.has_dropout else 0.0, G)
+    options = (WINDOW if kind.has_window else None, D**-0.5, kind.dropout_p, G)
     compositions = (weights(kind.pre), weights(kind.post))
     return Call(rand(ROWS, H, T, D), k, v, *compositions, visible, bias, documents, kind.is_causal, *options)

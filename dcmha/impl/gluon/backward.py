@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..triton.chunks import Chunk
+from ..chunks import Chunk
 from . import kernels, key_kernel
 from .call import Attention
 from .forward import LOG2E

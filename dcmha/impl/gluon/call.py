@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...weights import ComposeWeights
-from ..triton.chunks import Chunk, Heads, chunks, key_planes, query_planes
+from ..chunks import Chunk, Heads, chunks, key_planes, query_planes
 from . import kernels, key_kernel, packing
 from .indexing import KernelConfig, Packed, Sizes
 from .launch import launch

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from ..triton.chunks import Chunk, fold
+from ..chunks import Chunk, fold
 from .call import Attention
 
 

@@ -109,7 +109,7 @@ def _kind_of(call: Call) -> first_use.Kind:
         is_causal=call.is_causal,
         has_window=call.window is not None,
         has_documents=call.documents is not None,
-        has_dropout=_constant(call.dropout_p > 0.0, 1) == 1,
+        dropout_p=first_use.DROPOUT if call.dropout_p > 0.0 else 0.0,
         gradients=_has_gradients(call),
     )
 

@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from ...weights import ComposeWeights
+from ..chunks import Chunk, chunks
 from . import decode_kernels
-from .chunks import Chunk, chunks
 from .launch import FILL_PROGRAMS, Mixer, launch_options
 from .operands import WHOLE_BLOCKS, Hiding, Options, Unpacked
 from .tiles import Kind

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..chunks import Chunk, Heads, fold
 from . import kernels, statistics
-from .chunks import Chunk, Heads, fold
 from .operands import Hiding, Operands, Options, Unpacked, drop_sizes, kind_of
 from .places import Sizes
 from .tiles import Kind

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
+from ..chunks import round_up
 from ..dropout import threshold_of
-from .chunks import round_up
 from .hiding import Masks
 from .tiles import Form, Kind, Packed
 

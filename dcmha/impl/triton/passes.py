@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunks import ALIGNMENT, Chunk, chunks, fold, key_planes, query_planes, round_up
+from ..chunks import ALIGNMENT, Chunk, chunks, fold, key_planes, query_planes, round_up
 from .launch import Mixer
 from .operands import Hiding, Operands, Options
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dcmha import composed_attention
+from dcmha.impl import chunks
 from dcmha.impl.compiled.blocks import flat_weights
-from dcmha.impl.triton import chunks, decode, decode_op
+from dcmha.impl.triton import decode, decode_op
 from tests.dcmha.inputs import Case, make_mask, make_operands, relative_error, run, weights_of
 
 SHAPES = [

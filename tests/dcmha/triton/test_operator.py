@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dcmha import DCAttention, composed_attention
+from dcmha.impl import chunks
 from dcmha.impl.masking import key_range
-from dcmha.impl.triton import chunks, launch, passes
+from dcmha.impl.triton import launch, passes
 from dcmha.impl.triton.op import composed
 from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, weights_of
 from tests.dcmha.triton import test_gpu

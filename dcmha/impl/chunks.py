@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..masking import key_range
+from .masking import key_range
 
 WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two
 ALIGNMENT = 16  # a workspace's rows are multiples of so many elements: aligned loads and products
