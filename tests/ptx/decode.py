@@ -1,139 +1,109 @@
 """Instructions as functions of the programs that execute them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from . import floats
-from .errors import UnsupportedError
+from .errors import PTXError
 from .memory import LANES, Memory
-from .operations import DTYPES, FORMATS, OPERATIONS
+from .operations import DTYPES, FORMATS, OPERATIONS, PACK, Operation
 from .parse import Address, Instruction
 from .warps import Warps
 
 Step = Callable[[Warps, Memory], None]
 
-ACCESS = re.compile(r"(ld|st)\.global(?:\.v([24]))?\.([bus](?:8|16|32|64)|f32)")
-PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32")
-ORDERING = re.compile(r"bar\.|barrier|.*\.shared|ldmatrix|stmatrix|fence|membar|mbarrier|cp\.async")
+ACCESS = re.compile(r"(ld|st)\.global(?:\.v[24])?\.([bus](?:8|16|32|64)|f32)")
+PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32")
+SYNCHRONISING = re.compile(r"bar|fence|membar|mbarrier|\w+\.shared|ldmatrix|stmatrix|cp\.async")
 
 
 def decode(instruction: Instruction) -> Step:
     """Return what an instruction does."""
     opcode, operands = instruction.opcode, instruction.operands
-    if re.fullmatch(r"mov\.b(32|64)", opcode) and any(isinstance(operand, tuple) for operand in operands):
-        return _unpack(instruction) if isinstance(operands[0], tuple) else _pack(instruction)
+    if opcode == "mov.b32" and isinstance(operands[0], tuple):
+        return _unpack(instruction)
+    if opcode == "mov.b32" and isinstance(operands[1], tuple):
+        return _compute(instruction, operands[1], PACK)
     if opcode in OPERATIONS:
-        return _compute(instruction)
+        return _compute(instruction, operands[1:], OPERATIONS[opcode])
     if access := ACCESS.fullmatch(opcode):
-        size = DTYPES[access[3]].itemsize
-        return _load(instruction, access[3]) if access[1] == "ld" else _store(instruction, access[3])
+        return (_load if access[1] == "ld" else _store)(instruction, DTYPES[access[2]])
     if opcode == "shfl.sync.bfly.b32" and operands[3:] == ("31", "-1"):
         return _shuffle(instruction)
     if product := PRODUCT.fullmatch(opcode):
         return _multiply(instruction, FORMATS[product[1]])
-    if ORDERING.match(opcode):
-        raise UnsupportedError(f"{instruction.text}: shared memory and barriers are unsupported: programs are one warp")
-    raise UnsupportedError(f"{instruction.text}: unknown instruction")
+    reason = "shared memory and barriers are not supported" if SYNCHRONISING.match(opcode) else "unknown instruction"
+    raise PTXError(f"{reason}: {instruction.text}")
 
 
-def _compute(instruction: Instruction) -> Step:
-    destination, *sources = instruction.operands
-    compute, types = OPERATIONS[instruction.opcode]
-    typed = [(source, DTYPES[type]) for source, type in zip(sources, types, strict=True)]
+def _compute(instruction: Instruction, sources: Sequence[str], operation: Operation) -> Step:
+    typed = [(source, DTYPES[type]) for source, type in zip(sources, operation.types, strict=True)]
 
     def step(warps: Warps, memory: Memory) -> None:
-        warps.write(destination, compute(*(warps.read(*source) for source in typed)), instruction)
-
-    return step
-
-
-def _pack(instruction: Instruction) -> Step:
-    """mov.b32 r, {low, high}."""
-    destination, parts = instruction.operands
-    part, whole = _halves(instruction)
-
-    def step(warps: Warps, memory: Memory) -> None:
-        low, high = (warps.read(register, part).astype(whole) for register in parts)
-        warps.write(destination, low | (high << (8 * part.itemsize)), instruction)
+        value = operation.compute(*(warps.read(*source) for source in typed))
+        warps.write(instruction.operands[0], value, instruction)
 
     return step
 
 
 def _unpack(instruction: Instruction) -> Step:
-    """mov.b32 {low, high}, r."""
-    (low, high), source = instruction.operands
-    part, whole = _halves(instruction)
+    registers, source = instruction.operands
 
     def step(warps: Warps, memory: Memory) -> None:
-        value = warps.read(source, whole)
-        warps.write(low, value.astype(part), instruction)
-        warps.write(high, (value >> (8 * part.itemsize)).astype(part), instruction)
+        for register, value in zip(registers, floats.unpack(warps.read(source, DTYPES["b32"])), strict=True):
+            warps.write(register, value, instruction)
 
     return step
 
 
-def _halves(instruction: Instruction) -> tuple[np.dtype, np.dtype]:
-    whole = DTYPES[instruction.opcode.removeprefix("mov.")]
-    return np.dtype(f"u{whole.itemsize // 2}"), whole
-
-
-def _load(instruction: Instruction, type: str) -> Step:
+def _load(instruction: Instruction, dtype: np.dtype) -> Step:
     registers, address = instruction.operands
-    dtype = DTYPES[type]
 
     def step(warps: Warps, memory: Memory) -> None:
-        lanes = warps.lanes(instruction)
-        place = _addresses(warps, address)[lanes]
-        data = np.zeros((warps.programs.size * LANES, len(registers) * dtype.itemsize), np.uint8)
-        if len(place) > 0:
-            data[lanes] = memory.load(place, data.shape[1], warps.threads[lanes])
-        for register, value in zip(registers, np.ascontiguousarray(data.view(dtype).T), strict=True):
-            warps.write(register, value.reshape(warps.shape), instruction)
+        active = warps.condition(instruction)
+        data = np.zeros((*active.shape, len(registers) * dtype.itemsize), np.uint8)
+        data[active] = memory.load(_addresses(warps, address)[active], data.shape[2], warps.threads[active])
+        for register, value in zip(registers, np.moveaxis(data.view(dtype), 2, 0), strict=True):
+            warps.write(register, np.ascontiguousarray(value), instruction)
 
     return step
 
 
-def _store(instruction: Instruction, type: str) -> Step:
+def _store(instruction: Instruction, dtype: np.dtype) -> Step:
     address, registers = instruction.operands
-    dtype = DTYPES[type]
 
     def step(warps: Warps, memory: Memory) -> None:
-        lanes = warps.lanes(instruction)
-        place = _addresses(warps, address)[lanes]
-        if len(place) > 0:
-            data = np.stack([warps.whole(register, dtype).ravel()[lanes] for register in registers], 1)
-            memory.store(place, data.view(np.uint8), warps.threads[lanes])
+        active = warps.condition(instruction)
+        data = np.stack([warps.read(register, dtype)[active] for register in registers], 1)
+        memory.store(_addresses(warps, address)[active], data.view(np.uint8), warps.threads[active])
 
     return step
 
 
 def _addresses(warps: Warps, address: Address) -> np.ndarray:
-    """Return the addresses of all threads [programs times 32]."""
-    return warps.whole(address.register, DTYPES["s64"]).ravel() + address.offset
+    return warps.read(address.register, DTYPES["s64"]) + address.offset
 
 
 def _shuffle(instruction: Instruction) -> Step:
-    destination, source, distance = instruction.operands[:3]
-    partners = np.arange(LANES) ^ int(distance, 0)
+    """Exchange values between pairs of lanes."""
+    destination, source, mask = instruction.operands[:3]
+    partners = np.arange(LANES) ^ int(mask, 0)
 
     def step(warps: Warps, memory: Memory) -> None:
-        warps.write(destination, warps.whole(source, DTYPES["b32"])[:, partners], instruction)
+        warps.write(destination, warps.read(source, DTYPES["b32"])[:, partners], instruction)
 
     return step
 
 
 def _multiply(instruction: Instruction, format: floats.Format) -> Step:
-    destinations, *fragments = instruction.operands
-    types = (DTYPES["b32"], DTYPES["b32"], DTYPES["f32"])
+    registers, *fragments = instruction.operands
+    typed = list(zip(fragments, (DTYPES["b32"], DTYPES["b32"], DTYPES["f32"]), strict=True))
 
     def step(warps: Warps, memory: Memory) -> None:
-        a, b, c = (
-            [warps.whole(register, dtype) for register in fragment]
-            for fragment, dtype in zip(fragments, types, strict=True)
-        )
-        for register, value in zip(destinations, floats.matrix_product(a, b, c, format), strict=True):
+        a, b, c = ([warps.read(register, dtype) for register in fragment] for fragment, dtype in typed)
+        for register, value in zip(registers, floats.matrix_product(a, b, c, format), strict=True):
             warps.write(register, value, instruction)
 
     return step

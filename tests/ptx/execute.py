@@ -1,42 +1,26 @@
-"""Execution of PTX on CPU tensors: batches of programs, each as far as it comes together with others.
+"""Execution of PTX on CPU tensors, in batches of programs.
 
-Programs of a batch that have the same instruction next execute it at once. Branches split them; the programs at the
-first block go on, and the others wait, so that they come together again after a loop or a condition.
+Programs of a batch that have the same block next execute it together. Branches part them: those at the first block go
+on, the others wait, so that they come together again after a loop or a condition.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from .dataflow import live_registers, stored_parameters
 from .decode import Step, decode
-from .errors import DivergenceError, PTXError
+from .errors import PTXError
 from .floats import Array
 from .memory import LANES, Memory, describe
 from .operations import DTYPES
-from .parse import Block, Instruction, Kernel, parse
+from .parse import Block, Kernel, parse
 from .warps import Warps, join
 
 BATCH = 128  # programs
-
-
-class Executable(NamedTuple):
-    """A kernel made ready.
-
-    Attributes:
-        kernel: Its blocks.
-        steps: What the instructions of each block do.
-        live: Registers and parameters that each block needs.
-        written: Parameters that stores may go to.
-    """
-
-    kernel: Kernel
-    steps: list[list[tuple[Instruction, Step]]]
-    live: list[set[str]]
-    written: set[str]
+Steps = list[list[tuple[Step, str]]]  # of each block, with the text of the instruction
 
 
 def run(ptx: str, grid: tuple[int, int, int], arguments: Sequence[Tensor | int | float | None]) -> None:
@@ -47,73 +31,72 @@ def run(ptx: str, grid: tuple[int, int, int], arguments: Sequence[Tensor | int |
     Args:
         ptx: A module of one kernel of one warp, without shared memory.
         grid: Programs along three axes.
-        arguments: One of each parameter: tensors on the CPU, which the kernel writes to, numbers, None for a null pointer.
+        arguments: One of each parameter: tensors on the CPU, which stores go to, numbers, None for a null pointer.
+
+    Raises:
+        PTXError: At the first access that is wrong, or for an instruction that is not supported.
     """
-    executable = prepare(ptx)
-    named = dict(zip(executable.kernel.parameters, arguments, strict=True))
-    memory = Memory({name: value for name, value in named.items() if isinstance(value, Tensor)}, executable.written)
-    parameters = {
-        name: _parameter(memory.address(name) if isinstance(value, Tensor) else value, executable.kernel.parameters[name])
-        for name, value in named.items()
-    }
-    count = grid[0] * grid[1] * grid[2]
-    with np.errstate(all="ignore"):
-        for start in range(0, count, BATCH):
-            programs = np.arange(start, min(start + BATCH, count))
-            _run_batch(executable, Warps(programs, parameters | _special_registers(programs, grid)), memory)
+    kernel, steps = prepare(ptx)
+    given = dict(zip(kernel.parameters, arguments, strict=True))
+    memory = Memory({name: value for name, value in given.items() if isinstance(value, Tensor)})
+    given |= memory.addresses
+    parameters = {name: _parameter(given[name], DTYPES[type]) for name, type in kernel.parameters.items()}
+    count = math.prod(grid)
+    for start in range(0, count, BATCH):
+        programs = np.arange(start, min(start + BATCH, count))
+        registers = parameters | _special_registers(programs, grid)
+        whole = {name: np.broadcast_to(value, (len(programs), LANES)) for name, value in registers.items()}
+        try:
+            with np.errstate(all="ignore"):
+                _run_batch(kernel.blocks, steps, Warps(programs, whole), memory)
+        except PTXError as error:
+            raise PTXError(f"{kernel.name}: {error}") from None
 
 
 @cache
-def prepare(ptx: str) -> Executable:
+def prepare(ptx: str) -> tuple[Kernel, Steps]:
     """Parse and decode a kernel."""
     kernel = parse(ptx)
-    steps = [[(instruction, decode(instruction)) for instruction in block.instructions] for block in kernel.blocks]
-    return Executable(kernel, steps, live_registers(kernel.blocks), stored_parameters(kernel))
+    try:
+        return kernel, [[(decode(each), each.text) for each in block.instructions] for block in kernel.blocks]
+    except PTXError as error:
+        raise PTXError(f"{kernel.name}: {error}") from None
 
 
-def _parameter(value: float | None, type: str) -> Array:
-    dtype = DTYPES[type]
+def _parameter(value: float | None, dtype: np.dtype) -> Array:
     if isinstance(value, float):
-        return np.full((1, 1), value, np.float32)
-    signed = np.full((1, 1), value or 0, f"i{dtype.itemsize}")
-    return signed.view(dtype)
+        return np.array(value, np.float32)
+    return np.array(value or 0, f"i{dtype.itemsize}")
 
 
 def _special_registers(programs: Array, grid: tuple[int, int, int]) -> dict[str, Array]:
-    column = programs[:, None]
-    places = (column % grid[0], column // grid[0] % grid[1], column // (grid[0] * grid[1]))
-    numbers = {f"%ctaid.{axis}": place.astype(np.uint32) for axis, place in zip("xyz", places, strict=True)}
-    return numbers | {"%tid.x": np.arange(LANES, dtype=np.uint32)[None]}
+    z, y, x = (place.astype(np.uint32)[:, None] for place in np.unravel_index(programs, grid[::-1]))
+    return {"%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z, "%tid.x": np.arange(LANES, dtype=np.uint32)}
 
 
-def _run_batch(executable: Executable, warps: Warps, memory: Memory) -> None:
+def _run_batch(blocks: list[Block], steps: Steps, warps: Warps, memory: Memory) -> None:
     waiting = {0: [warps]}  # parts of the batch, by the block that they execute next
     while waiting:
         number = min(waiting)
-        warps, block = join(waiting.pop(number)), executable.kernel.blocks[number]
-        for instruction, step in executable.steps[number]:
+        warps, block = join(waiting.pop(number)), blocks[number]
+        for step, text in steps[number]:
             try:
                 step(warps, memory)
             except PTXError as error:
-                raise _located(error, executable.kernel, instruction) from None
-        taken = _taken(executable.kernel, block, warps)
+                raise PTXError(f"{error}: {text}") from None
+        taken = _taken(block, warps)
         for target, chosen in ((block.taken, taken), (block.following, ~taken)):
             if target is not None and chosen.any():
-                waiting.setdefault(target, []).append(warps.select(chosen, executable.live[target]))
+                waiting.setdefault(target, []).append(warps.select(chosen))
 
 
-def _taken(kernel: Kernel, block: Block, warps: Warps) -> Array:
+def _taken(block: Block, warps: Warps) -> Array:
     """Tell which programs take a block's branch [programs]."""
-    if block.branch is None or block.branch.predicate is None:
-        return np.full(len(warps.programs), block.branch is not None)
-    condition = np.broadcast_to(warps.condition(block.branch), warps.shape)
-    diverging = condition.any(1) & ~condition.all(1)
+    if block.branch is None:
+        return np.zeros(len(warps.programs), bool)
+    condition = warps.condition(block.branch)
+    diverging = condition != condition[:, :1]
     if diverging.any():
-        thread = int(warps.programs[diverging][0]) * LANES + int(condition[diverging][0].argmin())
-        error = DivergenceError(f"{describe(thread)} branches differently from other lanes")
-        raise _located(error, kernel, block.branch)
+        thread = describe(warps.threads[diverging][0])
+        raise PTXError(f"divergence: {thread} branches differently from lane 0: {block.branch.text}")
     return condition[:, 0]
-
-
-def _located(error: PTXError, kernel: Kernel, instruction: Instruction) -> PTXError:
-    return type(error)(f"{kernel.name}: {error}: {instruction.text} ({instruction.source})")

@@ -1,7 +1,6 @@
 """Arithmetic of floating-point numbers as PTX defines it, on arrays of any shape."""
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -63,30 +62,29 @@ class Float16:
 Format = type[BFloat16] | type[Float16]
 
 
-def expand_pairs(bits: Array, format: Format) -> Array:
-    """Pairs of 16-bit numbers in uint32 to float32 [2, ...], the lower half first."""
-    return format.expand(np.stack([bits.astype(np.uint16), (bits >> 16).astype(np.uint16)]))
+def pack(low: Array, high: Array) -> Array:
+    """Put two numbers of 16 bits into one of 32."""
+    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
 
 
-def round_pairs(x: Array, format: Format) -> Array:
-    """float32 [2, ...] to pairs of 16-bit numbers in uint32."""
-    low, high = format.round(x).astype(np.uint32)
-    return low | (high << 16)
+def unpack(pair: Array) -> tuple[Array, Array]:
+    """Take the lower and the upper 16 of 32 bits."""
+    return pair.astype(np.uint16), (pair >> 16).astype(np.uint16)
 
 
-def narrow_arithmetic(format: Format, pairs: bool) -> tuple[Callable[..., Array], Callable[..., Array]]:
-    """Return the fused multiply-add and the sum of a 16-bit format, rounded once except where results are subnormal."""
-    expand, round = format.expand, format.round
-    if pairs:
-        expand, round = partial(expand_pairs, format=format), partial(round_pairs, format=format)
+def narrow_fma(a: Array, b: Array, c: Array, format: Format) -> Array:
+    """Multiply and add numbers of 16 bits, rounded once except where a result is subnormal."""
+    return format.round(_add_to_odd(format.expand(a) * format.expand(b), format.expand(c)))
 
-    def fma(a: Array, b: Array, c: Array) -> Array:
-        return round(_add_to_odd(expand(a) * expand(b), expand(c)))
 
-    def add(a: Array, b: Array) -> Array:
-        return round(_add_to_odd(expand(a), expand(b)))
+def narrow_add(a: Array, b: Array, format: Format) -> Array:
+    """Add numbers of 16 bits."""
+    return format.round(format.expand(a) + format.expand(b))
 
-    return fma, add
+
+def pairwise(operation: Callable[..., Array]) -> Callable[..., Array]:
+    """Return an operation of numbers of 16 bits on pairs of them."""
+    return lambda *pairs: pack(*(operation(*halves) for halves in zip(*map(unpack, pairs), strict=True)))
 
 
 def _add_to_odd(a: Array, b: Array) -> Array:
@@ -116,9 +114,10 @@ def matrix_product(a: list[Array], b: list[Array], c: list[Array], format: Forma
     Returns:
         Four registers [4, programs, 32].
     """
-    left = expand_pairs(np.stack(a), format).reshape(2, 2, 2, -1, 8, 4)  # [half, k block, row block, programs, g, t]
+    left, right = (format.expand(np.stack(unpack(np.stack(pairs)))) for pairs in (a, b))
+    left = left.reshape(2, 2, 2, -1, 8, 4)  # [half, k block, row block, programs, g, t]
     left = left.transpose(3, 2, 4, 1, 5, 0).reshape(-1, 16, 16)
-    right = expand_pairs(np.stack(b), format).reshape(2, 2, -1, 8, 4)  # [half, k block, programs, g, t]
+    right = right.reshape(2, 2, -1, 8, 4)  # [half, k block, programs, g, t]
     right = right.transpose(2, 1, 4, 0, 3).reshape(-1, 16, 8)
     product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2)  # [programs, row block, g, t, half]
     return product.transpose(1, 4, 0, 2, 3).reshape(4, -1, 32) + np.stack(c)

@@ -6,6 +6,7 @@ TRITON_INTERPRET must not be set when Triton is imported.
 from collections.abc import Iterator
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 from triton import compile
@@ -13,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+from dcmha.impl.gluon import call
 from dcmha.impl.gluon.launch import ALIGNED, options_of
 
 from .execute import run
@@ -40,16 +42,23 @@ def execute(
         grid: Programs along three axes.
         arguments: Its arguments but for the constants: tensors on the CPU, numbers, None, and tuples of them.
         constants: The constants, which come after them.
-        capability: Compute capability of the GPU that it is compiled for: 80, 90, 100, ...
+        capability: Compute capability of the GPU that it is compiled for: 80 or 90; those above have other
+            instructions.
     """
-    run(compile_kernel(kernel, _types(arguments), constants, capability), grid, [*_flatten(arguments), *SCRATCH])
+    values = [value for _, value, _ in _leaves("", arguments) if value is not None]
+    run(compile_kernel(kernel, _types(arguments), constants, capability), grid, [*values, *SCRATCH])
+
+
+def install(patch: pytest.MonkeyPatch, capability: int = 90) -> None:
+    """Let launches of composed attention end in `execute`."""
+    patch.setattr(call, "launch", lambda *arguments: execute(*arguments[:4], capability))
 
 
 @cache
 def compile_kernel(kernel: JITFunction, types: tuple[Types, ...], constants: tuple, capability: int) -> str:
     """Compile a kernel to PTX; addresses of tensors and sizes that are `ALIGNED` are taken for multiples of 16."""
     names = kernel.arg_names
-    leaves = [leaf for n, type in enumerate(types) for leaf in _leaves(names[n], type, (n,))]
+    leaves = [(name or names[place[0]], type, place) for name, type, place in _leaves("", types)]
     constexprs = {place: None for _, type, place in leaves if type == "constexpr"}
     constexprs |= {(len(types) + n,): constant for n, constant in enumerate(constants)}
     aligned = [place for name, type, place in leaves if type.startswith("*") or name in ALIGNED]
@@ -69,19 +78,10 @@ def _types(value: object) -> Types:
     return {int: "i32", float: "fp32", type(None): "constexpr"}[type(value)]
 
 
-def _leaves(name: str, types: Types, place: tuple[int, ...]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield the name, type and place of each argument that is no tuple."""
-    if isinstance(types, str):
-        yield name, types, place
+def _leaves(name: str, value: object, place: tuple[int, ...] = ()) -> Iterator[tuple[str, object, tuple[int, ...]]]:
+    """Yield the name, value and place of each part of nested tuples; parts of plain tuples have the tuple's name."""
+    if not isinstance(value, tuple):
+        yield name, value, place
         return
-    for n, (part, type) in enumerate(zip(getattr(types, "_fields", [name] * len(types)), types, strict=True)):
-        yield from _leaves(part, type, (*place, n))
-
-
-def _flatten(value: object) -> Iterator[Tensor | int | float]:
-    """Yield arguments that are neither tuples nor None."""
-    if isinstance(value, tuple):
-        for part in value:
-            yield from _flatten(part)
-    elif value is not None:
-        yield value
+    for n, (part, each) in enumerate(zip(getattr(value, "_fields", [name] * len(value)), value, strict=True)):
+        yield from _leaves(part, each, (*place, n))

@@ -1,8 +1,7 @@
 """Global memory: the tensors that a kernel was passed, with checks of every access.
 
-Tensors lie at made-up addresses, far apart, so that no access strays from one into another unnoticed: an address is the
-number of an argument, from 1, times 2^40, plus the byte within the tensor's storage. Storages begin at multiples of
-2^40, as allocations do at multiples of 512 bytes on GPUs.
+Tensors lie at made-up addresses, far apart, so that no access strays from one into another unnoticed: the number of a
+tensor, from 1, times 2^40, plus the number of the byte within its storage. So storages are aligned as on GPUs.
 """
 
 from collections.abc import Iterator
@@ -12,81 +11,56 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import MisalignedError, OutOfBoundsError, RaceError
+from .errors import PTXError
 from .floats import Array
 
 LANES = 32  # of a program: one warp
-SPACING = 40  # bits of a byte's number within a storage
-SEVERAL = -1  # threads have read a cell
+SPACING = 40  # bits of the number of a byte within a storage
+SEVERAL = -1  # threads have read a byte
 
 
 class Storage:
     """Bytes of a storage, and who accessed them.
 
-    A cell is an element of the smallest dtype that tensors of the storage have.
-
     Attributes:
-        data: All bytes, uint8.
-        cell: Bytes of a cell.
-        writer: Of each cell, 1 + the thread that wrote last, 0 for none; None if the kernel has no stores to the storage.
-        reader: Of each cell, 1 + the thread that read, 0 for none, `SEVERAL`.
+        data: The bytes.
+        writer: Of each byte, 1 + the thread that wrote it last, 0 for none.
+        reader: Of each byte, 1 + the thread that read it, 0 for none, `SEVERAL`.
     """
 
-    def __init__(self, tensors: list[Tensor], is_written: bool) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()).numpy()
-        self.cell = min(tensor.element_size() for tensor in tensors)
-        cells = len(self.data) // self.cell
-        self.writer, self.reader = (np.zeros(cells, np.int32) if is_written else None for _ in range(2))
+    def __init__(self, tensor: Tensor) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+        self.writer, self.reader = (np.zeros(len(self.data), np.int32) for _ in range(2))
 
-    def load(self, first: Array, length: int, threads: Array) -> Array:
-        """Load bytes [accesses, length]; `first` byte of each [accesses], a multiple of `length`."""
-        if self.writer is not None:
-            cells, owner = self._cells(first, length), threads[:, None] + 1
-            self._check(self.writer, cells, owner, "reads", "wrote")
-            known = self.reader[cells]
-            reader = np.where((known == 0) | (known == owner), owner, SEVERAL)
-            self.reader[cells] = reader
-            self.reader[cells[self.reader[cells] != reader]] = SEVERAL
-        return self._rows(length)[first // length]
+    def load(self, places: Array, threads: Array) -> Array:
+        """Load bytes at places [accesses, bytes of each] for threads [accesses, 1]."""
+        _check("reads", self.writer[places], threads, "wrote")
+        before = self.reader[places]
+        reader = np.where((before == 0) | (before == threads + 1), threads + 1, SEVERAL)
+        self.reader[places] = reader
+        self.reader[places[self.reader[places] != reader]] = SEVERAL
+        return self.data[places]
 
-    def store(self, first: Array, data: Array, threads: Array) -> None:
-        """Store bytes [accesses, length], likewise."""
-        length = data.shape[1]
-        rows, place = self._rows(length), first // length
-        cells, owner = self._cells(first, length), threads[:, None] + 1
-        self._check(self.reader, cells, owner, "writes", "read")
-        self._check(self.writer, cells, owner, "writes", "wrote", self._differ(rows[place], data))
-        rows[place] = data
-        self.writer[cells] = owner
-        self._check(self.writer, cells, owner, "writes", "wrote", self._differ(rows[place], data))
+    def store(self, places: Array, data: Array, threads: Array) -> None:
+        """Store bytes, likewise: lanes of one program may store the same value to one place."""
+        _check("writes", self.reader[places], threads, "read")
+        _check("writes", self.writer[places], threads, "wrote", self.data[places] != data)
+        self.data[places], self.writer[places] = data, threads + 1
+        _check("writes", self.writer[places], threads, "wrote", self.data[places] != data)
 
-    def _rows(self, length: int) -> Array:
-        return self.data[: len(self.data) // length * length].reshape(-1, length)
 
-    def _cells(self, first: Array, length: int) -> Array:
-        return first[:, None] // self.cell + np.arange(length // self.cell)
-
-    def _differ(self, before: Array, after: Array) -> Array:
-        """Tell which cells [accesses, cells of one] differ."""
-        return (before != after).reshape(len(before), -1, self.cell).any(2)
-
-    def _check(
-        self, known: Array, cells: Array, owner: Array, now: str, before: str, matters: Array | None = None
-    ) -> None:
-        """Raise if another thread accessed a cell before; a lane of the same program may, where it does not matter."""
-        other = known[cells]
-        bad = (other != 0) & (other != owner)
-        if matters is not None:
-            bad &= matters | ((other - 1) // LANES != (owner - 1) // LANES)
-        if bad.any():
-            access, cell = np.argwhere(bad)[0]
-            thread, other = int(owner[access, 0]) - 1, int(other[access, cell]) - 1
-            who = "several threads" if other < 0 else describe(other)
-            raise RaceError(f"{describe(thread)} {now} byte {cells[access, cell] * self.cell}, which {who} {before}")
+def _check(verb: str, before: Array, threads: Array, other_verb: str, differ: bool | Array = True) -> None:
+    """Raise where another thread accessed a byte before; for the same program, only where the values differ."""
+    is_other_program = (before - 1) // LANES != threads // LANES
+    races = (before != 0) & (before != threads + 1) & (is_other_program | differ)
+    if races.any():
+        access, byte = np.argwhere(races)[0]
+        other = "several threads" if before[access, byte] == SEVERAL else describe(before[access, byte] - 1)
+        raise PTXError(f"race: {describe(threads[access, 0])} {verb} what {other} {other_verb}")
 
 
 class Argument(NamedTuple):
-    """A tensor that was passed: name of the parameter, its storage, and its first byte and the byte after its last."""
+    """A tensor that was passed: name of the parameter, its storage, its first byte, and the byte after its last."""
 
     name: str
     storage: Storage
@@ -95,58 +69,48 @@ class Argument(NamedTuple):
 
 
 class Memory:
-    """The tensors of a launch.
+    """The tensors of a launch, by names of parameters.
 
-    Args:
-        tensors: Tensors by names of parameters.
-        written: Parameters that stores may go to.
+    Attributes:
+        addresses: Address of the first element of each.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], written: set[str]) -> None:
-        names: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-        self.arguments: dict[str, Argument] = {}
-        for group in names.values():
-            storage = Storage([tensors[name] for name in group], not written.isdisjoint(group))
-            self.arguments |= {name: Argument(name, storage, *_span(tensors[name])) for name in group}
-        self.numbered = [self.arguments[name] for name in tensors]
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr(): Storage(tensor) for tensor in tensors.values()}
+        self._arguments, self.addresses = [], {}
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            start = tensor.storage_offset() * tensor.element_size()
+            stop = start + _extent(tensor) * tensor.element_size()
+            self._arguments.append(Argument(name, storages[tensor.untyped_storage().data_ptr()], start, stop))
+            self.addresses[name] = (number << SPACING) + start
 
-    def address(self, name: str) -> int:
-        """Return the address of a tensor's first element."""
-        argument = self.arguments[name]
-        return (self.numbered.index(argument) + 1 << SPACING) + argument.start
-
-    def load(self, address: Array, length: int, threads: Array) -> Array:
+    def load(self, addresses: Array, length: int, threads: Array) -> Array:
         """Load bytes [accesses, length] from addresses [accesses], for threads [accesses]."""
-        data = np.empty((len(address), length), np.uint8)
-        for argument, chosen, first in self._accesses(address, length, threads):
-            data[chosen] = argument.storage.load(first, length, threads[chosen])
+        data = np.empty((len(addresses), length), np.uint8)
+        for storage, chosen, places in self._accesses(addresses, length, threads):
+            data[chosen] = storage.load(places, threads[chosen, None])
         return data
 
-    def store(self, address: Array, data: Array, threads: Array) -> None:
+    def store(self, addresses: Array, data: Array, threads: Array) -> None:
         """Store bytes [accesses, length], likewise."""
-        for argument, chosen, first in self._accesses(address, data.shape[1], threads):
-            argument.storage.store(first, data[chosen], threads[chosen])
+        for storage, chosen, places in self._accesses(addresses, data.shape[1], threads):
+            storage.store(places, data[chosen], threads[chosen, None])
 
-    def _accesses(self, address: Array, length: int, threads: Array) -> Iterator[tuple[Argument, Array | slice, Array]]:
-        """Check accesses, and yield those to each argument: which of all they are, and their first bytes."""
-        numbers = address >> SPACING
-        all_same = (numbers == numbers[0]).all()
-        for number in numbers[:1] if all_same else np.unique(numbers):
-            chosen = slice(None) if all_same else np.flatnonzero(numbers == number)
-            first = address[chosen] - (number << SPACING)
-            if not 0 < number <= len(self.numbered):
-                raise OutOfBoundsError(f"{describe(threads[chosen][0])} accesses {address[chosen][0]:#x}, no tensor")
-            argument = self.numbered[number - 1]
-            outside = (first < argument.start) | (first + length > argument.stop)
-            for bad, error in ((outside, OutOfBoundsError), (first % length != 0, MisalignedError)):
+    def _accesses(self, addresses: Array, length: int, threads: Array) -> Iterator[tuple[Storage, Array, Array]]:
+        """Check accesses, and yield those to each tensor: which of all they are, and the bytes [accesses, length]."""
+        numbers = addresses >> SPACING
+        for number in np.unique(numbers):
+            chosen = np.flatnonzero(numbers == number)
+            first = addresses[chosen] - (number << SPACING)
+            if not 0 < number <= len(self._arguments):
+                raise PTXError(f"out of bounds: {describe(threads[chosen[0]])} accesses no tensor")
+            name, storage, start, stop = self._arguments[number - 1]
+            outside = (first < start) | (first + length > stop)
+            for bad, problem in ((outside, "out of bounds"), (first % length != 0, "misaligned")):
                 if bad.any():
-                    at = np.argmax(bad)
-                    place = f"{length} bytes at byte {first[at]} of a storage for {argument.name}"
-                    extent = f"which is bytes {argument.start} to {argument.stop}"
-                    raise error(f"{describe(threads[chosen][at])} accesses {place}, {extent}")
-            yield argument, chosen, first
+                    access = f"{length} bytes at {first[bad][0]} of {name}, bytes {start} to {stop} of a storage"
+                    raise PTXError(f"{problem}: {describe(threads[chosen][bad][0])} accesses {access}")
+            yield storage, chosen, first[:, None] + np.arange(length)
 
 
 def describe(thread: int) -> str:
@@ -154,11 +118,8 @@ def describe(thread: int) -> str:
     return f"program {thread // LANES}, lane {thread % LANES}"
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after its last."""
-    size = tensor.element_size()
-    start = tensor.storage_offset() * size
+def _extent(tensor: Tensor) -> int:
+    """Count the elements from the first to the last in a storage."""
     if tensor.numel() == 0:
-        return start, start
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * size
+        return 0
+    return 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import UnsupportedError
+from .errors import PTXError
 
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?(\S+)\s*(.*)")
@@ -19,10 +19,10 @@ class Address(NamedTuple):
     offset: int
 
 
-Operand = str | tuple[str, ...] | Address  # a register, number or label; registers of a vector; a place in memory
+Operand = str | tuple[str, ...] | Address  # a register, parameter, number or label; a vector; a place in memory
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Instruction:
     """One instruction.
 
@@ -31,8 +31,7 @@ class Instruction:
         operands: The destination comes first.
         predicate: Register that must be true; None if the instruction is always executed.
         negated: Whether it must be false instead.
-        text: As written.
-        source: Source line it comes from.
+        text: The instruction and its source line.
     """
 
     opcode: str
@@ -40,19 +39,6 @@ class Instruction:
     predicate: str | None
     negated: bool
     text: str
-    source: str
-
-    @property
-    def written(self) -> set[str]:
-        """Registers that the instruction writes."""
-        return set() if self.opcode.startswith(("st.", *ENDS)) else registers_of(self.operands[0])
-
-    @property
-    def read(self) -> set[str]:
-        """Registers and parameters that the instruction reads; where a predicate is false, its result keeps its value."""
-        first = 1 if self.written else 0
-        found = set().union(*map(registers_of, self.operands[first:]))
-        return found | (set() if self.predicate is None else {self.predicate} | self.written)
 
 
 class Block(NamedTuple):
@@ -70,41 +56,29 @@ class Block(NamedTuple):
     taken: int | None
     following: int | None
 
-    @property
-    def successors(self) -> set[int]:
-        return {self.taken, self.following} - {None}
-
 
 class Kernel(NamedTuple):
-    """A kernel: its name, names and types of parameters, and blocks; the first is its entry."""
+    """A kernel: its name, types of parameters by their names, and blocks; the first is its entry."""
 
     name: str
     parameters: dict[str, str]
     blocks: list[Block]
 
 
-def registers_of(operand: Operand) -> set[str]:
-    """Return the registers and parameters that an operand names."""
-    names = operand[:1] if isinstance(operand, Address) else operand if isinstance(operand, tuple) else (operand,)
-    return {name for name in names if name.startswith("%") or "_param_" in name}
-
-
 def parse(ptx: str) -> Kernel:
     """Parse a module of one kernel of one warp."""
     name, parameters = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.S).groups()
-    threads = re.search(r"\.reqntid\s+(\d+)", ptx)
-    if threads is None or threads[1] != "32":
-        raise UnsupportedError(f"{name}: only programs of one warp are supported (.reqntid 32)")
+    if not re.search(r"\.reqntid\s+32\b", ptx):
+        raise PTXError(f"{name}: programs of more than one warp are not supported")
     types = {name: kind for kind, name in re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", parameters)}
-    instructions, labels = _instructions(ptx)
-    return Kernel(name, types, _blocks(instructions, labels))
+    return Kernel(name, types, _blocks(*_instructions(ptx)))
 
 
 def _instructions(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
     """Return the instructions, and of each label the number of the instruction after it."""
     files = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', ptx))
     body = ptx[ptx.index("{", ptx.index(".reqntid")) :].split(".section")[0]
-    instructions, labels, source = [], {}, "?"
+    instructions, labels, source = [], {}, "no source line"
     for line in body.splitlines():
         line = line.split("//")[0].strip()
         if location := LOCATION.match(line):
@@ -122,7 +96,7 @@ def _instructions(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
 def _instruction(text: str, source: str) -> Instruction:
     negation, predicate, opcode, operands = STATEMENT.fullmatch(text).groups()
     parsed = tuple(map(_operand, OPERAND.findall(operands)))
-    return Instruction(opcode, parsed, predicate, negation == "!", text, source)
+    return Instruction(opcode, parsed, predicate, negation == "!", f"{text} ({source})")
 
 
 def _operand(text: str) -> Operand:
@@ -130,14 +104,13 @@ def _operand(text: str) -> Operand:
         return tuple(text.strip("{} ").replace(",", " ").split())
     if not text.startswith("["):
         return text
-    base, _, offset = text.strip("[] ").partition("+")
-    base = base.strip()
-    return Address(base, int(offset or "0", 0)) if base.startswith("%") else base
+    base, _, offset = text.strip("[]").partition("+")
+    return Address(base.strip(), int(offset or "0", 0)) if base.strip().startswith("%") else base.strip()
 
 
 def _blocks(instructions: list[Instruction], labels: dict[str, int]) -> list[Block]:
     ends = [n + 1 for n, instruction in enumerate(instructions) if instruction.opcode in ENDS]
-    targets = [labels[i.operands[0]] for i in instructions if i.opcode in ENDS and i.operands]
+    targets = [labels[instructions[end - 1].operands[0]] for end in ends if instructions[end - 1].operands]
     starts = sorted({0, *ends, *targets} - {len(instructions)})
     blocks = []
     for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(instructions)], strict=True)):
