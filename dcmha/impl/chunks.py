@@ -100,27 +100,41 @@ class Chunk(NamedTuple):
 
 def chunks(
     B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int, has_bands: bool = True,
-    row_multiple: int = 1,
+    row_multiple: int = 1, *, workspace_mib: float | None = None, queries: int | None = None,
 ) -> list[Chunk]:  # fmt: skip
     """Cut a call so that a workspace stays within its budget; a window of 0 is none. No pairs, no chunks.
 
-    Without bands all chunks have one block. All but the last have a multiple of `row_multiple` rows.
+    Args:
+        B, H, T, S: Sizes of the call.
+        itemsize: Bytes of an element of the workspace.
+        is_causal, window: As in `composed_attention`.
+        has_bands: Whether chunks of windowed attention may have several blocks.
+        row_multiple: All chunks but the last have a multiple of so many rows of the batch.
+        workspace_mib: Size of a workspace, at most; `WORKSPACE_MIB` if None.
+        queries: Queries of a chunk where queries see different keys, at most; chosen by the size of the call if None.
     """
     if B * T * S == 0:
         return []
-    budget = int(WORKSPACE_MIB * 2**20 // itemsize)
+    budget = int((workspace_mib or WORKSPACE_MIB) * 2**20 // itemsize)
     shape = (B, H, T, S, budget, is_causal, window, row_multiple)
-    return (_band(*shape) if window and has_bands else []) or _rectangles(*shape)
+    if queries is None:
+        queries = _usual_queries(B, H, S, is_causal, window)
+    return (_band(*shape) if window and has_bands else []) or _rectangles(*shape, queries)
+
+
+def _usual_queries(B: int, H: int, S: int, is_causal: bool, window: int) -> int:
+    """Return the queries of a chunk where queries see different keys: few, to leave out what is hidden."""
+    worth = CHUNK_ELEMENTS // max(1, B * H * min(window or S, S // 2))
+    if not is_causal:
+        return CHUNK_QUERIES
+    return min(CHUNK_QUERIES, max(FEWEST_QUERIES, round_up(worth, FEWEST_QUERIES)))
 
 
 def _rectangles(
-    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int
+    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int, queries: int
 ) -> list[Chunk]:
-    """Cut into chunks of one block; short ones where queries see different keys, to leave out what is hidden."""
-    queries = min(T, CHUNK_QUERIES) if is_causal or window else T
-    worth = CHUNK_ELEMENTS // max(1, B * H * min(window or S, S // 2))  # queries of a chunk
-    if is_causal:  # products compute half a square of each chunk in vain
-        queries = min(queries, max(FEWEST_QUERIES, round_up(worth, FEWEST_QUERIES)))
+    """Cut into chunks of one block. Products compute half a square of each causal chunk in vain."""
+    queries = min(T, queries) if is_causal or window else T
     widest = min(S, queries + (1 if is_causal else 2) * window) if window else S
     per_query = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
     queries = max(1, min(queries, budget // per_query))

@@ -71,7 +71,9 @@ def _parameter(value: float | None, dtype: np.dtype) -> Array:
 
 def _special_registers(programs: Array, grid: tuple[int, int, int]) -> dict[str, Array]:
     z, y, x = (place.astype(np.uint32)[:, None] for place in np.unravel_index(programs, grid[::-1]))
-    return {"%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z, "%tid.x": np.arange(LANES, dtype=np.uint32)}
+    sizes = {f"%nctaid.{axis}": np.array(size, np.uint32) for axis, size in zip("xyz", grid, strict=True)}
+    lanes = np.arange(LANES, dtype=np.uint32)
+    return sizes | {"%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z, "%tid.x": lanes}
 
 
 def _run_batch(blocks: list[Block], steps: Steps, warps: Warps, memory: Memory) -> None:

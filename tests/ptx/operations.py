@@ -52,6 +52,7 @@ ARITHMETIC: Functions = {
     "neg": (np.negative, "t"),
     "min": (np.minimum, "tt"),
     "max": (np.maximum, "tt"),
+    "div": (lambda a, b: np.trunc(a / b).astype(a.dtype), "tt"),
     "max.relu": (lambda a, b: np.maximum(np.maximum(a, b), 0), "tt"),
     "mul.lo": (np.multiply, "tt"),
     "mad.lo": (lambda a, b, c: a * b + c, "ttt"),

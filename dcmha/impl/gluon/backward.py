@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..chunks import Chunk
-from . import kernels, key_kernel
+from . import kernels
 from .call import Attention
 from .forward import LOG2E
+from .key_kernel import Part
 from .products import add_product, multiply_queries, put_product
 
 
@@ -82,15 +83,35 @@ def _compute_weights_gradients(
     call.run(kernels.post_gradients, chunk, (x, da, lse, delta, matrices, grads.post_query, base_sums))
     if grads.post_base is not None:
         add_base(grads.post_base, base_sums, chunk, call)
-    kind = call.kind._replace(ADDS=not call.covers_keys)
-    for part in key_parts(call, grads.pre_key is not None, grads.post_key is not None):
-        given = (x, da, lse, delta, matrices, grads.pre_key, grads.post_key)
-        call.run(key_kernel.key_gradients, chunk, given, kind=kind, constants=(part,))
+    _compute_key_gradients(call, chunk, (x, da, lse, delta, matrices), grads)
     call.run(kernels.pre_gradients, chunk, (x, da, dy, lse, delta, grads.pre_query, base_sums))
     if grads.pre_base is not None:
         add_base(grads.pre_base, base_sums, chunk, call)
     if grads.mask is not None:
         add_mask(grads.mask, chunk.workspace(dy, call.heads), chunk, call)
+
+
+def _compute_key_gradients(call: Attention, chunk: Chunk, tensors: tuple, grads: Gradients) -> None:
+    """Compute the gradients of the keys' weights, or add a chunk's; `tensors` are the first ones of the kernel."""
+    totals = (grads.pre_key, grads.post_key)
+    splits = call.key_splits(chunk)
+    results = totals if splits == 1 else tuple(_empty_parts(call, chunk, total, splits) for total in totals)
+    for part in key_parts(call, *(total is not None for total in totals)):
+        call.run_key_gradients(chunk, (*tensors, *results), part, splits)
+    if splits > 1:
+        first, last = call.key_range(chunk)
+        for total, parts in zip(totals, results, strict=True):
+            if total is not None:
+                found = parts[:, :, : last - first].sum(0)
+                place = total[chunk.rows, first:last]
+                place.copy_(found) if call.covers_keys else place.add_(found)
+
+
+def _empty_parts(call: Attention, chunk: Chunk, total: Tensor | None, splits: int) -> Tensor | None:
+    """Make room for the sums of programs that share tiles of keys [splits, rows, columns, COUNT, H]."""
+    if total is None:
+        return None
+    return total.new_empty(splits, chunk.num_rows, chunk.num_keys, *total.shape[2:], dtype=torch.float32)
 
 
 def _empty_gradients(call: Attention) -> Gradients:
@@ -137,12 +158,12 @@ def _buffers(call: Attention, grads: Gradients) -> Buffers:
     )
 
 
-def key_parts(call: Attention, has_pre: bool, has_post: bool) -> list[key_kernel.Part]:
+def key_parts(call: Attention, has_pre: bool, has_post: bool) -> list[Part]:
     """List the launches of `key_gradients`: registers hold the gradients of 16 heads, or of 32 of one composition."""
     if call.blocks == 1:
-        return [key_kernel.Part(has_pre, has_post, 0, 1)] if has_pre or has_post else []
+        return [Part(has_pre, has_post, 0, 1)] if has_pre or has_post else []
     return [
-        key_kernel.Part(is_pre, not is_pre, first, min(call.blocks, first + 2))
+        Part(is_pre, not is_pre, first, min(call.blocks, first + 2))
         for is_pre, has in ((True, has_pre), (False, has_post))
         for first in range(0, call.blocks, 2)
         if has

@@ -3,21 +3,28 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...weights import ComposeWeights
-from ..chunks import Chunk, Heads, chunks, key_planes, query_planes
-from . import kernels, key_kernel, packing
+from .. import chunks
+from ..chunks import Chunk, Heads, key_planes, query_planes
+from . import kernels, packing
 from .indexing import KernelConfig, Packed, Sizes
+from .key_kernel import Part, key_gradients
 from .launch import launch
 from .masking import Masks
 from .mixing import ComposeSpec
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 NOTHING = ComposeWeights()
+PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
+KEY_PROGRAMS = 2112  # of `key_gradients`, likewise
+SPLIT_QUERIES = 64  # of a program of `key_gradients`, at least, where programs share a tile of keys
+MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
 
 
 def slots_of_group(heads: int) -> int:
@@ -30,6 +37,20 @@ def statistics_shape(q: Tensor, num_groups: int) -> tuple[int, int, int]:
     B, H, T, _ = q.shape
     slots = slots_of_group(H // num_groups)
     return -(-B * num_groups // max(1, 16 // slots)), T, max(16, slots)
+
+
+def chunk_queries(num_sets: int) -> int:
+    """Return the queries of a chunk of causal attention: as many as give a kernel programs enough."""
+    return chunks.round_up(max(chunks.FEWEST_QUERIES, PROGRAMS // max(1, num_sets)), 16)
+
+
+@cache
+def workspace_mib(device: torch.device) -> float:
+    """Return the size of a workspace: more than usual on a device with much memory, as long rows need it."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return chunks.WORKSPACE_MIB
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(chunks.WORKSPACE_MIB, memory / 2**20 / MEMORY_SHARE)
 
 
 class Attention:
@@ -62,11 +83,14 @@ class Attention:
         self.num_sets = -(-self.B * num_groups // self.pack)
         rows = self.pack // math.gcd(num_groups, self.pack)
         has_bands = window > 0 and mask_shape is None and (self.S - self.T) % 16 == 0
-        self.plan = chunks(self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, rows)
+        self.plan = chunks.chunks(
+            self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, rows,
+            workspace_mib=workspace_mib(q.device), queries=chunk_queries(self.num_sets),
+        )  # fmt: skip
         band = self.plan[0].block if self.plan and self.plan[0].plane_blocks > 1 else 0
         self.kind = KernelConfig(
             slots, H // num_groups, self.blocks, num_groups, H, self.heads.shared, is_causal, window > 0,
-            masks.starts is not None, masks.kind, mask_shape is not None, masks.seed is not None, band, False,
+            masks.starts is not None, masks.kind, mask_shape is not None, masks.seed is not None, band, False, False,
             DTYPES[q.dtype],
         )  # fmt: skip
         self.pre, self.post = map(with_dense_base, (pre or NOTHING, post or NOTHING))
@@ -98,18 +122,40 @@ class Attention:
             chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window,
         )  # fmt: skip
 
-    def run(self, kernel, chunk: Chunk, arguments: tuple, *, kind: KernelConfig | None = None, constants=()) -> None:
-        """Launch a query-side kernel, or `key_gradients`, on a chunk."""
-        sets = -(-chunk.num_rows * self.kind.NUM_GROUPS // self.pack)
-        count = chunk.num_queries if kernel is not key_kernel.key_gradients else self._key_tiles(chunk)
+    def run(self, kernel, chunk: Chunk, arguments: tuple) -> None:
+        """Launch a query-side kernel on a chunk."""
         specs = self.specs[:1] if kernel is kernels.row_statistics else self.specs
         packed = self.packed[:1] if kernel is kernels.row_statistics else self.packed
         given = (*arguments, *packed, self.masks, self.sizes(chunk))
-        launch(kernel, (count, sets, 1), given, (kind or self.kind, *specs, *constants), self.q.device)
+        launch(kernel, (chunk.num_queries, self.sets(chunk), 1), given, (self.kind, *specs), self.q.device)
 
-    def _key_tiles(self, chunk: Chunk) -> int:
+    def run_key_gradients(self, chunk: Chunk, arguments: tuple, part: Part, splits: int) -> None:
+        """Launch `key_gradients` on a chunk; `splits` programs share a tile of keys."""
+        given = (*arguments, *self.packed, self.masks, self.sizes(chunk))
+        kind = self.kind._replace(ADDS=splits == 1 and not self.covers_keys, SPLITS=splits > 1)
+        grid = (self.key_tiles(chunk), self.sets(chunk), splits)
+        launch(key_gradients, grid, given, (kind, *self.specs, part), self.q.device)
+
+    def sets(self, chunk: Chunk) -> int:
+        """Count the sets of slots of a chunk."""
+        return -(-chunk.num_rows * self.kind.NUM_GROUPS // self.pack)
+
+    def key_range(self, chunk: Chunk) -> tuple[int, int]:
+        """Bound the tokens that are keys of a chunk."""
         last = chunk.first_key + (chunk.num_blocks - 1) * chunk.block + chunk.num_keys
-        return -(-min(self.S, last) // 16) - max(0, chunk.first_key) // 16
+        return max(0, chunk.first_key), min(self.S, last)
+
+    def key_tiles(self, chunk: Chunk) -> int:
+        """Count the tiles of 16 keys of a chunk."""
+        first, last = self.key_range(chunk)
+        return -(-last // 16) - first // 16
+
+    def key_splits(self, chunk: Chunk) -> int:
+        """Tell between how many programs the queries of a tile of keys are split, to fill a GPU."""
+        if self.kind.BAND > 0:
+            return 1
+        programs = self.key_tiles(chunk) * self.sets(chunk)
+        return max(1, min(-(-KEY_PROGRAMS // programs), chunk.num_queries // SPLIT_QUERIES))
 
     @property
     def covers_keys(self) -> bool:

@@ -27,6 +27,7 @@ class KernelConfig(NamedTuple):
         HAS_DROPOUT: Whether composed weights are dropped.
         BAND: Queries of a block of a chunk of several blocks; 0 for chunks of one block.
         ADDS: Whether gradients of the keys' weights are added to those of earlier chunks.
+        SPLITS: Whether several programs share a tile of keys, and store float32 sums of their own.
         DTYPE: Dtype of the workspaces and of the operands of products.
     """
 
@@ -44,6 +45,7 @@ class KernelConfig(NamedTuple):
     HAS_DROPOUT: bool
     BAND: int
     ADDS: bool
+    SPLITS: bool
     DTYPE: Any
 
 

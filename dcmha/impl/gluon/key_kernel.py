@@ -34,7 +34,10 @@ def key_gradients(
     x, da, lse, delta, matrices, d_pre_key, d_post_key, pre, post, masks, sizes,
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of the key side of both compositions, of a tile of 16 keys: [B, S, COUNT, H]."""
+    """Gradients of the key side of both compositions, of a tile of 16 keys: [B, S, COUNT, H].
+
+    Where programs share a tile: the sums of each over its queries, [splits, rows, columns of the chunk, COUNT, H].
+    """
     set, key = gl.program_id(1), (gl.maximum(0, sizes.first_key) // 16 + gl.program_id(0)) * 16
     v = load_key_vectors(key_weights(pre, set, key, sizes, PRE, KIND), 0, 0, PRE, KIND)
     w = load_key_vectors(key_weights(post, set, key, sizes, POST, KIND), 0, 0, POST, KIND)
@@ -69,6 +72,11 @@ def block_gradients(
 ):  # fmt: skip
     """Add what the queries of a block bring."""
     low, whole, high = query_range(key, set, block, masks, sizes, KIND)
+    if KIND.SPLITS:
+        count = gl.cdiv(high - low, gl.num_programs(2))
+        low = gl.minimum(high, low + gl.program_id(2) * count)
+        high = gl.minimum(high, low + count)
+        whole = gl.minimum(gl.maximum(low, whole), high)
     for query in range(low, whole):
         program = describe_query(masks, sizes, set, block, query, KIND)
         loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, True)
@@ -223,7 +231,12 @@ def store_key_gradients(
     token = gl.expand_dims(key + row_keys(), 1)
     for b in gl.static_range(NUM_BLOCKS):
         row, head, real = head_of(gl.expand_dims(gl.arange(0, 16, COLUMNS), 0), set, PART.FIRST + b, sizes, KIND)
-        place = ((row + sizes.row0).to(gl.int64) * sizes.S + token) * (COUNT * KIND.NUM_HEADS) + head
+        if KIND.SPLITS:
+            row += gl.program_id(2) * (sizes.num_instances // KIND.NUM_GROUPS)
+            place = row.to(gl.int64) * sizes.num_keys + token - sizes.first_key
+        else:
+            place = (row + sizes.row0).to(gl.int64) * sizes.S + token
+        place = place * (COUNT * KIND.NUM_HEADS) + head
         inside = real & (token < sizes.S)
         for n in gl.static_range(COUNT):
             value = d[n * NUM_BLOCKS + b] * SCALE

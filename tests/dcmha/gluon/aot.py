@@ -44,6 +44,7 @@ KIND = KernelConfig(
     HAS_DROPOUT=False,
     BAND=0,
     ADDS=True,
+    SPLITS=False,
     DTYPE=gl.bfloat16,
 )
 

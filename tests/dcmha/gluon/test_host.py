@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
 def launches(monkeypatch):
     """List launches in place of making them."""
     names = []
-    monkeypatch.setattr(products, "accumulate", lambda a, b, scale, out: out.add_(1.0))  # not for tensors without memory
+    monkeypatch.setattr(products, "accumulate", lambda a, b, scale, out: out.add_(1.0))  # tensors without memory
     monkeypatch.setattr(call_module, "launch", lambda kernel, *rest: names.append(kernel.fn.__name__))
     return names
 

@@ -1,0 +1,41 @@
+"""The operator, from the public function to the kernels: output and every gradient against float64.
+
+The kernels are executed as `tests/ptx` does, which also raises at accesses out of bounds or misaligned, and at races.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.dctrain.commands import ROOT
+
+from .cases import CASES, QUICK, SLOW
+
+
+def solve(*names: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """Solve problems in a process of its own, without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.dcmha.gluon.solve", *names]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=570)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def groups(names: list[str], size: int) -> list[list[str]]:
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*groups(list(QUICK), 2), *(pytest.param(names, marks=pytest.mark.slow) for names in groups(list(SLOW), 5))],
+    ids=", ".join,
+)
+def test_as_exact_as_the_reference_in_the_same_dtype(names):
+    for name, found in solve(*names).items():
+        eps = torch.finfo(CASES[name].dtype).eps
+        for tensor, (error, usual) in found.items():
+            assert error < 2 * usual + eps, (name, tensor)
