@@ -2,25 +2,52 @@
 
 python benchmarks/attention.py --batch-size 8 --heads 6 --tokens 196
 python benchmarks/attention.py --batch-size 1 --heads 16 --tokens 1024 --causal --device cuda --dtype bfloat16
+"flex" is torch's flex_attention, compiled: plain attention that leaves out what a window hides. "older" are the kernels
+in Triton that those in Gluon replace for 16-bit dtypes.
 """
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from measure import ceilings, measure, save, show
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dcmha import ComposeWeights, SideWeights, attention_flops, composed_attention, visible_pairs
+from dcmha.impl import triton
 from dctrain.environment import environment
 
-IMPLS = {"cpu": ("sdpa", "reference", "compiled", "cpu"), "cuda": ("sdpa", "reference", "compiled", "triton")}
+IMPLS = {"cpu": ("sdpa", "reference", "compiled", "cpu"), "cuda": ("sdpa", "compiled", "triton", "older")}
+PLAIN = ("sdpa", "flex")
+
+
+def flex(options: argparse.Namespace, tokens: int) -> Callable[..., torch.Tensor]:
+    """Compile torch's flex_attention with the mask of a call."""
+
+    def is_visible(row, head, query, key):
+        seen = query >= key if options.causal else query == query
+        return seen & ((query - key).abs() < options.window) if options.window else seen
+
+    mask = create_block_mask(is_visible, None, None, tokens, tokens, device=options.device)
+    return torch.compile(partial(flex_attention, block_mask=mask))
+
+
+@contextmanager
+def older_kernels(is_wanted: bool) -> Iterator[None]:
+    """Let calls in 16-bit dtypes use the kernels in Triton."""
+    chosen = triton._takes_gluon
+    triton._takes_gluon = (lambda q: False) if is_wanted else chosen
+    yield
+    triton._takes_gluon = chosen
 
 
 def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
-    """Make a call of one implementation on random operands of rank 2 with gates, both sides, pre and post."""
+    """Make a call of one implementation on random operands with gates, both sides, pre and post."""
     torch.manual_seed(0)
-    B, H, T, D, R = options.batch_size, options.heads, tokens, options.head_dim, 2
+    B, H, T, D, R = options.batch_size, options.heads, tokens, options.head_dim, options.rank
 
     def rand(*shape: int) -> torch.Tensor:
         dtype = getattr(torch, options.dtype)
@@ -33,18 +60,23 @@ def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespac
         return ComposeWeights(side()) if options.query_wise else ComposeWeights(side(), side())
 
     q, k, v = (rand(B, H, T, D) for _ in range(3))
-    pre, post = (None, None) if impl == "sdpa" else (weights(), weights())
+    pre, post = (None, None) if impl in PLAIN else (weights(), weights())
     cotangent = torch.randn(B, H, T, D, device=options.device, dtype=q.dtype)
     leaves = [q, k, v]
     for composition in filter(None, (pre, post)):
         composition.map(leaves.append)
 
+    name = {"sdpa": "auto", "older": "triton"}.get(impl, impl)
+    kind = {"is_causal": options.causal, "window": options.window, "num_groups": options.groups}
+    attend = partial(composed_attention, pre=pre, post=post, **kind, impl=name)
+    if impl == "flex":
+        attend = flex(options, tokens)
+
     def call() -> None:
-        name = "auto" if impl == "sdpa" else impl
-        kind = {"is_causal": options.causal, "window": options.window, "num_groups": options.groups}
-        out = composed_attention(q, k, v, pre, post, **kind, impl=name)
-        if backward:
-            torch.autograd.grad(out, leaves, cotangent)
+        with older_kernels(impl == "older"):
+            out = attend(q, k, v)
+            if backward:
+                torch.autograd.grad(out, leaves, cotangent)
 
     return call
 
@@ -98,6 +130,7 @@ def operator_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int)
+    parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--query-wise", action="store_true", help="leave the key side out")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

@@ -1,115 +1,73 @@
-"""Which tiles of the fused kernels are fastest: each kernel by itself, on the largest chunk of a call, with many.
+"""Which limits of registers, and which sizes of chunks, let the Gluon kernels run fastest; prints what to paste.
 
 python benchmarks/tiles.py --batch-size 8 --heads 16 --tokens 2048 --causal --json tiles.json
-A tile is the five numbers of `launch.Tile`: queries, keys, warps, stages, registers. Compiling takes minutes; what is
-compiled stays in Triton's cache. A tile that wins is a line of `launch.py`, once `pytest -m gpu` has passed with it.
+Each setting is used for all kernels in one call, forward and backward; each kernel is timed by itself. What wins is a
+line of `REGISTERS` in `dcmha/impl/gluon/launch.py` or a constant of `call.py`, once `pytest -m gpu` has passed.
 """
 
 import argparse
-import itertools
-import multiprocessing
-import os
-import statistics
-from typing import NamedTuple
 
 import torch
-import triton
-from attention import make_call, operator_parser
-from kernels import CLOCK
+from attention import make_call, operator_parser, work
+from kernels import KERNELS, clocks_per_second, seconds_of_kernels
 from measure import save
 
-from dcmha import visible_pairs
-from dcmha.impl.chunks import Chunk
-from dcmha.impl.triton import launch
+from dcmha.impl.gluon import call, launch
 from dctrain.environment import environment
 
-OWN, OTHER = (2, 4, 8, 16), (16, 32)  # tokens of the side whose matrices a program keeps, and of the other
-ELEMENTS = (8, 16, 32)  # of a thread
-STAGES, REGISTERS = (1, 2), (None, 128, 168)
+REGISTERS = (None, 80, 96, 128, 168, 200)  # of a thread, at most
+PROGRAMS = (1024, 2048, 4096, 8192, 16384)
+KEY_PROGRAMS = (1, 1056, 2112, 4224)
 
 
-class Launch(NamedTuple):
-    """A launch of one kernel, to be repeated with other tiles."""
-
-    mixer: launch.Mixer
-    name: str
-    chunk: Chunk
-    tensors: list[torch.Tensor | None]
-    num_splits: int
-
-    def seconds(self, tile: launch.Tile, repeats: int) -> list[float]:
-        """Time a tile; [] if it does not compile, or takes more of a multiprocessor than there is."""
-        times, launch.tile_of = [], lambda *_: tile
-        for number in range(1 + repeats):
-            for tensor in self.tensors:
-                if tensor is not None and tensor.shape == self.tensors[0].shape:
-                    tensor.normal_()  # a workspace, in which some kernels leave results
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            try:
-                self.mixer.run(*self[1:])
-            except (triton.TritonError, RuntimeError):
-                return []
-            stop.record()
-            torch.cuda.synchronize()
-            times += [start.elapsed_time(stop) / 1e3] if number else []
-        return times
+def clocks(options: argparse.Namespace) -> dict[str, float]:
+    """Time a call: clocks an element of each kernel."""
+    tokens = options.tokens[0]
+    seconds, _ = seconds_of_kernels(make_call("triton", True, tokens, options), options.repeats)
+    elements = work(options, tokens, True)["elements"]
+    return {name: value * clocks_per_second() / elements for name, value in seconds.items()}
 
 
-def largest_launches(options: argparse.Namespace) -> list[Launch]:
-    """Run a call, forward and backward, and keep the launch of each kernel on the largest chunk."""
-    launches, run = {}, launch.Mixer.run
-
-    def keep(mixer: launch.Mixer, name: str, chunk: Chunk, tensors: list, num_splits: int = 1) -> None:
-        if name not in launches or chunk.workspace_size(1) >= launches[name].chunk.workspace_size(1):
-            launches[name] = Launch(mixer, name, chunk, tensors, num_splits)
-        run(mixer, name, chunk, tensors, num_splits)
-
-    launch.Mixer.run = keep
-    make_call("triton", True, options.tokens[0], options)()
-    launch.Mixer.run = run
-    return list(launches.values())
-
-
-def candidates(launches: list[Launch]) -> list[tuple[Launch, launch.Tile]]:
-    """List all that is to be timed."""
-    found = []
-    for of, own, other, count in itertools.product(launches, OWN, OTHER, ELEMENTS):
-        warps, rest = divmod(own * other * 16 * of.mixer.kind.BLOCKS, 32 * count)
-        if not rest and warps in (1, 2, 4, 8):
-            sizes = (other, own) if of.name == "key_gradients" else (own, other)
-            found += [(of, launch.Tile(*sizes, warps, *more)) for more in itertools.product(STAGES, REGISTERS)]
-    return found
+def sweep_registers(options: argparse.Namespace) -> list[dict]:
+    """Time all limits; print the fastest of each kernel."""
+    rows = []
+    for limit in REGISTERS:
+        launch.REGISTERS = {} if limit is None else dict.fromkeys(KERNELS, limit)
+        launch._compiled.clear()
+        rows.append({"registers": limit, "clocks": clocks(options)})
+    print("REGISTERS = {  # most of a thread")
+    for kernel in rows[0]["clocks"].keys() & set(KERNELS):
+        best = min(rows, key=lambda row: row["clocks"][kernel])
+        tried = ", ".join(f"{row['registers']}: {row['clocks'][kernel]:.3f}" for row in rows)
+        print(f'    "{kernel}": {best["registers"]},  # clocks of {tried}')
+    print("}")
+    return rows
 
 
-def compile_some(options: argparse.Namespace, first: int) -> None:
-    """Compile every n-th candidate, from one on, for one row of the batch; n processes do."""
-    launches = largest_launches(argparse.Namespace(**vars(options) | {"batch_size": 1}))
-    for of, tile in candidates(launches)[first :: options.jobs]:
-        of.seconds(tile, 0)
+def sweep_constant(options: argparse.Namespace, name: str, values: tuple[int, ...]) -> list[dict]:
+    """Time values of a constant of `call.py`; print the sum of all that a call does."""
+    rows, usual = [], getattr(call, name)
+    for value in values:
+        setattr(call, name, value)
+        rows.append({name: value, "clocks": clocks(options)})
+        print(f"{name} = {value}  # {sum(rows[-1]['clocks'].values()):.3f} clocks")
+    setattr(call, name, usual)
+    return rows
 
 
 def main() -> None:
     """Measure, and print the best."""
     parser = operator_parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.set_defaults(device="cuda", dtype="bfloat16", tokens=[2048], repeats=5)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device.")
-    launches, rows = largest_launches(options), []
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        pool.starmap(compile_some, [(options, number) for number in range(options.jobs)])
-    per_second = torch.cuda.get_device_properties(0).multi_processor_count * CLOCK
-    for of, tile in candidates(launches):
-        if times := of.seconds(tile, options.repeats):
-            last = of.chunk.queries.stop if options.causal else options.tokens[0]
-            pairs = visible_pairs(of.chunk.num_queries, last, is_causal=options.causal, window=options.window)
-            clocks = statistics.median(times) * per_second / (of.chunk.num_rows * options.heads * pairs)
-            rows.append({"kernel": of.name, "tile": tile, "seconds": times, "clocks": clocks})
-    for of in launches:
-        for row in sorted((row for row in rows if row["kernel"] == of.name), key=lambda row: row["clocks"])[:5]:
-            print(f"{of.name:18} {row['clocks']:6.3f} clocks  {tuple(row['tile'])}")
+    usual = launch.REGISTERS
+    rows = sweep_registers(options)
+    launch.REGISTERS = usual
+    launch._compiled.clear()
+    rows += sweep_constant(options, "PROGRAMS", PROGRAMS)
+    rows += sweep_constant(options, "KEY_PROGRAMS", KEY_PROGRAMS)
     save(options.json, {"environment": environment(torch.device("cuda")), "options": vars(options), "results": rows})
 
 

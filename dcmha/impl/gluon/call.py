@@ -22,7 +22,7 @@ from .mixing import ComposeSpec
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 NOTHING = ComposeWeights()
 PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
-KEY_PROGRAMS = 2112  # of `key_gradients`, likewise
+KEY_PROGRAMS = 2112  # of `key_gradients`, likewise; half as many need no more
 SPLIT_QUERIES = 64  # of a program of `key_gradients`, at least, where programs share a tile of keys
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
 
@@ -109,17 +109,17 @@ class Attention:
             for count, (tokens, each) in zip(counts, shapes, strict=True)
         )
         if any(counts):
-            sizes = Sizes(self.B * self.kind.NUM_GROUPS, 0, self.T, self.S, 0, self.T, 1, 0, 16, 0)
+            sizes = Sizes(self.B * self.kind.NUM_GROUPS, 0, self.T, self.S, 0, self.T, 1, 0, 16, 0, 1)
             grid = (-(-max(self.T, self.S) // 16), self.num_sets, 4)
             given = (tuple(map(packing.side_of, sides)), outs, sizes)
             launch(packing.pack_weights, grid, given, (self.kind, *ranks), self.q.device)
         return Packed(outs[0], outs[1], self.pre.base), Packed(outs[2], outs[3], self.post.base)
 
-    def sizes(self, chunk: Chunk) -> Sizes:
+    def sizes(self, chunk: Chunk, splits: int = 1) -> Sizes:
         """Return the numbers of a chunk."""
         return Sizes(
             chunk.num_rows * self.kind.NUM_GROUPS, chunk.rows.start, self.T, self.S, chunk.queries.start,
-            chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window,
+            chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window, splits,
         )  # fmt: skip
 
     def run(self, kernel, chunk: Chunk, arguments: tuple) -> None:
@@ -131,7 +131,7 @@ class Attention:
 
     def run_key_gradients(self, chunk: Chunk, arguments: tuple, part: Part, splits: int) -> None:
         """Launch `key_gradients` on a chunk; `splits` programs share a tile of keys."""
-        given = (*arguments, *self.packed, self.masks, self.sizes(chunk))
+        given = (*arguments, *self.packed, self.masks, self.sizes(chunk, splits))
         kind = self.kind._replace(ADDS=splits == 1 and not self.covers_keys, SPLITS=splits > 1)
         grid = (self.key_tiles(chunk), self.sets(chunk), splits)
         launch(key_gradients, grid, given, (kind, *self.specs, part), self.q.device)
@@ -152,9 +152,9 @@ class Attention:
 
     def key_splits(self, chunk: Chunk) -> int:
         """Tell between how many programs the queries of a tile of keys are split, to fill a GPU."""
-        if self.kind.BAND > 0:
-            return 1
         programs = self.key_tiles(chunk) * self.sets(chunk)
+        if self.kind.BAND > 0 or programs >= KEY_PROGRAMS // 2:
+            return 1
         return max(1, min(-(-KEY_PROGRAMS // programs), chunk.num_queries // SPLIT_QUERIES))
 
     @property

@@ -63,6 +63,7 @@ class Sizes(NamedTuple):
         first_key: Token of the first block's first column; negative before the first token of all.
         num_keys: Columns of a block, a multiple of 16.
         window: Keys that a query sees, to each side unless causal; 0 for no window.
+        splits: Programs of `key_gradients` that share a tile of keys.
     """
 
     num_instances: int
@@ -75,6 +76,7 @@ class Sizes(NamedTuple):
     first_key: int
     num_keys: int
     window: int
+    splits: int
 
 
 class Packed(NamedTuple):

@@ -73,7 +73,7 @@ def block_gradients(
     """Add what the queries of a block bring."""
     low, whole, high = query_range(key, set, block, masks, sizes, KIND)
     if KIND.SPLITS:
-        count = gl.cdiv(high - low, gl.num_programs(2))
+        count = gl.cdiv(high - low, sizes.splits)
         low = gl.minimum(high, low + gl.program_id(2) * count)
         high = gl.minimum(high, low + count)
         whole = gl.minimum(gl.maximum(low, whole), high)
