@@ -94,16 +94,38 @@ class Packed(NamedTuple):
 
 
 @gluon.jit
-def head_of(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
-    """Find the row of the chunk and the head of a slot of a set, and whether it exists."""
+def place_of(slot, set, BLOCK: gl.constexpr, KIND: gl.constexpr):
+    """Find the row and group of heads (as one number), and the head within the group, of a slot of a set."""
     if KIND.GROUP_SLOTS >= 16:
-        instance, within = set, slot + 16 * BLOCK
+        return set, slot + 16 * BLOCK
     else:
         PACK: gl.constexpr = 16 // KIND.GROUP_SLOTS
-        instance, within = set * PACK + slot // KIND.GROUP_SLOTS, slot % KIND.GROUP_SLOTS
+        return set * PACK + slot // KIND.GROUP_SLOTS, slot % KIND.GROUP_SLOTS
+
+
+@gluon.jit
+def head_of(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
+    """Find the row of the chunk and the head of a slot of a set, and whether it exists."""
+    instance, within = place_of(slot, set, BLOCK, KIND)
     head = instance % KIND.NUM_GROUPS * KIND.HEADS + within
     real = (within < KIND.HEADS) & (instance < sizes.num_instances)
     return instance // KIND.NUM_GROUPS, head, real
+
+
+@gluon.jit
+def readable_head(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
+    """Find the row and head of a slot, or what is read in place of one that does not exist.
+
+    That is a head of the same group, or of the last one, that another lane reads by the same instruction.
+    """
+    instance, within = place_of(slot, set, BLOCK, KIND)
+    if KIND.GROUP_SLOTS < 16:
+        instance = gl.minimum(instance, sizes.num_instances - 1)
+    if KIND.HEADS > 1:
+        within = gl.where(within < KIND.HEADS, within, KIND.HEADS - 2 + (within + KIND.HEADS) % 2)
+    else:
+        within = within * 0
+    return instance // KIND.NUM_GROUPS, instance % KIND.NUM_GROUPS * KIND.HEADS + within
 
 
 @gluon.jit
@@ -136,26 +158,28 @@ def block_offset(row, head, block, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
-    """Return the offsets of heads in a workspace at the first query of a block, [1, 1, 16] of each block of heads."""
+    """Return the offsets of heads in a workspace at the first query of a block, [1, 1, 16] of each block of heads.
+
+    Those of slots without a head can be read; which heads exist is returned too.
+    """
     slot = gl.arange(0, 16, MEMORY_HEADS)
     offsets, real = (), ()
     for b in gl.static_range(KIND.BLOCKS):
-        row, head, exists = head_of(slot, set, b, sizes, KIND)
+        row, head = readable_head(slot, set, b, sizes, KIND)
+        _, _, exists = head_of(slot, set, b, sizes, KIND)
         offsets = offsets + (along_heads(block_offset(row, head, block, sizes, KIND)),)
         real = real + (along_heads(exists),)
     return offsets, real
 
 
 @gluon.jit
-def load_tile(pointers, real, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
+def load_tile(pointers, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
     """Load the 16 keys from `start + AFTER` on of all heads: left operands of each block, 0 from `limit` on."""
     result = ()
     for b in gl.static_range(KIND.BLOCKS):
         keys = start + AFTER + memory_keys()
-        if KIND.HEADS % 16 == 0:
-            raw = gl.load(pointers[b] + start + AFTER)
-        else:
-            raw = gl.load(pointers[b] + start + AFTER, mask=real[b] & (memory_keys() >= 0), other=0.0)
+        place = pointers[0] + (pointers[1][b] + start) + AFTER
+        raw = gl.load(place)
         if MASKED:
             raw = gl.where(keys < limit, raw, 0.0).to(KIND.DTYPE)
         result = result + (from_memory(raw),)
@@ -166,11 +190,12 @@ def load_tile(pointers, real, start, AFTER: gl.constexpr, limit, MASKED: gl.cons
 def store_tile(pointers, real, start, AFTER: gl.constexpr, x, KIND: gl.constexpr):
     """Store accumulators [16 keys, 16 heads] of each block."""
     for b in gl.static_range(KIND.BLOCKS):
+        place = pointers[0] + (pointers[1][b] + start) + AFTER
         stored = to_memory(x[b].to(KIND.DTYPE))
         if KIND.HEADS % 16 == 0:
-            gl.store(pointers[b] + start + AFTER, stored)
+            gl.store(place, stored)
         else:
-            gl.store(pointers[b] + start + AFTER, stored, mask=real[b] & (memory_keys() >= 0))
+            gl.store(place, stored, mask=real[b] & (memory_keys() >= 0))
 
 
 ZEROS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))  # [16 heads, 128 keys]

@@ -46,6 +46,13 @@ def row_statistics(x, lse, pre, masks, sizes, KIND: gl.constexpr, PRE: gl.conste
     for start in range(end, program.high, 16):
         _, y = visible_scores(x, start, 0, program, offsets, pre, PRE, KIND, True)
         total = add_exponentials(total, y, KIND)
+    result = log_sums(x, offsets, total, program, pre, PRE, KIND)
+    store_statistics(lse, program.statistics, result, KIND)
+
+
+@gluon.jit
+def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
+    """The base-2 log-sum-exp of a query, [1, 16] of each block, from sums of exponentials relative to offsets."""
     sums = sum_keys(total, KIND)
     bad = gl.zeros([1, 16], gl.int32, ACCUMULATOR)
     for b in gl.static_range(KIND.BLOCKS):
@@ -55,7 +62,7 @@ def row_statistics(x, lse, pre, masks, sizes, KIND: gl.constexpr, PRE: gl.conste
     result = ()
     for b in gl.static_range(KIND.BLOCKS):
         result = result + (gl.where(sums[b] > 0.0, offsets[b] + gl.log2(sums[b]), EMPTY),)
-    store_statistics(lse, program.statistics, result, KIND)
+    return result
 
 
 @gluon.jit
@@ -125,18 +132,18 @@ def composed_weights(x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: g
             weights_step(at, at, start, half * 16, program, lse, pre, post, PRE, POST, KIND, False)
     for start in range(end, program.high, 16):
         weights_step(at, at, start, 0, program, lse, pre, post, PRE, POST, KIND, True)
-    store_hidden(x, program, KIND)
+    store_hidden(x, program, program.low, program.high, KIND)
 
 
 @gluon.jit
-def store_hidden(workspace, program, KIND: gl.constexpr):
-    """Store zeros to the columns of a query that no step covers."""
+def store_hidden(workspace, program, low, high, KIND: gl.constexpr):
+    """Store zeros to the columns of a query that steps from `low` to `high` do not cover."""
     block, query, sizes = 0, program.query, program.sizes
     if KIND.BAND > 0:
         block, query = query // KIND.BAND, query % KIND.BAND
     if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS:
-        store_zeros(workspace, program.set, block, query, 0, program.low, sizes, KIND)
-    covered = program.low + (program.high - program.low + 15) // 16 * 16
+        store_zeros(workspace, program.set, block, query, 0, low, sizes, KIND)
+    covered = low + (high - low + 15) // 16 * 16
     store_zeros(workspace, program.set, block, query, covered, sizes.num_keys, sizes, KIND)
 
 
@@ -196,10 +203,10 @@ def pre_gradients(
             )
     for start in range(end, program.high, 16):
         d_pre = pre_step(x_at, da_at, dy_at, start, 0, program, lse, delta, pre, post, d_pre, PRE, POST, KIND, True)
-    store_hidden(x, program, KIND)
-    store_hidden(da, program, KIND)
+    store_hidden(x, program, program.low, program.high, KIND)
+    store_hidden(da, program, program.low, program.high, KIND)
     if KIND.MASK_GRADIENT:
-        store_hidden(dy, program, KIND)
+        store_hidden(dy, program, program.low, program.high, KIND)
     store_matrix_gradients(d_pre, d_query, d_base, weights, program, PRE, KIND, LN2)
 
 

@@ -11,7 +11,7 @@ from .layouts import COLUMNS, ROWS, row_keys
 from .masking import hide
 from .mixing import compose, load_key_vectors, weighted_sums
 from .programs import describe_query, key_weights, tile_pointers
-from .steps import exponentials, less, load_gradient, no_sums, products, rounded, widened
+from .steps import add_operands, exponentials, load_gradient, negative, no_sums, products, rounded, widened
 
 
 class Part(NamedTuple):
@@ -121,7 +121,7 @@ def load_query(
     column = key - program.first
     x, da = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND)
     return Loaded(
-        tile=load_tile(x, program.real, column, 0, program.sizes.S - program.first, MASKED, KIND),
+        tile=load_tile(x, column, 0, program.sizes.S - program.first, MASKED, KIND),
         d=load_gradient(da, column, 0, program, KIND, MASKED),
         lse=load_statistics(lse, program.statistics, KIND),
         delta=load_statistics(delta, program.statistics, KIND),
@@ -176,21 +176,24 @@ def key_step(
     PART: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what a query brings to the gradients of a tile of keys."""
-    ones, tile, d = program.ones, loaded.tile, loaded.d
+    ones, identity, tile, d = program.ones, program.identity, loaded.tile, loaded.d
+    x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)
-    y = compose(less(tile, loaded.lse, program, KIND), tile, loaded.pre, v, x_sums, PRE, KIND, 0)
+    y = compose(negative(loaded.lse, KIND), tile, x_wide, loaded.pre, v, x_sums, identity, PRE, KIND, 0)
+    y = add_operands(y, tile, program, KIND)
     if MASKED:
         y = hide(y, tokens_of(program, key - program.first), program, KIND)
     p = exponentials(y, KIND)
     d_sums = weighted_sums(d, w, ones, POST, KIND, 1)
     if PART.HAS_POST:
         p_sums = weighted_sums(rounded(p, KIND), w, ones, POST, KIND, 0)
-        d_post = add_key_gradients(d_post, p, p_sums, widened(d, KIND), d_sums, POST, PART)
+        d_post = add_key_gradients(d_post, p, p_sums, d_wide, d_sums, POST, PART)
     if PART.HAS_PRE:
-        d_p = compose(less(d, loaded.delta, program, KIND), d, loaded.post_back, w, d_sums, POST, KIND, 1)
-        d_y = products(p, d_p, KIND)
+        d_p = negative(loaded.delta, KIND)
+        d_p = compose(d_p, d, d_wide, loaded.post_back, w, d_sums, identity, POST, KIND, 1)
+        d_y = products(p, add_operands(d_p, d, program, KIND), KIND)
         y_sums = weighted_sums(rounded(d_y, KIND), v, ones, PRE, KIND, 1)
-        d_pre = add_key_gradients(d_pre, widened(tile, KIND), x_sums, d_y, y_sums, PRE, PART)
+        d_pre = add_key_gradients(d_pre, x_wide, x_sums, d_y, y_sums, PRE, PART)
     return d_pre, d_post
 
 

@@ -120,6 +120,29 @@ def zeros():
     return gl.zeros([16, 16], gl.float32, ACCUMULATOR)
 
 
+PRODUCT = (
+    "mma.sync.aligned.m16n8k8.row.col.f32.DTYPE.DTYPE.f32 {$0, $1, $2, $3}, {$8, $9}, {$12}, {$16, $17, $18, $19};"
+    "mma.sync.aligned.m16n8k8.row.col.f32.DTYPE.DTYPE.f32 {$4, $5, $6, $7}, {$10, $11}, {$15}, {$20, $21, $22, $23};"
+)
+PRODUCT_BF16, PRODUCT_FP16 = (gl.constexpr(PRODUCT.replace("DTYPE", name)) for name in ("bf16", "f16"))
+OPERANDS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 8 + ["f"] * 8))
+
+
+@gluon.jit
+def times(x, right, total, HAS_HALVES: gl.constexpr):
+    """Add the product of a left and a right operand to an accumulator.
+
+    With halves the right operand has two blocks of [8, 8] on its diagonal; nothing is multiplied by the zeros around.
+    """
+    if HAS_HALVES:
+        x = gl.convert_layout(x, ACCUMULATOR, assert_trivial=True)
+        right = gl.convert_layout(gl.permute(right, [1, 0]), ACCUMULATOR)
+        product: gl.constexpr = PRODUCT_BF16 if x.dtype == gl.bfloat16 else PRODUCT_FP16
+        return gl.inline_asm_elementwise(product, OPERANDS, [x, right, total], gl.float32, is_pure=True, pack=8)
+    else:
+        return mma_v2(x, right, total)
+
+
 @gluon.jit
 def transpose(x, identity, DTYPE: gl.constexpr):
     """Transpose a left operand by a product with the identity, which is exact: an accumulator."""

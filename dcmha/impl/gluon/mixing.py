@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .layouts import COLUMNS, LEFT, RIGHT, ROWS, load_packed, right_columns, right_rows, widen, zeros
+from .layouts import COLUMNS, LEFT, RIGHT, ROWS, load_packed, right_columns, right_rows, times, widen, zeros
 
 
 class ComposeSpec(NamedTuple):
@@ -65,7 +64,7 @@ def sum_heads(x, vectors, FIRST: gl.constexpr, ones, KIND: gl.constexpr):
     """Sum x over the heads of a group, weighted by vectors: in every lane of the group."""
     total = zeros()
     for b in gl.static_range(KIND.BLOCKS):
-        total = mma_v2(multiply(x[b], vectors[FIRST + b], KIND.DTYPE), ones, total)
+        total = times(multiply(x[b], vectors[FIRST + b], KIND.DTYPE), ones, total, KIND.GROUP_SLOTS < 16)
     return total
 
 
@@ -79,15 +78,26 @@ def weighted_sums(x, vectors, ones, SPEC: gl.constexpr, KIND: gl.constexpr, BACK
 
 
 @gluon.jit
-def compose(y, x, matrices, vectors, sums, SPEC: gl.constexpr, KIND: gl.constexpr, BACK: gl.constexpr):
+def widened(x, identity, KIND: gl.constexpr):
+    """Convert a left operand to an accumulator: by the tensor cores where that is cheap."""
+    if KIND.GROUP_SLOTS < 16:
+        return times(x, identity, zeros(), True)
+    else:
+        return widen(x)
+
+
+@gluon.jit
+def compose(y, x, wide, matrices, vectors, sums, identity, SPEC: gl.constexpr, KIND: gl.constexpr, BACK: gl.constexpr):
     """Add x (M_query + M_key) to y.
 
     Args:
         y: Accumulators, one for each block of 16 heads.
         x: Left operands likewise.
+        wide: Accumulators of the same numbers, which may not be rounded.
         matrices: Right operands of each pair of blocks (from, to), or their transposes on the way back.
         vectors: Packed weights of the tile's keys.
         sums: `weighted_sums` of x.
+        identity: The identity as a right operand.
         SPEC: Branches of the composition.
         KIND: Kind of the call.
         BACK: Whether to apply the transposed matrices: 1, or 0.
@@ -96,12 +106,12 @@ def compose(y, x, matrices, vectors, sums, SPEC: gl.constexpr, KIND: gl.constexp
     for b in gl.static_range(KIND.BLOCKS):
         added = y[b]
         for r in gl.static_range(SPEC.KEY_RANK):
-            added += sums[r] * widen(vectors[(r + SPEC.KEY_RANK * (1 - BACK)) * KIND.BLOCKS + b])
+            added += sums[r] * widened(vectors[(r + SPEC.KEY_RANK * (1 - BACK)) * KIND.BLOCKS + b], identity, KIND)
         if SPEC.KEY_GATE:
-            added += widen(x[b]) * widen(vectors[2 * SPEC.KEY_RANK * KIND.BLOCKS + b])
+            added += wide[b] * widened(vectors[2 * SPEC.KEY_RANK * KIND.BLOCKS + b], identity, KIND)
         if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
             for a in gl.static_range(KIND.BLOCKS):
-                added = mma_v2(x[a], matrices[a * KIND.BLOCKS + b], added)
+                added = times(x[a], matrices[a * KIND.BLOCKS + b], added, KIND.GROUP_SLOTS < 16)
         result = result + (added,)
     return result
 

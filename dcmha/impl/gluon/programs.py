@@ -178,11 +178,14 @@ def key_weights(packed, set, first, sizes, SPEC: gl.constexpr, KIND: gl.constexp
 
 @gluon.jit
 def tile_pointers(workspace, program, KIND: gl.constexpr):
-    """Point at the first 16 keys of a query's rows, [8, 2, 16] of each block."""
+    """Find the first 16 keys of a query's rows: a pointer, and offsets [8, 2, 16] of each block.
+
+    They are added where a tile is loaded: 64-bit sums for each head would take many registers.
+    """
     result = ()
     for b in gl.static_range(KIND.BLOCKS):
-        result = result + (workspace + (program.offsets[b] + memory_keys()),)
-    return result
+        result = result + (program.offsets[b] + memory_keys(),)
+    return workspace, result
 
 
 @gluon.jit

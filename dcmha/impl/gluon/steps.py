@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from . import mixing
 from .indexing import load_tile, store_tile, tokens_of
-from .layouts import ACCUMULATOR, outer, to_left, widen, zeros
+from .layouts import ACCUMULATOR, outer, times, to_left, zeros
 from .masking import drop, hide
 from .mixing import compose, load_key_vectors, weighted_sums
 
@@ -29,13 +29,23 @@ def visible_scores(
     Returns:
         The scores, left operands; the composed scores less the offsets, accumulators, `HIDDEN` where they are.
     """
-    tile = load_tile(x, program.real, start, AFTER, program.sizes.S - program.first, MASKED, KIND)
+    tile = load_tile(x, start, AFTER, program.sizes.S - program.first, MASKED, KIND)
     vectors = load_key_vectors(pre.key, start, AFTER, SPEC, KIND)
+    return tile, composed_scores(tile, vectors, start + AFTER, program, offsets, pre, SPEC, KIND, MASKED)
+
+
+@gluon.jit
+def composed_scores(
+    tile, vectors, start, program, offsets, pre, SPEC: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
+):
+    """Compose a tile of scores: accumulators, less the offsets, `HIDDEN` where they are."""
     sums = weighted_sums(tile, vectors, program.ones, SPEC, KIND, 0)
-    y = compose(less(tile, offsets, program, KIND), tile, pre.matrices, vectors, sums, SPEC, KIND, 0)
+    y, wide = negative(offsets, KIND), widened(tile, program, KIND)
+    y = compose(y, tile, wide, pre.matrices, vectors, sums, program.identity, SPEC, KIND, 0)
+    y = add_operands(y, tile, program, KIND)
     if MASKED:
-        y = hide(y, tokens_of(program, start + AFTER), program, KIND)
-    return tile, y
+        y = hide(y, tokens_of(program, start), program, KIND)
+    return y
 
 
 @gluon.jit
@@ -56,16 +66,22 @@ def post_step(
     KIND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what a tile brings to delta and to the gradients of the query's post-composition."""
+    d = load_gradient(da, start, AFTER, program, KIND, MASKED)
     _, y = visible_scores(x, start, AFTER, program, lse, pre, PRE, KIND, MASKED)
     p = exponentials(y, KIND)
-    d = load_gradient(da, start, AFTER, program, KIND, MASKED)
     vectors = load_key_vectors(post.key, start, AFTER, POST, KIND)
-    sums = weighted_sums(d, vectors, program.ones, POST, KIND, 1)
-    d_p = compose(widened(d, KIND), d, post.back, vectors, sums, POST, KIND, 1)
+    return add_delta(p, d, vectors, program, post, total, d_post, POST, KIND)
+
+
+@gluon.jit
+def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, KIND: gl.constexpr):
+    """Add what softmax weights p and gradients d of composed ones bring to delta and the query's post-composition."""
+    sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
+    d_p = compose(wide, d, wide, post.back, vectors, sums, program.identity, SPEC, KIND, 1)
     added = ()
     for b in gl.static_range(KIND.BLOCKS):
         added = added + (total[b] + p[b] * d_p[b],)
-    if POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0:
+    if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
         d_post = add_outer(d_post, rounded(p, KIND), d, program.left, KIND)
     return added, d_post
 
@@ -76,24 +92,36 @@ def pre_step(
     POST: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Composed weights and gradients of the scores of a tile, and what it brings to those of the pre-composition."""
+    d = load_gradient(da, start, AFTER, program, KIND, MASKED)
     tile, y = visible_scores(x, start, AFTER, program, lse, pre, PRE, KIND, MASKED)
     p = exponentials(y, KIND)
     vectors = load_key_vectors(post.key, start, AFTER, POST, KIND)
-    d = load_gradient(da, start, AFTER, program, KIND, MASKED)
     store_tile(x, program.real, start, AFTER, composed(p, vectors, start + AFTER, program, post, POST, KIND), KIND)
-    sums = weighted_sums(d, vectors, program.ones, POST, KIND, 1)
-    d_p = compose(less(d, delta, program, KIND), d, post.back, vectors, sums, POST, KIND, 1)
-    d_y = products(p, d_p, KIND)
+    d_y = gradients_of_weights(p, d, vectors, program, delta, post, POST, KIND)
     if KIND.MASK_GRADIENT:
         store_tile(dy, program.real, start, AFTER, d_y, KIND)
-    d_left = rounded(d_y, KIND)
-    if PRE.QUERY_RANK + PRE.QUERY_GATE + PRE.BASE > 0:
-        d_pre = add_outer(d_pre, tile, d_left, program.left, KIND)
     vectors = load_key_vectors(pre.key, start, AFTER, PRE, KIND)
-    sums = weighted_sums(d_left, vectors, program.ones, PRE, KIND, 1)
-    d_x = compose(d_y, d_left, pre.back, vectors, sums, PRE, KIND, 1)
+    d_x, d_pre = score_gradients(tile, d_y, vectors, program, pre, d_pre, PRE, KIND)
     store_tile(da, program.real, start, AFTER, d_x, KIND)
     return d_pre
+
+
+@gluon.jit
+def gradients_of_weights(p, d, vectors, program, delta, post, SPEC: gl.constexpr, KIND: gl.constexpr):
+    """Take gradients of composed weights back to those of composed scores."""
+    sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
+    d_p = compose(negative(delta, KIND), d, wide, post.back, vectors, sums, program.identity, SPEC, KIND, 1)
+    return products(p, add_operands(d_p, d, program, KIND), KIND)
+
+
+@gluon.jit
+def score_gradients(tile, d_y, vectors, program, pre, d_pre, SPEC: gl.constexpr, KIND: gl.constexpr):
+    """Take gradients of composed scores back to those of scores; add to those of the query's pre-composition."""
+    d_left = rounded(d_y, KIND)
+    if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
+        d_pre = add_outer(d_pre, tile, d_left, program.left, KIND)
+    sums = weighted_sums(d_left, vectors, program.ones, SPEC, KIND, 1)
+    return compose(d_y, d_left, d_y, pre.back, vectors, sums, program.identity, SPEC, KIND, 1), d_pre
 
 
 @gluon.jit
@@ -101,7 +129,7 @@ def composed(p, vectors, start, program, post, SPEC: gl.constexpr, KIND: gl.cons
     """Compose a tile of softmax weights, and drop some."""
     p_left = rounded(p, KIND)
     sums = weighted_sums(p_left, vectors, program.ones, SPEC, KIND, 0)
-    a = compose(p, p_left, post.matrices, vectors, sums, SPEC, KIND, 0)
+    a = compose(p, p_left, p, post.matrices, vectors, sums, program.identity, SPEC, KIND, 0)
     if KIND.HAS_DROPOUT:
         a = drop(a, program.words, tokens_of(program, start), program.masks, KIND)
     return a
@@ -110,19 +138,28 @@ def composed(p, vectors, start, program, post, SPEC: gl.constexpr, KIND: gl.cons
 @gluon.jit
 def load_gradient(da, start, AFTER: gl.constexpr, program, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Load a tile of gradients of composed weights; those of dropped ones are 0."""
-    d = load_tile(da, program.real, start, AFTER, program.sizes.S - program.first, MASKED, KIND)
+    d = load_tile(da, start, AFTER, program.sizes.S - program.first, MASKED, KIND)
     if KIND.HAS_DROPOUT:
         tokens = tokens_of(program, start + AFTER)
-        d = rounded(drop(widened(d, KIND), program.words, tokens, program.masks, KIND), KIND)
+        d = rounded(drop(widened(d, program, KIND), program.words, tokens, program.masks, KIND), KIND)
     return d
 
 
 @gluon.jit
-def less(x, offsets, program, KIND: gl.constexpr):
-    """Convert left operands to accumulators less offsets of the heads, by an exact product with the identity."""
+def negative(offsets, KIND: gl.constexpr):
+    """Make accumulators of offsets [1, 16] of the heads, negated."""
     result = ()
     for b in gl.static_range(KIND.BLOCKS):
-        result = result + (mma_v2(x[b], program.identity, zeros() - offsets[b]),)
+        result = result + (zeros() - offsets[b],)
+    return result
+
+
+@gluon.jit
+def add_operands(y, x, program, KIND: gl.constexpr):
+    """Add left operands to accumulators, by an exact product with the identity."""
+    result = ()
+    for b in gl.static_range(KIND.BLOCKS):
+        result = result + (times(x[b], program.identity, y[b], KIND.GROUP_SLOTS < 16),)
     return result
 
 
@@ -172,11 +209,11 @@ def rounded(x, KIND: gl.constexpr):
 
 
 @gluon.jit
-def widened(x, KIND: gl.constexpr):
+def widened(x, program, KIND: gl.constexpr):
     """Convert left operands to accumulators."""
     result = ()
     for b in gl.static_range(KIND.BLOCKS):
-        result = result + (widen(x[b]),)
+        result = result + (mixing.widened(x[b], program.identity, KIND),)
     return result
 
 
