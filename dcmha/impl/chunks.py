@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .masking import key_range
 
-WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two
+WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two, or more smaller ones
 ALIGNMENT = 16  # a workspace's rows are multiples of so many elements: aligned loads and products
 CHUNK_QUERIES = 512  # queries of a chunk of causal attention, at most
 FEWEST_QUERIES = 128  # and at least, where a chunk has elements enough
@@ -102,7 +102,7 @@ def chunks(
     B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int, has_bands: bool = True,
     row_multiple: int = 1, *, workspace_mib: float | None = None, queries: int | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Cut a call so that a workspace stays within its budget; a window of 0 is none. No pairs, no chunks.
+    """Cut a call so that its workspaces stay within their budget; a window of 0 is none. No pairs, no chunks.
 
     Args:
         B, H, T, S: Sizes of the call.

@@ -15,7 +15,7 @@ from .warps import Warps
 Step = Callable[[Warps, Memory], None]
 
 ACCESS = re.compile(r"(ld|st)\.global(?:\.v[24])?\.([bus](?:8|16|32|64)|f32)")
-PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32")
+PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k(?:8|16)\.row\.col\.f32\.(b?f16)\.\1\.f32")
 SYNCHRONISING = re.compile(r"bar|fence|membar|mbarrier|\w+\.shared|ldmatrix|stmatrix|cp\.async")
 
 

@@ -100,14 +100,15 @@ def _add_to_odd(a: Array, b: Array) -> Array:
 
 
 def matrix_product(a: list[Array], b: list[Array], c: list[Array], format: Format) -> Array:
-    """Compute a b + c of `mma.m16n8k16`, summed in float32.
+    """Compute a b + c of `mma.m16n8k16` or `mma.m16n8k8`, summed in float32.
 
     Lane 4 g + t holds of a [16, 16] rows g and g + 8 and columns 2 t, 2 t + 1 and those plus 8; of b [16, 8] the same
-    rows as a's columns, and column g; of c [16, 8] a's rows and columns 2 t and 2 t + 1.
+    rows as a's columns, and column g; of c [16, 8] a's rows and columns 2 t and 2 t + 1. `k8` has the first 8 of k
+    alone.
 
     Args:
-        a: Four registers of pairs, uint32 [programs, 32].
-        b: Two.
+        a: Four registers of pairs, or two, uint32 [programs, 32].
+        b: Two, or one.
         c: Four registers of float32 [programs, 32].
         format: Format of the pairs.
 
@@ -115,9 +116,9 @@ def matrix_product(a: list[Array], b: list[Array], c: list[Array], format: Forma
         Four registers [4, programs, 32].
     """
     left, right = (format.expand(np.stack(unpack(np.stack(pairs)))) for pairs in (a, b))
-    left = left.reshape(2, 2, 2, -1, 8, 4)  # [half, k block, row block, programs, g, t]
-    left = left.transpose(3, 2, 4, 1, 5, 0).reshape(-1, 16, 16)
-    right = right.reshape(2, 2, -1, 8, 4)  # [half, k block, programs, g, t]
-    right = right.transpose(2, 1, 4, 0, 3).reshape(-1, 16, 8)
+    left = left.reshape(2, len(b), 2, -1, 8, 4)  # [half, k block, row block, programs, g, t]
+    left = left.transpose(3, 2, 4, 1, 5, 0).reshape(-1, 16, 8 * len(b))
+    right = right.reshape(2, len(b), -1, 8, 4)  # [half, k block, programs, g, t]
+    right = right.transpose(2, 1, 4, 0, 3).reshape(-1, 8 * len(b), 8)
     product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2)  # [programs, row block, g, t, half]
     return product.transpose(1, 4, 0, 2, 3).reshape(4, -1, 32) + np.stack(c)

@@ -16,7 +16,7 @@ from .floats import Array
 
 LANES = 32  # of a program: one warp
 SPACING = 40  # bits of the number of a byte within a storage
-SEVERAL = -1  # threads have read a byte
+SEVERAL = -1  # programs have read a byte
 
 
 class Storage:
@@ -25,7 +25,7 @@ class Storage:
     Attributes:
         data: The bytes.
         writer: Of each byte, 1 + the thread that wrote it last, 0 for none.
-        reader: Of each byte, 1 + the thread that read it, 0 for none, `SEVERAL`.
+        reader: Of each byte, 1 + the program that read it, 0 for none, `SEVERAL`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -34,29 +34,34 @@ class Storage:
 
     def load(self, places: Array, threads: Array) -> Array:
         """Load bytes at places [accesses, bytes of each] for threads [accesses, 1]."""
-        _check("reads", self.writer[places], threads, "wrote")
-        before = self.reader[places]
-        reader = np.where((before == 0) | (before == threads + 1), threads + 1, SEVERAL)
+        _check("reads", self.writer[places], threads)
+        before, program = self.reader[places], threads // LANES + 1
+        reader = np.where((before == 0) | (before == program), program, SEVERAL)
         self.reader[places] = reader
         self.reader[places[self.reader[places] != reader]] = SEVERAL
         return self.data[places]
 
     def store(self, places: Array, data: Array, threads: Array) -> None:
-        """Store bytes, likewise: lanes of one program may store the same value to one place."""
-        _check("writes", self.reader[places], threads, "read")
-        _check("writes", self.writer[places], threads, "wrote", self.data[places] != data)
+        """Store bytes, likewise: lanes of one program may store the same value to one place.
+
+        They may also store what another lane read by an earlier instruction: lanes that do not diverge keep that order.
+        """
+        reader = self.reader[places]
+        races = (reader != 0) & (reader != threads // LANES + 1)
+        if races.any():
+            raise PTXError(f"race: {describe(threads[np.argwhere(races)[0][0], 0])} writes what another program read")
+        _check("writes", self.writer[places], threads, self.data[places] != data)
         self.data[places], self.writer[places] = data, threads + 1
-        _check("writes", self.writer[places], threads, "wrote", self.data[places] != data)
+        _check("writes", self.writer[places], threads, self.data[places] != data)
 
 
-def _check(verb: str, before: Array, threads: Array, other_verb: str, differ: bool | Array = True) -> None:
-    """Raise where another thread accessed a byte before; for the same program, only where the values differ."""
+def _check(verb: str, before: Array, threads: Array, differ: bool | Array = True) -> None:
+    """Raise where another thread wrote a byte before; for the same program, only where the values differ."""
     is_other_program = (before - 1) // LANES != threads // LANES
     races = (before != 0) & (before != threads + 1) & (is_other_program | differ)
     if races.any():
         access, byte = np.argwhere(races)[0]
-        other = "several threads" if before[access, byte] == SEVERAL else describe(before[access, byte] - 1)
-        raise PTXError(f"race: {describe(threads[access, 0])} {verb} what {other} {other_verb}")
+        raise PTXError(f"race: {describe(threads[access, 0])} {verb} what {describe(before[access, byte] - 1)} wrote")
 
 
 class Argument(NamedTuple):

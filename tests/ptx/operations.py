@@ -14,6 +14,7 @@ DTYPES = {
     type: np.dtype(f"{'i' if type[0] == 's' else 'u'}{int(type[1:]) // 8}") for type in ["b8", "u8", "s8", *INTEGERS]
 }
 DTYPES |= {"pred": np.dtype("bool"), "f32": np.dtype("f4")}
+WIDER = {"16": "32", "32": "64"}  # bits of wide products
 FORMATS = {"bf16": BFloat16, "f16": Float16}
 
 
@@ -62,7 +63,7 @@ ARITHMETIC: Functions = {
 PRODUCTS: Functions = {
     "mul.wide": (_wide_product, "tt"),
     "mad.wide": (lambda a, b, c: _wide_product(a, b) + c, "ttw"),
-    "mul.hi": (lambda a, b: (_wide_product(a, b) >> 32).astype(a.dtype), "tt"),
+    "mul.hi": (lambda a, b: (_wide_product(a, b) >> 8 * a.dtype.itemsize).astype(a.dtype), "tt"),
 }
 FLOATS: Functions = {
     "add": (np.add, "tt"),
@@ -87,7 +88,7 @@ UNORDERED: Functions = {f"{name}u": (_unordered(compute), types) for name, (comp
 def _of_types(types: Iterable[str], functions: Functions) -> dict[str, Operation]:
     table = {}
     for type in types:
-        letters = {"t": type, "w": f"{type[0]}64", "u": "u32", "p": "pred"}
+        letters = {"t": type, "w": f"{type[0]}{WIDER.get(type[1:])}", "u": "u32", "p": "pred"}
         for name, (compute, arguments) in functions.items():
             table[f"{name}.{type}"] = Operation(compute, tuple(letters[letter] for letter in arguments))
     return table
@@ -117,7 +118,7 @@ def _narrow_floats(name: str, format: floats.Format) -> dict[str, Operation]:
 
 OPERATIONS = (
     _of_types(INTEGERS, MOVES | LOGIC | ARITHMETIC | COMPARISONS)
-    | _of_types(["u32", "s32"], PRODUCTS)
+    | _of_types(["u16", "s16", "u32", "s32"], PRODUCTS)
     | _of_types(["f32"], MOVES | FLOATS | FLUSHING | COMPARISONS | UNORDERED)
     | _of_types(["pred"], LOGIC | {"mov": MOVES["mov"]})
     | _conversions()

@@ -1,7 +1,7 @@
 """Backward pass over the chunks of `forward.py`, which computes scores again.
 
-x = scale q k^T;  da = do v^T;  post_gradients;  key_gradients;  pre_gradients;
-dq = scale da k;  dk += scale da^T q;  dv += x^T do
+    x = scale q k^T;  da = do v^T;  post_gradients, key_gradients, pre_gradients (of short rows: short_gradients,
+    key_gradients);  dq = scale dx k;  dk += scale dx^T q;  dv += a^T do
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import Chunk
-from . import kernels
+from . import kernels, short_kernels
 from .call import Attention
 from .forward import LOG2E
 from .key_kernel import Part
@@ -38,20 +38,25 @@ class Buffers(NamedTuple):
     """Memory that all chunks use in turn; None where a call needs none.
 
     Attributes:
-        x: Scores, then composed weights.
-        da: Gradient of the composed weights, then of the scores.
+        x: Scores.
+        da: Gradient of the composed weights.
+        a: Composed weights; of long rows x, which they take the place of.
+        dx: Gradient of the scores; of long rows da, likewise.
         dy: Gradient of the composed scores.
         delta: Sums of weights times their gradients, [sets, T, 16 BLOCKS].
         matrices: Of each query, [sets Q, 2, BLOCKS, BLOCKS, 16, 16].
-        base_sums: Gradients of each query's matrices, [sets Q, BLOCKS, BLOCKS, 16, 16], float32.
+        pre_base, post_base: Gradients of each query's matrices, [sets Q, BLOCKS, BLOCKS, 16, 16], float32.
     """
 
     x: Tensor
     da: Tensor
+    a: Tensor
+    dx: Tensor
     dy: Tensor | None
     delta: Tensor
     matrices: Tensor | None
-    base_sums: Tensor | None
+    pre_base: Tensor | None
+    post_base: Tensor | None
 
 
 def backward(call: Attention, d_out: Tensor, lse: Tensor) -> Gradients:
@@ -66,10 +71,10 @@ def backward(call: Attention, d_out: Tensor, lse: Tensor) -> Gradients:
     buffers = _buffers(call, grads)
     for chunk in call.plan:
         _compute_weights_gradients(call, chunk, d_out, lse, grads, buffers)
-        x, da = call.scores(buffers.x, chunk), call.scores(buffers.da, chunk)
-        put_product(grads.q, da, call.keys(call.k, chunk), call.scale, chunk, call)
-        add_product(grads.k, da, call.queries(call.q, chunk), call.scale, chunk, call)
-        add_product(grads.v, x, call.queries(d_out, chunk), 1.0, chunk, call)
+        a, dx = call.scores(buffers.a, chunk), call.scores(buffers.dx, chunk)
+        put_product(grads.q, dx, call.keys(call.k, chunk), call.scale, chunk, call)
+        add_product(grads.k, dx, call.queries(call.q, chunk), call.scale, chunk, call)
+        add_product(grads.v, a, call.queries(d_out, chunk), 1.0, chunk, call)
     return Gradients(*(None if grad is None else grad.to(call.q.dtype) for grad in grads))
 
 
@@ -77,16 +82,21 @@ def _compute_weights_gradients(
     call: Attention, chunk: Chunk, d_out: Tensor, lse: Tensor, grads: Gradients, buffers: Buffers
 ) -> None:
     """Compute a chunk's composed weights and gradient of the scores, and the gradients of compositions and masks."""
-    x, da, dy, delta, matrices, base_sums = buffers
+    x, da, a, dx, dy, delta, matrices, pre_base, post_base = buffers
     multiply_queries(call.queries(call.q, chunk), call.keys(call.k, chunk), call.scale * LOG2E, call.scores(x, chunk))
     multiply_queries(call.queries(d_out, chunk), call.keys(call.v, chunk), 1.0, call.scores(da, chunk))
-    call.run(kernels.post_gradients, chunk, (x, da, lse, delta, matrices, grads.post_query, base_sums))
-    if grads.post_base is not None:
-        add_base(grads.post_base, base_sums, chunk, call)
-    _compute_key_gradients(call, chunk, (x, da, lse, delta, matrices), grads)
-    call.run(kernels.pre_gradients, chunk, (x, da, dy, lse, delta, grads.pre_query, base_sums))
-    if grads.pre_base is not None:
-        add_base(grads.pre_base, base_sums, chunk, call)
+    queries, keys = (lse, delta, matrices), (x, da, lse, delta, matrices)
+    if call.is_short:
+        given = (x, da, a, dx, *queries, grads.pre_query, grads.post_query, pre_base, post_base)
+        call.run(short_kernels.short_gradients, chunk, given)
+        _compute_key_gradients(call, chunk, keys, grads)
+    else:
+        call.run(kernels.post_gradients, chunk, (x, da, *queries, grads.post_query, post_base))
+        _compute_key_gradients(call, chunk, keys, grads)
+        call.run(kernels.pre_gradients, chunk, (x, da, dy, lse, delta, grads.pre_query, pre_base))
+    for total, sums in ((grads.pre_base, pre_base), (grads.post_base, post_base)):
+        if total is not None:
+            add_base(total, sums, chunk, call)
     if grads.mask is not None:
         add_mask(grads.mask, chunk.workspace(dy, call.heads), chunk, call)
 
@@ -147,14 +157,17 @@ def _empty_weights(q: Tensor, tokens: int, count: int, call: Attention, is_sum: 
 def _buffers(call: Attention, grads: Gradients) -> Buffers:
     """Make room for the largest chunk."""
     has_keys = grads.pre_key is not None or grads.post_key is not None
-    has_base = grads.pre_base is not None or grads.post_base is not None
+    x, da = call.workspace(), call.workspace()
     return Buffers(
-        x=call.workspace(),
-        da=call.workspace(),
+        x=x,
+        da=da,
+        a=_workspace_of_results(call) if call.is_short else x,
+        dx=_workspace_of_results(call) if call.is_short else da,
         dy=None if grads.mask is None else call.workspace(),
         delta=call.statistics(),
         matrices=_per_query(call, call.q.dtype, 2) if has_keys else None,
-        base_sums=_per_query(call, torch.float32) if has_base else None,
+        pre_base=None if grads.pre_base is None else _per_query(call, torch.float32),
+        post_base=None if grads.post_base is None else _per_query(call, torch.float32),
     )
 
 
@@ -168,6 +181,12 @@ def key_parts(call: Attention, has_pre: bool, has_post: bool) -> list[Part]:
         for first in range(0, call.blocks, 2)
         if has
     ]
+
+
+def _workspace_of_results(call: Attention) -> Tensor:
+    """Make room for what a kernel writes; zeros where blocks have places for queries that there are not."""
+    buffer = call.workspace()
+    return buffer.zero_() if call.kind.BAND > 0 else buffer
 
 
 def _per_query(call: Attention, dtype: torch.dtype, *shape: int) -> Tensor:

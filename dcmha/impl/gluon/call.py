@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from ...weights import ComposeWeights
 from .. import chunks
 from ..chunks import Chunk, Heads, key_planes, query_planes
-from . import kernels, packing
+from . import kernels, packing, short_kernels
 from .indexing import KernelConfig, Packed, Sizes
 from .key_kernel import Part, key_gradients
 from .launch import launch
@@ -24,6 +24,8 @@ NOTHING = ComposeWeights()
 PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
 KEY_PROGRAMS = 2112  # of `key_gradients`, likewise; half as many need no more
 SPLIT_QUERIES = 64  # of a program of `key_gradients`, at least, where programs share a tile of keys
+SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
+SHORT_KERNELS = (short_kernels.short_weights, short_kernels.short_gradients)
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
 
 
@@ -83,9 +85,12 @@ class Attention:
         self.num_sets = -(-self.B * num_groups // self.pack)
         rows = self.pack // math.gcd(num_groups, self.pack)
         has_bands = window > 0 and mask_shape is None and (self.S - self.T) % 16 == 0
+        seen = min(self.S, (self.window if is_causal else 2 * self.window) or self.S)
+        self.is_short = self.blocks == 1 and mask_shape is None and seen <= SHORT_ROW
         self.plan = chunks.chunks(
             self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, rows,
-            workspace_mib=workspace_mib(q.device), queries=chunk_queries(self.num_sets),
+            workspace_mib=workspace_mib(q.device) / (2 if self.is_short else 1),
+            queries=chunk_queries(self.num_sets),
         )  # fmt: skip
         band = self.plan[0].block if self.plan and self.plan[0].plane_blocks > 1 else 0
         self.kind = KernelConfig(
@@ -127,7 +132,9 @@ class Attention:
         specs = self.specs[:1] if kernel is kernels.row_statistics else self.specs
         packed = self.packed[:1] if kernel is kernels.row_statistics else self.packed
         given = (*arguments, *packed, self.masks, self.sizes(chunk))
-        launch(kernel, (chunk.num_queries, self.sets(chunk), 1), given, (self.kind, *specs), self.q.device)
+        per_program = short_kernels.QUERIES.value if kernel in SHORT_KERNELS else 1
+        grid = (-(-chunk.num_queries // per_program), self.sets(chunk), 1)
+        launch(kernel, grid, given, (self.kind, *specs), self.q.device)
 
     def run_key_gradients(self, chunk: Chunk, arguments: tuple, part: Part, splits: int) -> None:
         """Launch `key_gradients` on a chunk; `splits` programs share a tile of keys."""

@@ -1,6 +1,6 @@
 """Forward pass over chunks of rows of the batch and queries, and the keys that they may see, on a reused workspace.
 
-    x = scale q k^T;  row_statistics;  composed_weights;  o = x v
+    x = scale q k^T;  row_statistics, composed_weights (of short rows: short_weights);  o = x v
 
 Scores lie in the workspace in units of log 2. Heads that share keys and values are rows of one product.
 """
@@ -8,7 +8,7 @@ Scores lie in the workspace in units of log 2. Heads that share keys and values 
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, short_kernels
 from .call import Attention
 from .products import multiply_queries, put_product
 
@@ -22,7 +22,10 @@ def forward(call: Attention) -> tuple[Tensor, Tensor]:
     for chunk in call.plan:
         x = call.scores(buffer, chunk)
         multiply_queries(call.queries(call.q, chunk), call.keys(call.k, chunk), call.scale * LOG2E, x)
-        call.run(kernels.row_statistics, chunk, (buffer, lse))
-        call.run(kernels.composed_weights, chunk, (buffer, lse))
+        if call.is_short:
+            call.run(short_kernels.short_weights, chunk, (buffer, lse))
+        else:
+            call.run(kernels.row_statistics, chunk, (buffer, lse))
+            call.run(kernels.composed_weights, chunk, (buffer, lse))
         put_product(out, x, call.keys(call.v, chunk), 1.0, chunk, call)
     return out, lse

@@ -12,6 +12,8 @@ REGISTERS = {  # most of a thread, up to 16 heads
     "composed_weights": 128,
     "post_gradients": 128,
     "pre_gradients": 168,
+    "short_weights": 128,
+    "short_gradients": 168,
 }
 _compiled: dict[tuple, Any] = {}
 

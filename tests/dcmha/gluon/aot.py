@@ -18,15 +18,25 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dcmha.impl.gluon import kernels, key_kernel
+from dcmha.impl.gluon import kernels, key_kernel, short_kernels
 from dcmha.impl.gluon.indexing import KernelConfig, Packed, Sizes
 from dcmha.impl.gluon.launch import ALIGNED, options_of
 from dcmha.impl.gluon.masking import Masks
 from dcmha.impl.gluon.mixing import ComposeSpec
 
 KERNELS = {
-    name: getattr(kernels, name) for name in ("row_statistics", "composed_weights", "post_gradients", "pre_gradients")
-} | {"key_gradients": key_kernel.key_gradients}
+    kernel.fn.__name__: kernel
+    for kernel in (
+        kernels.row_statistics,
+        kernels.composed_weights,
+        kernels.post_gradients,
+        kernels.pre_gradients,
+        key_kernel.key_gradients,
+        short_kernels.short_weights,
+        short_kernels.short_gradients,
+    )
+}
+SHORT = ("short_weights", "short_gradients")  # up to 16 heads
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 SPEC = ComposeSpec(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
 KIND = KernelConfig(
@@ -115,7 +125,7 @@ def _argument(name: str, config: KernelConfig) -> object:
     match name:
         case "lse" | "delta":
             return data.float()
-        case "d_base" | "dy":
+        case "d_base" | "pre_base" | "post_base" | "dy":
             return None
         case "d_pre_key" | "d_post_key":
             return data.float() if config.ADDS else data
@@ -155,6 +165,8 @@ def main(capability: str, *variants: str) -> None:
     rows = {}
     for variant in variants:
         for name in KERNELS:
+            if name in SHORT and VARIANTS[variant].get("BLOCKS", 1) > 1:
+                continue
             rows[f"{variant}: {name}"] = resources(name, int(capability), **VARIANTS[variant])._asdict()
     print(json.dumps(rows))
 

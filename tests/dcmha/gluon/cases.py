@@ -6,44 +6,58 @@ import torch
 
 from tests.dcmha.inputs import Case
 
+LONG_ROWS = {"SHORT_ROW": 0}
 SMALL_CHUNKS = {"WORKSPACE_MIB": 1 / 16, "FEWEST_QUERIES": 16, "BLOCK_QUERIES": 16}
 
 
 class Problem(NamedTuple):
-    """A case, its dtype, and constants of `dcmha.impl.chunks` that cut it into several chunks."""
+    """A case, its dtype, and constants that cut it into several chunks, or take it for one of long rows."""
 
     case: Case
     dtype: torch.dtype = torch.bfloat16
-    chunks: dict[str, float] = {}
+    constants: dict[str, float] = {}
 
 
 QUICK = {
-    "16 heads, causal, chunks": Problem(
+    "16 heads, causal, chunks of long rows": Problem(
         Case(B=1, T=140, S=140, H=16, is_causal=True, branches="qkg"),
-        chunks=SMALL_CHUNKS | {"WORKSPACE_MIB": 1 / 3, "FEWEST_QUERIES": 64},
+        constants=LONG_ROWS | SMALL_CHUNKS | {"WORKSPACE_MIB": 1 / 3, "FEWEST_QUERIES": 64},
     ),
     "6 heads, 3 rows, floating mask, dropout": Problem(
         Case(B=3, T=37, S=50, H=6, mask="bias B1TS", dropout_p=0.6), dtype=torch.float16
     ),
     "shared keys, blocks of a window": Problem(
-        Case(B=2, T=50, S=50, H=8, shared=4, window=9, is_causal=True, branches="qkg"), chunks=SMALL_CHUNKS
+        Case(B=2, T=50, S=50, H=8, shared=4, window=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
     "groups, documents, boolean mask": Problem(
         Case(B=1, T=33, S=33, H=12, G=3, has_documents=True, mask="bool", branches="qkg")
     ),
 }
 SLOW = {
+    "12 heads, long rows": Problem(Case(B=1, T=37, S=37, H=12), constants=LONG_ROWS),
+    "6 heads, long rows, dropout": Problem(
+        Case(B=3, T=37, S=50, H=6, mask="bool", dropout_p=0.4), constants=LONG_ROWS, dtype=torch.float16
+    ),
+    "8 heads, long rows, window, documents": Problem(
+        Case(B=2, T=70, S=70, H=8, window=17, has_documents=True, branches="qkg"), constants=LONG_ROWS
+    ),
+    "16 heads, long rows, blocks of a window": Problem(
+        Case(B=2, T=70, S=70, H=16, window=17, is_causal=True, branches="qkg"), constants=LONG_ROWS | SMALL_CHUNKS
+    ),
+    "16 heads, chunks of short rows": Problem(
+        Case(B=2, T=140, S=140, H=16, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
+    ),
     "16 heads": Problem(Case(B=1, T=40, S=40, H=16, D=32)),
     "16 heads, causal, split": Problem(Case(B=1, T=150, S=150, H=16, is_causal=True, branches="qkg")),
     "12 heads in 3 groups": Problem(Case(B=1, T=33, S=33, H=12, G=3, branches="qkg"), dtype=torch.float16),
     "window, rows of one chunk": Problem(Case(B=1, T=70, S=70, H=16, is_causal=True, window=17, branches="qkg")),
     "window, 4 heads, long": Problem(Case(B=1, T=300, S=300, H=4, is_causal=True, window=40, branches="qkg")),
-    "window to both sides": Problem(Case(B=2, T=70, S=70, H=3, window=9, branches="qkg"), chunks=SMALL_CHUNKS),
+    "window to both sides": Problem(Case(B=2, T=70, S=70, H=3, window=9, branches="qkg"), constants=SMALL_CHUNKS),
     "window, other queries than keys": Problem(
-        Case(B=3, T=130, S=150, H=6, is_causal=True, window=40, branches="qkg"), chunks={"BLOCK_QUERIES": 16}
+        Case(B=3, T=130, S=150, H=6, is_causal=True, window=40, branches="qkg"), constants={"BLOCK_QUERIES": 16}
     ),
     "several rows and chunks": Problem(
-        Case(B=2, T=60, S=60, H=16, is_causal=True, branches="qkg"), chunks=SMALL_CHUNKS
+        Case(B=2, T=60, S=60, H=16, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
     "mask of keys": Problem(Case(B=2, T=35, S=35, H=16, mask="keys", branches="qkg")),
     "boolean mask, causal": Problem(Case(B=3, T=35, S=35, H=6, mask="bool", is_causal=True, branches="qkg")),

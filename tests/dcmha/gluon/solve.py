@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dcmha import choice
 from dcmha.impl import chunks, triton
-from dcmha.impl.gluon import products
+from dcmha.impl.gluon import call, products
 from tests.dcmha.inputs import Case, make_mask, make_operands, relative_error, run
 from tests.ptx import launch
 
@@ -66,8 +66,8 @@ def main(names: list[str]) -> None:
         patch.setattr(triton, "_takes_gluon", lambda q: True)
         for name in names:
             with patch.context() as sizes:
-                for constant, value in CASES[name].chunks.items():
-                    sizes.setattr(chunks, constant, value)
+                for constant, value in CASES[name].constants.items():
+                    sizes.setattr(chunks if hasattr(chunks, constant) else call, constant, value)
                 found[name] = errors(CASES[name])
     print(json.dumps(found))
 

@@ -71,13 +71,17 @@ def solve(B: int = 1, H: int = 16, T: int = 64, D: int = 32, base: bool = False,
         return operations.names
 
 
-def test_a_call_of_one_chunk_takes_few_operations(launches):
-    names = solve()
-    assert sorted(set(names)) == ["aten::baddbmm"] and len(names) == 7
-    assert sorted(launches) == sorted(
-        ["pack_weights"] * 2
-        + ["row_statistics", "composed_weights", "post_gradients", "key_gradients", "pre_gradients"]
-    )
+@pytest.mark.parametrize(
+    ("short_row", "kernels"),
+    [
+        (640, ["short_weights", "short_gradients", "key_gradients"]),
+        (0, ["row_statistics", "composed_weights", "post_gradients", "key_gradients", "pre_gradients"]),
+    ],
+)
+def test_a_call_of_one_chunk_takes_few_operations(launches, monkeypatch, short_row, kernels):
+    monkeypatch.setattr(call_module, "SHORT_ROW", short_row)
+    assert solve() == ["aten::baddbmm"] * 7
+    assert [name for name in launches if name != "pack_weights"] == kernels and launches.count("pack_weights") == 2
 
 
 @pytest.mark.parametrize("options", [{"T": 2048}, {"window": 200, "T": 2048}, {"base": True, "H": 6, "B": 3}], ids=str)

