@@ -33,8 +33,8 @@ def main() -> None:
     """Print one line for each kernel that was predicted and measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="results of kernels.py")
-    predicted = predictions()
-    for path in parser.parse_args().files:
+    files, predicted = parser.parse_args().files, predictions()
+    for path in files:
         measured = measurements(path)
         for key, clocks in predicted.items():
             if key[:-1] not in {other[:-1] for other in measured}:
