@@ -29,6 +29,12 @@ def _wide_product(a: Array, b: Array) -> Array:
     return np.multiply(a, b, dtype=np.dtype(f"{a.dtype.kind}{2 * a.dtype.itemsize}"))
 
 
+def _bit_field(a: Array, first: Array, count: Array) -> Array:
+    """Return some bits of a, with the sign of the highest for signed numbers."""
+    unused = (32 - count).astype(a.dtype)
+    return a << (unused - first.astype(a.dtype)) >> unused
+
+
 def _unordered(compare: Callable[..., Array]) -> Callable[..., Array]:
     """Return a comparison that is true for NaN."""
     return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
@@ -124,6 +130,6 @@ OPERATIONS = (
     | _conversions()
     | _narrow_floats("bf16", BFloat16)
     | _narrow_floats("f16", Float16)
-    | {"bfe.u32": Operation(lambda a, first, count: (a >> first) & ((1 << count) - 1), ("u32",) * 3)}
+    | {f"bfe.{type}": Operation(_bit_field, (type, "u32", "u32")) for type in ("u32", "s32")}
 )
 PACK = Operation(floats.pack, ("b16",) * 2)

@@ -1,7 +1,7 @@
 """Backward pass over the chunks of `forward.py`, which computes scores again.
 
-    x = scale q k^T;  da = do v^T;  post_gradients, key_gradients, pre_gradients (of short rows: short_gradients,
-    key_gradients);  dq = scale dx k;  dk += scale dx^T q;  dv += a^T do
+x = scale q k^T;  da = do v^T;  post_gradients, key_gradients, pre_gradients (of short rows: short_gradients,
+key_gradients);  dq = scale dx k;  dk += scale dx^T q;  dv += a^T do
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups

@@ -164,7 +164,7 @@ def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
     """
     slot = gl.arange(0, 16, MEMORY_HEADS)
     offsets, real = (), ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head = readable_head(slot, set, b, sizes, KIND)
         _, _, exists = head_of(slot, set, b, sizes, KIND)
         offsets = offsets + (along_heads(block_offset(row, head, block, sizes, KIND)),)
@@ -176,7 +176,7 @@ def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
 def load_tile(pointers, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
     """Load the 16 keys from `start + AFTER` on of all heads: left operands of each block, 0 from `limit` on."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         keys = start + AFTER + memory_keys()
         place = pointers[0] + (pointers[1][b] + start) + AFTER
         raw = gl.load(place)
@@ -189,7 +189,7 @@ def load_tile(pointers, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr,
 @gluon.jit
 def store_tile(pointers, real, start, AFTER: gl.constexpr, x, KIND: gl.constexpr):
     """Store accumulators [16 keys, 16 heads] of each block."""
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         place = pointers[0] + (pointers[1][b] + start) + AFTER
         stored = to_memory(x[b].to(KIND.DTYPE))
         if KIND.HEADS % 16 == 0:
@@ -207,7 +207,7 @@ def store_zeros(workspace, set, block, query, low, high, sizes, KIND: gl.constex
     slot = gl.arange(0, 16, gl.SliceLayout(1, ZEROS))
     column = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, ZEROS)), 0)
     zero = gl.zeros([16, 128], KIND.DTYPE, ZEROS)
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, exists = head_of(slot, set, b, sizes, KIND)
         offset = gl.expand_dims(block_offset(row, head, block, sizes, KIND) + query * sizes.num_keys, 1)
         for start in range(low, high, 128):
@@ -225,7 +225,7 @@ def statistics_offset(set, token, sizes, KIND: gl.constexpr):
 def load_statistics(statistics, offset, KIND: gl.constexpr):
     """Load numbers of a query's heads, [1, 16] of each block."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         columns = gl.arange(0, 16, COLUMNS)
         result = result + (gl.expand_dims(gl.load(statistics + offset + 16 * b + columns), 0),)
     return result
@@ -235,7 +235,7 @@ def load_statistics(statistics, offset, KIND: gl.constexpr):
 def store_statistics(statistics, offset, values, KIND: gl.constexpr):
     """Store numbers of a query's heads, [1, 16] of each block."""
     columns = gl.expand_dims(gl.arange(0, 16, COLUMNS), 0)
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         gl.store(statistics + offset + 16 * b + columns, values[b])
 
 
@@ -260,7 +260,7 @@ def find_documents(masks, set, position, sizes, KIND: gl.constexpr):
 def mask_places(masks, set, token, sizes, KIND: gl.constexpr):
     """Return the offsets of a query's heads in the mask, and which heads exist, [1, 16] of each block."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, real = head_of(gl.arange(0, 16, COLUMNS), set, b, sizes, KIND)
         offset = (row + sizes.row0).to(gl.int64) * masks.row + head.to(gl.int64) * masks.head
         offset += token.to(gl.int64) * masks.query
@@ -272,7 +272,7 @@ def mask_places(masks, set, token, sizes, KIND: gl.constexpr):
 def dropout_words(masks, set, token, sizes, KIND: gl.constexpr):
     """Make the words of a query's heads that dropout starts from, [1, 16] of each block."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, _ = head_of(gl.arange(0, 16, COLUMNS), set, b, sizes, KIND)
         plane = (row + sizes.row0) * KIND.NUM_HEADS + head
         result = result + (query_words(masks, gl.expand_dims(plane, 0), token),)

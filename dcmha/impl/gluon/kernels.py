@@ -55,12 +55,12 @@ def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.conste
     """The base-2 log-sum-exp of a query, [1, 16] of each block, from sums of exponentials relative to offsets."""
     sums = sum_keys(total, KIND)
     bad = gl.zeros([1, 16], gl.int32, ACCUMULATOR)
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         bad += gl.where((sums[b] > 1.0 / LARGE) & (sums[b] < LARGE), 0, 1)
     if gl.max(gl.max(bad, 1), 0) > 0:
         offsets, sums = sums_of_any_range(x, program, pre, PRE, KIND)
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.where(sums[b] > 0.0, offsets[b] + gl.log2(sums[b]), EMPTY),)
     return result
 
@@ -72,7 +72,7 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
     for start in range(program.low, program.high, 16):
         _, y = visible_scores(x, start, 0, program, nothing, pre, PRE, KIND, True)
         larger = ()
-        for b in gl.static_range(KIND.BLOCKS):
+        for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             larger = larger + (gl.maximum(largest[b], y[b]),)
         largest = larger
     offsets, total = finite_maxima(largest, KIND), no_sums(KIND.BLOCKS)
@@ -86,7 +86,7 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
 def all_hidden(KIND: gl.constexpr):
     """Return the scores of hidden keys."""
     result = ()
-    for _ in gl.static_range(KIND.BLOCKS):
+    for _ in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.full([16, 16], HIDDEN, gl.float32, ACCUMULATOR),)
     return result
 
@@ -95,7 +95,7 @@ def all_hidden(KIND: gl.constexpr):
 def finite_maxima(y, KIND: gl.constexpr):
     """Take the maximum over the keys, [1, 16] of each block; 0 where all are hidden."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         largest = gl.expand_dims(gl.max(y[b], 0), 0)
         result = result + (gl.where(largest > HIDDEN / 2, largest, 0.0),)
     return result
@@ -105,7 +105,7 @@ def finite_maxima(y, KIND: gl.constexpr):
 def add_exponentials(total, y, KIND: gl.constexpr):
     """Add 2^y to sums."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (total[b] + gl.exp2(y[b]),)
     return result
 
@@ -114,7 +114,7 @@ def add_exponentials(total, y, KIND: gl.constexpr):
 def sum_keys(x, KIND: gl.constexpr):
     """Sum over the keys: [1, 16] of each block."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.expand_dims(gl.sum(x[b], 0), 0),)
     return result
 
@@ -192,7 +192,7 @@ def pre_gradients(
     post = composition_of(post, program, POST, KIND, True, True)
     lse, delta = load_statistics(lse, program.statistics, KIND), load_statistics(delta, program.statistics, KIND)
     d_pre = no_matrix_gradients(PRE, KIND)
-    x_at, da_at, dy_at = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND), None
+    x_at, da_at, dy_at = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND), ()
     if KIND.MASK_GRADIENT:
         dy_at = tile_pointers(dy, program, KIND)
     end = unmasked_end(program, KIND)
@@ -233,7 +233,7 @@ def gradient_slots(program, COUNT: gl.constexpr, KIND: gl.constexpr):
     """Find the places of a query's heads in gradients [B, T, COUNT, H]: `Slots`."""
     rows, row_real, columns, column_real = (), (), (), ()
     sizes = program.sizes
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, real = head_of(gl.arange(0, 16, ROWS), program.set, b, sizes, KIND)
         place = ((row + sizes.row0).to(gl.int64) * sizes.T + program.token) * (COUNT * KIND.NUM_HEADS) + head
         rows, row_real = rows + (place,), row_real + (real,)

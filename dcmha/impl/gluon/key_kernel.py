@@ -212,10 +212,10 @@ def add_key_gradients(total, x, x_sums, d, d_sums, SPEC: gl.constexpr, PART: gl.
     """
     COUNT: gl.constexpr = PART.LAST - PART.FIRST
     added = ()
-    for r in gl.static_range(SPEC.KEY_RANK):
+    for r in gl.static_range(gl.constexpr(SPEC.KEY_RANK)):
         for b in gl.static_range(COUNT):
             added = added + (total[r * COUNT + b] + x[PART.FIRST + b] * d_sums[r],)
-    for r in gl.static_range(SPEC.KEY_RANK):
+    for r in gl.static_range(gl.constexpr(SPEC.KEY_RANK)):
         for b in gl.static_range(COUNT):
             added = added + (total[(SPEC.KEY_RANK + r) * COUNT + b] + d[PART.FIRST + b] * x_sums[r],)
     if SPEC.KEY_GATE:

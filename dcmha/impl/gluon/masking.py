@@ -70,6 +70,30 @@ def masks_of(
 
 
 @gluon.jit
+def present(masks, KIND: gl.constexpr):
+    """Replace None, which Triton 3.6 does not let functions return, by ()."""
+    pairs, row, head, query, key, starts, stops, seed, threshold, keep_scale = (), (), (), (), (), (), (), (), (), ()
+    if KIND.MASK > 0:
+        pairs, row, head, query, key = masks.pairs, masks.row, masks.head, masks.query, masks.key
+    if KIND.HAS_DOCUMENTS:
+        starts, stops = masks.starts, masks.stops
+    if KIND.HAS_DROPOUT:
+        seed, threshold, keep_scale = masks.seed, masks.threshold, masks.keep_scale
+    return Masks(
+        pairs=pairs,
+        row=row,
+        head=head,
+        query=query,
+        key=key,
+        starts=starts,
+        stops=stops,
+        seed=seed,
+        threshold=threshold,
+        keep_scale=keep_scale,
+    )
+
+
+@gluon.jit
 def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constexpr):
     """Bound the columns of the workspace that a query sees: from a multiple of 16, and up to where.
 
@@ -118,7 +142,7 @@ def hide(scores, tokens, program, KIND: gl.constexpr):
     if KIND.HAS_DOCUMENTS:
         visible = visible & (tokens >= program.documents[0]) & (tokens < program.documents[1])
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         score, seen = scores[b], visible
         if KIND.MASK > 0:
             place = program.places[b][0] + tokens.to(gl.int64) * masks.key
@@ -153,7 +177,7 @@ def drop(x, words, tokens, masks, KIND: gl.constexpr):
     """Drop elements of accumulators [16 keys, 16 heads] of each block, and scale the others."""
     key_words = scramble(tokens.to(gl.uint32) * COLUMN)
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         kept = scramble(words[b] ^ key_words) >= masks.threshold.to(gl.uint32)
         result = result + (gl.where(kept, x[b] * masks.keep_scale, 0.0),)
     return result

@@ -63,7 +63,7 @@ def load_key_vectors(pointers, start, AFTER: gl.constexpr, SPEC: gl.constexpr, K
 def sum_heads(x, vectors, FIRST: gl.constexpr, ones, KIND: gl.constexpr):
     """Sum x over the heads of a group, weighted by vectors: in every lane of the group."""
     total = zeros()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         total = times(multiply(x[b], vectors[FIRST + b], KIND.DTYPE), ones, total, KIND.GROUP_SLOTS < 16)
     return total
 
@@ -72,7 +72,7 @@ def sum_heads(x, vectors, FIRST: gl.constexpr, ones, KIND: gl.constexpr):
 def weighted_sums(x, vectors, ones, SPEC: gl.constexpr, KIND: gl.constexpr, BACK: gl.constexpr):
     """Contract the heads with the keys' down vectors (up vectors on the way back), for each rank."""
     sums = ()
-    for r in gl.static_range(SPEC.KEY_RANK):
+    for r in gl.static_range(gl.constexpr(SPEC.KEY_RANK)):
         sums = sums + (sum_heads(x, vectors, (r + SPEC.KEY_RANK * BACK) * KIND.BLOCKS, ones, KIND),)
     return sums
 
@@ -103,14 +103,14 @@ def compose(y, x, wide, matrices, vectors, sums, identity, SPEC: gl.constexpr, K
         BACK: Whether to apply the transposed matrices: 1, or 0.
     """
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         added = y[b]
-        for r in gl.static_range(SPEC.KEY_RANK):
+        for r in gl.static_range(gl.constexpr(SPEC.KEY_RANK)):
             added += sums[r] * widened(vectors[(r + SPEC.KEY_RANK * (1 - BACK)) * KIND.BLOCKS + b], identity, KIND)
         if SPEC.KEY_GATE:
             added += wide[b] * widened(vectors[2 * SPEC.KEY_RANK * KIND.BLOCKS + b], identity, KIND)
         if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
-            for a in gl.static_range(KIND.BLOCKS):
+            for a in gl.static_range(gl.constexpr(KIND.BLOCKS)):
                 added = times(x[a], matrices[a * KIND.BLOCKS + b], added, KIND.GROUP_SLOTS < 16)
         result = result + (added,)
     return result
@@ -133,8 +133,8 @@ def query_matrices(pointer, base, place, SPEC: gl.constexpr, KIND: gl.constexpr,
     row, column = right_rows(), right_columns()
     matrices = ()
     if R + SPEC.QUERY_GATE + SPEC.BASE > 0:
-        for a in gl.static_range(KIND.BLOCKS):
-            for b in gl.static_range(KIND.BLOCKS):
+        for a in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+            for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
                 matrix = gl.zeros([16, 16], gl.float32, RIGHT)
                 for r in gl.static_range(R):
                     down = gl.load(pointer + (r + R * BACK) * WIDTH + 16 * a + row).to(gl.float32)
@@ -183,10 +183,10 @@ def store_query_gradients(d, pointer, slots, weights, SPEC: gl.constexpr, KIND: 
     rows, columns = gl.arange(0, 16, ROWS), gl.arange(0, 16, COLUMNS)
     row, column = gl.expand_dims(rows, 1), gl.expand_dims(columns, 0)
     for r in gl.static_range(R):
-        for a in gl.static_range(KIND.BLOCKS):
+        for a in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             d_down = gl.zeros([16], gl.float32, ROWS)
             d_up = gl.zeros([16], gl.float32, COLUMNS)
-            for b in gl.static_range(KIND.BLOCKS):
+            for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
                 up = gl.load(weights + (R + r) * WIDTH + 16 * b + columns).to(gl.float32)
                 down = gl.load(weights + r * WIDTH + 16 * b + rows).to(gl.float32)
                 out, into = d[a * KIND.BLOCKS + b], d[b * KIND.BLOCKS + a]
@@ -200,7 +200,7 @@ def store_query_gradients(d, pointer, slots, weights, SPEC: gl.constexpr, KIND: 
             place = slots.column_offsets[a] + (R + r) * KIND.NUM_HEADS
             gl.store(pointer + place, d_up * SCALE, mask=slots.column_real[a])
     if SPEC.QUERY_GATE:
-        for a in gl.static_range(KIND.BLOCKS):
+        for a in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             diagonal = gl.sum(gl.where(row == column, d[a * KIND.BLOCKS + a], 0.0), 1)
             place = slots.row_offsets[a] + 2 * R * KIND.NUM_HEADS
             gl.store(pointer + place, diagonal * SCALE, mask=slots.row_real[a])

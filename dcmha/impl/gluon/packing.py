@@ -54,7 +54,7 @@ def pack_rows(side, out, num_tokens, set, tile, sizes, RANKS: gl.constexpr, KIND
     key = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, TOKENS)), 1)
     slot = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, TOKENS)), 0)
     token = tile * 16 + key
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, real = head_of(slot, set, b, sizes, KIND)
         row = row.to(gl.int64)
         inside = real & (token < num_tokens)

@@ -14,7 +14,7 @@ from .indexing import (
     workspace_offsets,
 )
 from .layouts import PACKED, RIGHT, left_identity, memory_keys, right_identity
-from .masking import visible_range
+from .masking import present, visible_range
 from .mixing import ones_of_groups, query_matrices
 
 
@@ -33,9 +33,9 @@ class Program(NamedTuple):
         offsets: Of the heads in the workspace, [1, 1, 16] of each block.
         real: Which heads exist, likewise.
         statistics: Offset of the query in statistics [sets, T, 16 BLOCKS].
-        documents: First token and end of the query's document: numbers, or [1, 16]; None without documents.
-        places: Offsets of the heads in the mask at the query, and which exist, [1, 16] of each block; or None.
-        words: Words that dropout starts from, [1, 16] of each block; or None.
+        documents: First token and end of the query's document: numbers, or [1, 16]; () without documents.
+        places: Offsets of the heads in the mask at the query, and which exist, [1, 16] of each block; or ().
+        words: Words that dropout starts from, [1, 16] of each block; or ().
         ones: Right operand that sums over the heads of a group.
         identity: The identity as a right operand.
         left: The identity as a left operand.
@@ -67,7 +67,7 @@ class Composition(NamedTuple):
     Attributes:
         matrices: Matrices of the query, right operands of each pair of blocks (from, to); () if it has none.
         back: Their transposes; () where none are needed.
-        key: Pointers to the packed weights of the workspace's first tile of keys; None if keys have none.
+        key: Pointers to the packed weights of the workspace's first tile of keys; () if keys have none.
     """
 
     matrices: Any
@@ -98,9 +98,9 @@ def describe_query(masks, sizes, set, block, within, KIND: gl.constexpr):
     position = token + sizes.S - sizes.T
     offsets, real = workspace_offsets(set, block, sizes, KIND)
     rows = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         rows = rows + (offsets[b] + within * sizes.num_keys,)
-    documents, starts, stops, places, words = None, 0, 0, None, None
+    documents, starts, stops, places, words = (), 0, 0, (), ()
     if KIND.HAS_DOCUMENTS:
         documents, starts, stops = find_documents(masks, set, position, sizes, KIND)
     if KIND.MASK > 0:
@@ -109,7 +109,7 @@ def describe_query(masks, sizes, set, block, within, KIND: gl.constexpr):
         words = dropout_words(masks, set, token, sizes, KIND)
     low, high = visible_range(position, first, sizes.num_keys, starts, stops, sizes, KIND)
     return Program(
-        masks=masks,
+        masks=present(masks, KIND),
         sizes=sizes,
         set=set,
         query=query,
@@ -162,7 +162,7 @@ def query_weights(packed, program, SPEC: gl.constexpr):
     if COUNT > 0:
         return packed.query + program.statistics * COUNT
     else:
-        return None
+        return ()
 
 
 @gluon.jit
@@ -173,7 +173,7 @@ def key_weights(packed, set, first, sizes, SPEC: gl.constexpr, KIND: gl.constexp
         tile = global_set(set, sizes, KIND).to(gl.int64) * gl.cdiv(sizes.S, 16) + first // 16
         return packed.key + tile * (COUNT * 256) + gl.arange(0, 256, PACKED)
     else:
-        return None
+        return ()
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def tile_pointers(workspace, program, KIND: gl.constexpr):
     They are added where a tile is loaded: 64-bit sums for each head would take many registers.
     """
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (program.offsets[b] + memory_keys(),)
     return workspace, result
 

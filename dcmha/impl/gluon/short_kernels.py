@@ -37,7 +37,7 @@ from .steps import (
     score_gradients,
 )
 
-QUERIES = gl.constexpr(2)  # of a program
+QUERIES = gl.constexpr(2)  # of a program: structures are not added to tuples, which loses their names in Triton 3.6
 
 
 @gluon.jit
@@ -121,18 +121,21 @@ def short_gradients(
 
 @gluon.jit
 def neighbours(masks, sizes, KIND: gl.constexpr):
-    """Describe the queries of a program; the last one several times where a chunk ends. The longest rows come first."""
+    """Describe the queries of a program; the last one twice where a chunk ends. The longest rows come first."""
     number, set = gl.program_id(0), gl.program_id(1)
     if KIND.IS_CAUSAL and KIND.BAND == 0:
         number = (sizes.num_queries - 1) // QUERIES - number
-    result = ()
-    for n in gl.static_range(QUERIES):
-        query = gl.minimum(number * QUERIES + n, sizes.num_queries - 1)
-        block = 0
-        if KIND.BAND > 0:
-            block, query = query // KIND.BAND, query % KIND.BAND
-        result = result + (describe_query(masks, sizes, set, block, query, KIND),)
-    return result
+    first, second = number * QUERIES, gl.minimum(number * QUERIES + 1, sizes.num_queries - 1)
+    return describe_number(masks, sizes, set, first, KIND), describe_number(masks, sizes, set, second, KIND)
+
+
+@gluon.jit
+def describe_number(masks, sizes, set, number, KIND: gl.constexpr):
+    """Describe a query by its number in the chunk."""
+    if KIND.BAND > 0:
+        return describe_query(masks, sizes, set, number // KIND.BAND, number % KIND.BAND, KIND)
+    else:
+        return describe_query(masks, sizes, set, 0, number, KIND)
 
 
 @gluon.jit
@@ -150,10 +153,8 @@ def common_range(programs, KIND: gl.constexpr):
 @gluon.jit
 def compositions(packed, programs, SPEC: gl.constexpr, KIND: gl.constexpr, FORTH: gl.constexpr, BACK: gl.constexpr):
     """Build the composition of each query."""
-    result = ()
-    for n in gl.static_range(QUERIES):
-        result = result + (composition_of(packed, programs[n], SPEC, KIND, FORTH, BACK),)
-    return result
+    first = composition_of(packed, programs[0], SPEC, KIND, FORTH, BACK)
+    return first, composition_of(packed, programs[1], SPEC, KIND, FORTH, BACK)
 
 
 @gluon.jit
@@ -191,7 +192,7 @@ def first_sums(at, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr)
     for n in gl.static_range(QUERIES):
         y = composed_scores(tiles[n], vectors, start, programs[n], no_offsets(KIND), pres[n], PRE, KIND, True)
         largest, exponents = finite_maxima(y, KIND), ()
-        for b in gl.static_range(KIND.BLOCKS):
+        for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             exponents = exponents + (y[b] - largest[b],)
         offsets, totals = offsets + (largest,), totals + (exponentials(exponents, KIND),)
     return offsets, totals

@@ -79,7 +79,7 @@ def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, K
     sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
     d_p = compose(wide, d, wide, post.back, vectors, sums, program.identity, SPEC, KIND, 1)
     added = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         added = added + (total[b] + p[b] * d_p[b],)
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
         d_post = add_outer(d_post, rounded(p, KIND), d, program.left, KIND)
@@ -149,7 +149,7 @@ def load_gradient(da, start, AFTER: gl.constexpr, program, KIND: gl.constexpr, M
 def negative(offsets, KIND: gl.constexpr):
     """Make accumulators of offsets [1, 16] of the heads, negated."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (zeros() - offsets[b],)
     return result
 
@@ -158,7 +158,7 @@ def negative(offsets, KIND: gl.constexpr):
 def add_operands(y, x, program, KIND: gl.constexpr):
     """Add left operands to accumulators, by an exact product with the identity."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (times(x[b], program.identity, y[b], KIND.GROUP_SLOTS < 16),)
     return result
 
@@ -167,7 +167,7 @@ def add_operands(y, x, program, KIND: gl.constexpr):
 def no_offsets(KIND: gl.constexpr):
     """Return an offset of 0 for each head."""
     result = ()
-    for _ in gl.static_range(KIND.BLOCKS):
+    for _ in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.zeros([1, 16], gl.float32, ACCUMULATOR),)
     return result
 
@@ -185,7 +185,7 @@ def no_sums(COUNT: gl.constexpr):
 def exponentials(y, KIND: gl.constexpr):
     """Return 2^y."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.exp2(y[b]),)
     return result
 
@@ -194,7 +194,7 @@ def exponentials(y, KIND: gl.constexpr):
 def products(x, y, KIND: gl.constexpr):
     """Multiply accumulators elementwise."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (x[b] * y[b],)
     return result
 
@@ -203,7 +203,7 @@ def products(x, y, KIND: gl.constexpr):
 def rounded(x, KIND: gl.constexpr):
     """Round accumulators to left operands."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (to_left(x[b], KIND.DTYPE),)
     return result
 
@@ -212,7 +212,7 @@ def rounded(x, KIND: gl.constexpr):
 def widened(x, program, KIND: gl.constexpr):
     """Convert left operands to accumulators."""
     result = ()
-    for b in gl.static_range(KIND.BLOCKS):
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (mixing.widened(x[b], program.identity, KIND),)
     return result
 
@@ -221,7 +221,7 @@ def widened(x, program, KIND: gl.constexpr):
 def add_outer(d, x, y, identity, KIND: gl.constexpr):
     """Add x^T y of each pair of blocks to accumulators [16 heads, 16 heads]."""
     result = ()
-    for a in gl.static_range(KIND.BLOCKS):
-        for b in gl.static_range(KIND.BLOCKS):
+    for a in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             result = result + (outer(d[a * KIND.BLOCKS + b], x[a], y[b], identity, KIND.DTYPE),)
     return result

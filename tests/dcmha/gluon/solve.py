@@ -29,9 +29,9 @@ def accumulate(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
     out.add_(scale * (a.double() @ b.double()))
 
 
-def results(case: Case, operands: dict[str, Tensor], impl: str) -> dict[str, Tensor]:
+def results(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None) -> dict[str, Tensor]:
     """Compute the output and the gradients of all operands, in float64."""
-    out = run(case, operands, impl, make_mask(case))
+    out = run(case, operands, impl, mask)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(out.dtype)
     grads = torch.autograd.grad(out, list(operands.values()), cotangent)
     return {"out": out.detach().double()} | {name: g.double() for name, g in zip(operands, grads, strict=True)}
@@ -41,9 +41,11 @@ def errors(problem: Problem) -> dict[str, tuple[float, float]]:
     """Solve a problem: relative errors against float64 by name, of the kernels and of the reference in their dtype."""
     torch.manual_seed(0)
     rounded = {name: x.detach().to(problem.dtype) for name, x in make_operands(problem.case).items()}
+    mask = make_mask(problem.case)
 
     def solve(impl: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        return results(problem.case, {name: x.to(dtype).requires_grad_() for name, x in rounded.items()}, impl)
+        operands = {name: x.to(dtype).requires_grad_() for name, x in rounded.items()}
+        return results(problem.case, operands, impl, mask)
 
     exact, usual = solve("reference", torch.float64), solve("reference", problem.dtype)
     torch.use_deterministic_algorithms(True)  # fills memory that is allocated without values with NaN

@@ -16,6 +16,9 @@ from tests.dctrain.commands import ROOT
 from .cases import CASES, QUICK, SLOW
 
 
+MOST_USUAL = 0.02  # error of the reference in a 16-bit dtype: more would mean that it solved another problem
+
+
 def solve(*names: str) -> dict[str, dict[str, tuple[float, float]]]:
     """Solve problems in a process of its own, without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -38,4 +41,4 @@ def test_as_exact_as_the_reference_in_the_same_dtype(names):
     for name, found in solve(*names).items():
         eps = torch.finfo(CASES[name].dtype).eps
         for tensor, (error, usual) in found.items():
-            assert error < 2 * usual + eps, (name, tensor)
+            assert usual < MOST_USUAL and error < 2 * usual + eps, (name, tensor)
