@@ -15,7 +15,6 @@ from tests.dctrain.commands import ROOT
 
 from .cases import CASES, QUICK, SLOW
 
-
 MOST_USUAL = 0.02  # error of the reference in a 16-bit dtype: more would mean that it solved another problem
 
 
