@@ -230,3 +230,26 @@ def test_the_operator_in_a_cuda_graph():
             x.mul_(0.5)
         graph.replay()
         torch.testing.assert_close(out, forward(tensors, "triton", 1, is_causal=True))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+def test_a_training_step_in_a_cuda_graph(shape):
+    tensors = operands(shape, torch.bfloat16)
+    cotangent = torch.randn(tensors["q"].shape, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = forward(tensors, "triton", 1, is_causal=True)
+        return out, *torch.autograd.grad(out, list(tensors.values()), cotangent)
+
+    expected = step()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # what is allocated lazily, such as workspaces of libraries
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
