@@ -17,5 +17,5 @@ def why_unavailable() -> str | None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not OLDEST <= version <= NEWEST:
         oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-        return f"its Gluon kernels need Triton {oldest} to {newest}, got {triton.__version__}"
+        return f"the kernels in Gluon need Triton {oldest} to {newest}, got {triton.__version__}"
     return None

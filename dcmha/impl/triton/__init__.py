@@ -9,7 +9,9 @@ on CPU tensors.
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from ..dropout import draw_seed
 from . import decode_op, op
 from .decode import MOST_QUERIES
 
+log = logging.getLogger(__name__)
 MOST_HEADS = 512  # of a call whose kind a compiler may ask for
 MOST_CHANNELS = 1024
 CHANNELS, QUERIES, FEW_QUERIES = 64, 40, 3  # of a check on first use
@@ -68,7 +71,15 @@ def _takes_gluon(q: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _is_gluon_right(device: torch.device, dtype: torch.dtype) -> bool:
-    return "Gluon" in ATTENTION and first_use.finding_of("Gluon", device, dtype) is None
+    if "Gluon" not in ATTENTION:
+        _report(gluon.why_unavailable())
+        return False
+    return first_use.finding_of("Gluon", device, dtype) is None
+
+
+@cache
+def _report(reason: str) -> None:
+    log.warning("16-bit calls of composed attention use the older, slower kernels: %s.", reason)
 
 
 def is_decoding(call: Call) -> bool:

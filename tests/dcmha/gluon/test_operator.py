@@ -13,7 +13,7 @@ import torch
 
 from tests.dctrain.commands import ROOT
 
-from .cases import CASES, QUICK, SLOW
+from .cases import CASES, LONG, QUICK, SLOW
 
 MOST_USUAL = 0.02  # error of the reference in a 16-bit dtype: more would mean that it solved another problem
 
@@ -33,7 +33,11 @@ def groups(names: list[str], size: int) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     "names",
-    [*groups(list(QUICK), 2), *(pytest.param(names, marks=pytest.mark.slow) for names in groups(list(SLOW), 5))],
+    [
+        *groups(list(QUICK), 2),
+        *(pytest.param(names, marks=pytest.mark.slow) for names in groups(list(SLOW), 4)),
+        *(pytest.param(names, marks=pytest.mark.long) for names in groups(list(LONG), 4)),
+    ],
     ids=", ".join,
 )
 def test_as_exact_as_the_reference_in_the_same_dtype(names):

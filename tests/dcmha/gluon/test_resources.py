@@ -13,7 +13,12 @@ from .aot import VARIANTS
 
 MOST_SPILLS = 64  # bytes of a thread; where registers are capped, more programs are worth a few of them
 MOST_SPILLS_OF_SHORT_GRADIENTS = 320  # two queries' numbers, nearly all of which wait outside of its loops
-OTHERS = [("90", variant) for variant in VARIANTS if variant != "16 heads"] + [("80", "16 heads"), ("100", "16 heads")]
+SLOW = [("90", "6 heads, bidirectional"), ("90", "window"), ("80", "16 heads"), ("100", "16 heads")]
+LONG = [("90", variant) for variant in VARIANTS if variant != "16 heads" and ("90", variant) not in SLOW]
+OTHERS = [
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
+]
 
 
 def resources(capability: str, variant: str) -> dict[str, dict[str, int]]:
@@ -25,9 +30,7 @@ def resources(capability: str, variant: str) -> dict[str, dict[str, int]]:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize(
-    ("capability", "variant"), [("90", "16 heads"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
+@pytest.mark.parametrize(("capability", "variant"), [("90", "16 heads"), *OTHERS])
 def test_warps_neither_wait_for_others_nor_lack_registers(capability, variant):
     for name, row in resources(capability, variant).items():
         assert row["shared"] == 0 and row["barriers"] == 0, (name, row)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcmha import resolve_impl
-from dcmha.impl import first_use, reference, triton
+from dcmha.impl import first_use, gluon, reference, triton
 from dcmha.impl.triton import decode, launch
 from tests.dcmha.inputs import Case, make_mask, make_operands, run
 
@@ -184,6 +184,21 @@ def test_kernels_in_gluon_are_replaced_by_those_in_triton_if_they_are_wrong(monk
         got = run(CASE, operands, "triton")
     assert [kind.kernels for kind in checked] == ["Gluon", "Triton"]
     torch.testing.assert_close(got, run(CASE, operands, "reference"))
+
+
+def test_kernels_in_gluon_need_a_triton_that_is_known(monkeypatch, caplog):
+    for version in ("3.6.0", "3.8.1"):
+        monkeypatch.setattr("triton.__version__", version)
+        assert gluon.why_unavailable.__wrapped__() is None
+    for version in ("3.5.1", "3.9.0"):
+        monkeypatch.setattr("triton.__version__", version)
+        assert f"need Triton 3.6 to 3.8, got {version}" in gluon.why_unavailable.__wrapped__()
+    monkeypatch.setattr(gluon, "why_unavailable", gluon.why_unavailable.__wrapped__)
+    monkeypatch.delitem(triton.ATTENTION, "Gluon", raising=False)
+    for _ in range(2):
+        assert not triton._is_gluon_right(torch.device("cpu"), torch.bfloat16)
+    (record,) = caplog.records
+    assert "older, slower kernels: the kernels in Gluon need Triton 3.6 to 3.8, got 3.9.0" in record.message
 
 
 def test_auto_takes_what_is_right(monkeypatch):
