@@ -37,31 +37,19 @@ _findings: dict[tuple[str, torch.device, torch.dtype], str] = {}
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for.
+    """What kernels are compiled for."""
 
-    Attributes:
-        kernels: Their name in `SOLVERS`.
-        device: Where they run.
-        dtype: Of q, k and v.
-        shape: H, heads of the keys, G, and T and D of the small problem.
-        pre, post: Query rank, whether there is a gate, the same of the keys, whether there is a base; or None.
-        mask: None, "boolean", "floating", or "gradient" for a floating one that takes a gradient.
-        is_causal, has_window, has_documents: Which there are.
-        dropout_p: 0, or `DROPOUT` where anything is dropped.
-        gradients: Whether gradients are computed.
-    """
-
-    kernels: str
+    kernels: str  # their name in `SOLVERS`
     device: torch.device
     dtype: torch.dtype
-    shape: tuple[int, int, int, int, int]
-    pre: tuple[int, bool, int, bool, bool] | None
+    shape: tuple[int, int, int, int, int]  # H, heads of the keys, G, and T and D of the small problem
+    pre: tuple[int, bool, int, bool, bool] | None  # rank and gate of the queries, of the keys, and base
     post: tuple[int, bool, int, bool, bool] | None
-    mask: str | None
+    mask: str | None  # "boolean", "floating", or "gradient" for a floating one that takes a gradient
     is_causal: bool
     has_window: bool
     has_documents: bool
-    dropout_p: float
+    dropout_p: float  # 0, or `DROPOUT` where anything is dropped
     gradients: bool
 
 
@@ -100,13 +88,16 @@ def _is_seen(kind: Kind) -> bool:
 
 
 def _finding(kind: Kind) -> str | None:
-    """Say what kernels do wrong on a small problem; None if nothing. Random states stay as they are."""
+    """Say what kernels do wrong on a small problem; None if nothing.
+
+    Random numbers come from the generator of the CPU alone, whose state is restored.
+    """
     with torch.random.fork_rng(devices=[]), torch.cuda.device_of(torch.empty(0, device=kind.device)):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         problem = _problem(kind)
         d_out = torch.randn(problem.q.shape).to(kind.dtype) if kind.gradients else None
         exact, usual = (_solve_by_reference(_copy(problem, dtype), d_out) for dtype in (torch.float64, kind.dtype))
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         seed = draw_seed(torch.device("cpu")).to(kind.device) if kind.dropout_p > 0.0 else None
         try:
             with torch.no_grad():
@@ -130,7 +121,7 @@ def _solve_by_reference(call: Call, d_out: Tensor | None) -> Sequence[Tensor | N
     """Compute the output and gradients on the CPU: the thread in which autograd works for a GPU may wait for this."""
     tensors = tensors_of(call)
     wanted = [x.requires_grad_() for x in tensors if x is not None]
-    torch.manual_seed(1)  # of dropout
+    torch.default_generator.manual_seed(1)  # of dropout
     out = reference.attention(call)
     if d_out is None:
         return [out.detach()]
