@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from ...weights import ComposeWeights
 from .. import chunks
 from ..chunks import Chunk, Heads, key_planes, query_planes
-from . import kernels, packing, short_kernels
-from .indexing import KernelConfig, Packed, Sizes
+from . import kernels, packing
+from .indexing import KernelConfig, Packed, Sizes, queries_of
 from .key_kernel import Part, key_gradients
 from .launch import launch
 from .masking import Masks
@@ -25,7 +25,7 @@ PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
 KEY_PROGRAMS = 2112  # of `key_gradients`, likewise; half as many need no more
 SPLIT_QUERIES = 64  # of a program of `key_gradients`, at least, where programs share a tile of keys
 SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
-SHORT_KERNELS = (short_kernels.short_weights, short_kernels.short_gradients)
+SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # of a program: more keep too few programs at work
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
 
 
@@ -129,12 +129,10 @@ class Attention:
 
     def run(self, kernel, chunk: Chunk, arguments: tuple) -> None:
         """Launch a query-side kernel on a chunk."""
-        specs = self.specs[:1] if kernel is kernels.row_statistics else self.specs
-        packed = self.packed[:1] if kernel is kernels.row_statistics else self.packed
-        given = (*arguments, *packed, self.masks, self.sizes(chunk))
-        per_program = short_kernels.QUERIES.value if kernel in SHORT_KERNELS else 1
+        given = (*arguments, *self.packed, self.masks, self.sizes(chunk))
+        per_program = 1 if kernel in SINGLE_QUERY else queries_of(self.kind)
         grid = (-(-chunk.num_queries // per_program), self.sets(chunk), 1)
-        launch(kernel, grid, given, (self.kind, *specs), self.q.device)
+        launch(kernel, grid, given, (self.kind, *self.specs), self.q.device)
 
     def run_key_gradients(self, chunk: Chunk, arguments: tuple, part: Part, splits: int) -> None:
         """Launch `key_gradients` on a chunk; `splits` programs share a tile of keys."""

@@ -1,6 +1,6 @@
 """Forward pass over chunks of rows of the batch and queries, and the keys that they may see, on a reused workspace.
 
-    x = scale q k^T;  row_statistics, composed_weights (of short rows: short_weights);  o = x v
+    x = scale q k^T;  composed_weights (of short rows: short_weights);  o = x v
 
 Scores lie in the workspace in units of log 2. Heads that share keys and values are rows of one product.
 """
@@ -18,14 +18,11 @@ LOG2E = 1.4426950408889634
 def forward(call: Attention) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D], and the base-2 log-sum-exp [sets, T, 16 BLOCKS]."""
     buffer, lse = call.workspace(), call.statistics()
+    kernel = short_kernels.short_weights if call.is_short else kernels.composed_weights
     out = torch.empty_like(call.q) if call.plan else torch.zeros_like(call.q)
     for chunk in call.plan:
         x = call.scores(buffer, chunk)
         multiply_queries(call.queries(call.q, chunk), call.keys(call.k, chunk), call.scale * LOG2E, x)
-        if call.is_short:
-            call.run(short_kernels.short_weights, chunk, (buffer, lse))
-        else:
-            call.run(kernels.row_statistics, chunk, (buffer, lse))
-            call.run(kernels.composed_weights, chunk, (buffer, lse))
+        call.run(kernel, chunk, (buffer, lse))
         put_product(out, x, call.keys(call.v, chunk), 1.0, chunk, call)
     return out, lse

@@ -49,6 +49,12 @@ class KernelConfig(NamedTuple):
     DTYPE: Any
 
 
+@gluon.constexpr_function
+def queries_of(kind):
+    """Return how many neighbouring queries a program works on, of kernels whose registers hold several."""
+    return 2 if kind.BLOCKS == 1 else 1
+
+
 class Sizes(NamedTuple):
     """Numbers of a chunk.
 

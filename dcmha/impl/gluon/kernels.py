@@ -1,11 +1,10 @@
-"""The query-side kernels, which mix heads on a chunk of scores, one warp and one query a program.
+"""The query-side kernels, which mix heads on a chunk of scores: one warp a program.
 
 The workspace `x` holds scores in units of log 2, [rows, H / shared, blocks, shared, queries, keys]; `da`, of the same
 shape, the gradient of the composed weights A. Library products write and read them. `lse` and `delta`,
 [sets, T, 16 BLOCKS], are the base-2 log-sum-exp and sum_j P dP of each query and head, with P the softmax weights.
 
-    row_statistics      x -> lse
-    composed_weights    x -> A
+    composed_weights    x -> lse, A
     post_gradients      x, da -> delta, gradients of the query's post-composition; the query's matrices
     key_gradients       x, da -> gradients of the key side of both compositions (`key_kernel.py`)
     pre_gradients       x, da -> A, gradient of the scores, gradients of the query's pre-composition
@@ -16,38 +15,72 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .indexing import head_of, load_statistics, store_statistics, store_zeros
+from .indexing import head_of, load_tile, queries_of, store_statistics, store_zeros
 from .layouts import ACCUMULATOR, COLUMNS, PACKED, RIGHT, ROWS
-from .masking import EMPTY, HIDDEN
-from .mixing import store_query_gradients
-from .programs import composition_of, query_program, query_weights, tile_pointers, unmasked_end
-from .steps import no_offsets, no_sums, post_step, pre_step, visible_scores, weights_step
+from .masking import EMPTY
+from .mixing import load_key_vectors, store_query_gradients
+from .programs import all_statistics, common_range, compositions, neighbours, pointers, query_weights
+from .steps import (
+    add_exponentials,
+    all_hidden,
+    composed_scores,
+    finite_maxima,
+    first_sums,
+    load_gradients,
+    load_tiles,
+    no_matrix_gradients,
+    no_offsets,
+    no_sums,
+    post_step,
+    pre_step,
+    sum_keys,
+    sums_step,
+    weights_step,
+)
 
 LARGE = gl.constexpr(2.0**100)  # sums of exponentials outside of [1 / LARGE, LARGE] are computed again
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def row_statistics(x, lse, pre, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr):
-    """The base-2 log-sum-exp of the composed scores of a query.
+def composed_weights(x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr):
+    """Scores of a program's queries to their base-2 log-sum-exp and, in place, composed weights."""
+    forward(x, lse, pre, post, masks, sizes, KIND, PRE, POST, True)
 
-    Scores are taken relative to the largest of the first tile. Where this leaves the range of float32, the largest of
+
+@gluon.jit
+def forward(
+    x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr, AHEAD: gl.constexpr
+):
+    """Do what `composed_weights` does; `AHEAD`, scores are loaded a step before they are taken."""
+    programs = neighbours(masks, sizes, queries_of(KIND), KIND)
+    pres = compositions(pre, programs, PRE, KIND, True, False)
+    posts = compositions(post, programs, POST, KIND, True, False)
+    logs = store_log_sums(x, lse, programs, pres, PRE, KIND)
+    store_composed(x, logs, programs, pres, posts, PRE, POST, KIND, AHEAD)
+
+
+@gluon.jit
+def store_log_sums(x, lse, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
+    """Compute the base-2 log-sum-exp of the composed scores of each query, and store it.
+
+    Scores are taken relative to the largest of the last tile. Where this leaves the range of float32, the largest of
     all is found, and the sum computed again.
     """
-    program = query_program(masks, sizes, KIND)
-    pre = composition_of(pre, program, PRE, KIND, True, False)
-    x, end = tile_pointers(x, program, KIND), unmasked_end(program, KIND)
-    _, y = visible_scores(x, program.low, 0, program, no_offsets(KIND), pre, PRE, KIND, True)
-    offsets, total = finite_maxima(y, KIND), no_sums(KIND.BLOCKS)
-    for start in range(program.low, end, 32):
-        for half in gl.static_range(2):
-            _, y = visible_scores(x, start, half * 16, program, offsets, pre, PRE, KIND, False)
-            total = add_exponentials(total, y, KIND)
-    for start in range(end, program.high, 16):
-        _, y = visible_scores(x, start, 0, program, offsets, pre, PRE, KIND, True)
-        total = add_exponentials(total, y, KIND)
-    result = log_sums(x, offsets, total, program, pre, PRE, KIND)
-    store_statistics(lse, program.statistics, result, KIND)
+    at = pointers(x, programs, KIND)
+    low, end, high = common_range(programs, KIND)
+    offsets, totals = first_sums(at, gl.maximum(low, high - 1) // 16 * 16, programs, pres, PRE, KIND)
+    for start in range(low, end, 16):
+        tiles = load_tiles(at, start, programs, KIND, False)
+        totals = sums_step(tiles, start, programs, offsets, pres, totals, PRE, KIND, False)
+    for start in range(end, high - 16, 16):
+        tiles = load_tiles(at, start, programs, KIND, True)
+        totals = sums_step(tiles, start, programs, offsets, pres, totals, PRE, KIND, True)
+    logs = ()
+    for n in gl.static_range(len(programs)):
+        logs = logs + (log_sums(at[n], offsets[n], totals[n], programs[n], pres[n], PRE, KIND),)
+        store_statistics(lse, programs[n].statistics, logs[n], KIND)
+    return logs
 
 
 @gluon.jit
@@ -70,81 +103,60 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
     """Find the largest composed scores of a query, and sum the exponentials relative to them, [1, 16] of each block."""
     largest, nothing = all_hidden(KIND), no_offsets(KIND)
     for start in range(program.low, program.high, 16):
-        _, y = visible_scores(x, start, 0, program, nothing, pre, PRE, KIND, True)
+        y = visible_scores(x, start, program, nothing, pre, PRE, KIND)
         larger = ()
         for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             larger = larger + (gl.maximum(largest[b], y[b]),)
         largest = larger
     offsets, total = finite_maxima(largest, KIND), no_sums(KIND.BLOCKS)
     for start in range(program.low, program.high, 16):
-        _, y = visible_scores(x, start, 0, program, offsets, pre, PRE, KIND, True)
+        y = visible_scores(x, start, program, offsets, pre, PRE, KIND)
         total = add_exponentials(total, y, KIND)
     return offsets, sum_keys(total, KIND)
 
 
 @gluon.jit
-def all_hidden(KIND: gl.constexpr):
-    """Return the scores of hidden keys."""
-    result = ()
-    for _ in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        result = result + (gl.full([16, 16], HIDDEN, gl.float32, ACCUMULATOR),)
-    return result
+def visible_scores(x, start, program, offsets, pre, PRE: gl.constexpr, KIND: gl.constexpr):
+    """Load a tile of a query's scores and compose it: less the offsets, `HIDDEN` where they are."""
+    tile = load_tile(x, start, 0, program.sizes.S - program.first, True, KIND)
+    vectors = load_key_vectors(pre.key, start, 0, PRE, KIND)
+    return composed_scores(tile, vectors, start, program, offsets, pre, PRE, KIND, True)
 
 
 @gluon.jit
-def finite_maxima(y, KIND: gl.constexpr):
-    """Take the maximum over the keys, [1, 16] of each block; 0 where all are hidden."""
-    result = ()
-    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        largest = gl.expand_dims(gl.max(y[b], 0), 0)
-        result = result + (gl.where(largest > HIDDEN / 2, largest, 0.0),)
-    return result
+def store_composed(
+    x, logs, programs, pres, posts, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr, AHEAD: gl.constexpr
+):
+    """Scores of each query to composed weights, in place."""
+    at = pointers(x, programs, KIND)
+    low, end, high = common_range(programs, KIND)
+    if AHEAD:
+        tiles = load_tiles(at, low, programs, KIND, False)
+        for start in range(low, end, 16):
+            following = load_tiles(at, start + 16, programs, KIND, False)
+            weights_step(at, tiles, start, programs, logs, pres, posts, PRE, POST, KIND, False)
+            tiles = following
+    else:
+        for start in range(low, end, 16):
+            tiles = load_tiles(at, start, programs, KIND, False)
+            weights_step(at, tiles, start, programs, logs, pres, posts, PRE, POST, KIND, False)
+    for start in range(end, high, 16):
+        tiles = load_tiles(at, start, programs, KIND, True)
+        weights_step(at, tiles, start, programs, logs, pres, posts, PRE, POST, KIND, True)
+    store_hidden(x, programs, low, high, KIND)
 
 
 @gluon.jit
-def add_exponentials(total, y, KIND: gl.constexpr):
-    """Add 2^y to sums."""
-    result = ()
-    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        result = result + (total[b] + gl.exp2(y[b]),)
-    return result
-
-
-@gluon.jit
-def sum_keys(x, KIND: gl.constexpr):
-    """Sum over the keys: [1, 16] of each block."""
-    result = ()
-    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        result = result + (gl.expand_dims(gl.sum(x[b], 0), 0),)
-    return result
-
-
-@gluon.jit
-def composed_weights(x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr):
-    """Scores of a query to composed weights, in place."""
-    program = query_program(masks, sizes, KIND)
-    pre = composition_of(pre, program, PRE, KIND, True, False)
-    post = composition_of(post, program, POST, KIND, True, False)
-    lse = load_statistics(lse, program.statistics, KIND)
-    at, end = tile_pointers(x, program, KIND), unmasked_end(program, KIND)
-    for start in range(program.low, end, 32):
-        for half in gl.static_range(2):
-            weights_step(at, at, start, half * 16, program, lse, pre, post, PRE, POST, KIND, False)
-    for start in range(end, program.high, 16):
-        weights_step(at, at, start, 0, program, lse, pre, post, PRE, POST, KIND, True)
-    store_hidden(x, program, program.low, program.high, KIND)
-
-
-@gluon.jit
-def store_hidden(workspace, program, low, high, KIND: gl.constexpr):
-    """Store zeros to the columns of a query that steps from `low` to `high` do not cover."""
-    block, query, sizes = 0, program.query, program.sizes
-    if KIND.BAND > 0:
-        block, query = query // KIND.BAND, query % KIND.BAND
-    if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS:
-        store_zeros(workspace, program.set, block, query, 0, low, sizes, KIND)
-    covered = low + (high - low + 15) // 16 * 16
-    store_zeros(workspace, program.set, block, query, covered, sizes.num_keys, sizes, KIND)
+def store_hidden(workspace, programs, low, high, KIND: gl.constexpr):
+    """Store zeros to the columns of each query that steps from `low` to `high` do not cover."""
+    for n in gl.static_range(len(programs)):
+        block, query, sizes = 0, programs[n].query, programs[n].sizes
+        if KIND.BAND > 0:
+            block, query = query // KIND.BAND, query % KIND.BAND
+        if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS:
+            store_zeros(workspace, programs[n].set, block, query, 0, low, sizes, KIND)
+        covered = low + (high - low + 15) // 16 * 16
+        store_zeros(workspace, programs[n].set, block, query, covered, sizes.num_keys, sizes, KIND)
 
 
 @gluon.jit
@@ -152,29 +164,46 @@ def post_gradients(
     x, da, lse, delta, matrices, d_query, d_base, pre, post, masks, sizes,
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
-    """The sums delta = sum_j P dP of a query, and gradients of its post-composition.
+    """The sums delta = sum_j P dP of a program's queries, and gradients of their post-composition.
 
-    Leaves its matrices, of the pre-composition and of the transposed post-composition, to `key_gradients`.
+    Leaves their matrices, of the pre-composition and of the transposed post-composition, to `key_gradients`.
     """
-    program = query_program(masks, sizes, KIND)
-    weights = query_weights(post, program, POST)
-    pre = composition_of(pre, program, PRE, KIND, True, False)
-    post = composition_of(post, program, POST, KIND, False, True)
-    if matrices is not None:
-        store_matrices(matrices, program, pre.matrices, 0, PRE, KIND)
-        store_matrices(matrices, program, post.back, 1, POST, KIND)
-    lse = load_statistics(lse, program.statistics, KIND)
-    total, d_post = no_sums(KIND.BLOCKS), no_matrix_gradients(POST, KIND)
-    x, da, end = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND), unmasked_end(program, KIND)
-    for start in range(program.low, end, 32):
-        for half in gl.static_range(2):
-            total, d_post = post_step(
-                x, da, start, half * 16, program, lse, pre, post, total, d_post, PRE, POST, KIND, False
-            )
-    for start in range(end, program.high, 16):
-        total, d_post = post_step(x, da, start, 0, program, lse, pre, post, total, d_post, PRE, POST, KIND, True)
-    store_statistics(delta, program.statistics, sum_keys(total, KIND), KIND)
-    store_matrix_gradients(d_post, d_query, d_base, weights, program, POST, KIND, 1.0)
+    programs = neighbours(masks, sizes, 1, KIND)
+    pres = compositions(pre, programs, PRE, KIND, True, False)
+    posts = compositions(post, programs, POST, KIND, False, True)
+    store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)
+    logs = all_statistics(lse, programs, KIND)
+    store_deltas(x, da, None, logs, delta, d_query, d_base, post, programs, pres, posts, PRE, POST, KIND)
+
+
+@gluon.jit
+def store_deltas(
+    x, da, a, logs, delta, d_query, d_base, post, programs, pres, posts,
+    PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """Store delta and gradients of the post-composition of each query, and, unless `a` is None, composed weights."""
+    at, d_at, a_at = pointers(x, programs, KIND), pointers(da, programs, KIND), pointers(a, programs, KIND)
+    low, end, high = common_range(programs, KIND)
+    totals, d_posts = (), ()
+    for _ in gl.static_range(len(programs)):
+        totals, d_posts = totals + (no_sums(KIND.BLOCKS),), d_posts + (no_matrix_gradients(POST, KIND),)
+    for start in range(low, end, 16):
+        tiles, d = load_tiles(at, start, programs, KIND, False), load_gradients(d_at, start, programs, KIND, False)
+        totals, d_posts = post_step(
+            a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE, POST, KIND, False
+        )
+    for start in range(end, high, 16):
+        tiles, d = load_tiles(at, start, programs, KIND, True), load_gradients(d_at, start, programs, KIND, True)
+        totals, d_posts = post_step(
+            a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE, POST, KIND, True
+        )
+    deltas = ()
+    for n in gl.static_range(len(programs)):
+        deltas = deltas + (sum_keys(totals[n], KIND),)
+        store_statistics(delta, programs[n].statistics, deltas[n], KIND)
+        weights = query_weights(post, programs[n], POST)
+        store_matrix_gradients(d_posts[n], d_query, d_base, weights, programs[n], POST, KIND, 1.0)
+    return deltas
 
 
 @gluon.jit
@@ -182,41 +211,50 @@ def pre_gradients(
     x, da, dy, lse, delta, d_query, d_base, pre, post, masks, sizes,
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of a query's pre-composition; in place x -> A and da -> gradient of the scores.
+    """Gradients of the pre-composition of a program's queries; in place x -> A and da -> gradient of the scores.
 
     The gradient of the composed scores goes to a workspace `dy` where the mask takes one.
     """
-    program = query_program(masks, sizes, KIND)
-    weights = query_weights(pre, program, PRE)
-    pre = composition_of(pre, program, PRE, KIND, True, True)
-    post = composition_of(post, program, POST, KIND, True, True)
-    lse, delta = load_statistics(lse, program.statistics, KIND), load_statistics(delta, program.statistics, KIND)
-    d_pre = no_matrix_gradients(PRE, KIND)
-    x_at, da_at, dy_at = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND), ()
-    if KIND.MASK_GRADIENT:
-        dy_at = tile_pointers(dy, program, KIND)
-    end = unmasked_end(program, KIND)
-    for start in range(program.low, end, 32):
-        for half in gl.static_range(2):
-            d_pre = pre_step(
-                x_at, da_at, dy_at, start, half * 16, program, lse, delta, pre, post, d_pre, PRE, POST, KIND, False
-            )
-    for start in range(end, program.high, 16):
-        d_pre = pre_step(x_at, da_at, dy_at, start, 0, program, lse, delta, pre, post, d_pre, PRE, POST, KIND, True)
-    store_hidden(x, program, program.low, program.high, KIND)
-    store_hidden(da, program, program.low, program.high, KIND)
-    if KIND.MASK_GRADIENT:
-        store_hidden(dy, program, program.low, program.high, KIND)
-    store_matrix_gradients(d_pre, d_query, d_base, weights, program, PRE, KIND, LN2)
+    programs = neighbours(masks, sizes, 1, KIND)
+    pres = compositions(pre, programs, PRE, KIND, True, True)
+    posts = compositions(post, programs, POST, KIND, True, True)
+    logs, deltas = all_statistics(lse, programs, KIND), all_statistics(delta, programs, KIND)
+    store_score_gradients(x, da, x, da, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts, PRE, POST, KIND)
 
 
 @gluon.jit
-def no_matrix_gradients(SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Begin the gradients of a query's matrices."""
-    if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
-        return no_sums(KIND.BLOCKS * KIND.BLOCKS)
-    else:
-        return ()
+def store_score_gradients(
+    x, da, a, dx, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts,
+    PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """Store gradients of the scores and of the pre-composition of each query.
+
+    Composed weights go to `a`, gradients of the composed scores to `dy`, unless that is None.
+    """
+    at, d_at = pointers(x, programs, KIND), pointers(da, programs, KIND)
+    low, end, high = common_range(programs, KIND)
+    a_at, dx_at, dy_at = pointers(a, programs, KIND), pointers(dx, programs, KIND), pointers(dy, programs, KIND)
+    d_pres = ()
+    for _ in gl.static_range(len(programs)):
+        d_pres = d_pres + (no_matrix_gradients(PRE, KIND),)
+    for start in range(low, end, 16):
+        tiles, d = load_tiles(at, start, programs, KIND, False), load_gradients(d_at, start, programs, KIND, False)
+        d_pres = pre_step(
+            a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE, POST, KIND, False
+        )
+    for start in range(end, high, 16):
+        tiles, d = load_tiles(at, start, programs, KIND, True), load_gradients(d_at, start, programs, KIND, True)
+        d_pres = pre_step(
+            a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE, POST, KIND, True
+        )
+    if a is not None:
+        store_hidden(a, programs, low, high, KIND)
+    store_hidden(dx, programs, low, high, KIND)
+    if dy is not None:
+        store_hidden(dy, programs, low, high, KIND)
+    for n in gl.static_range(len(programs)):
+        weights = query_weights(pre, programs[n], PRE)
+        store_matrix_gradients(d_pres[n], d_query, d_base, weights, programs[n], PRE, KIND, LN2)
 
 
 class Slots(NamedTuple):
@@ -266,7 +304,16 @@ def query_number(program):
 
 
 @gluon.jit
-def store_matrices(matrices, program, right, PLACE: gl.constexpr, SPEC: gl.constexpr, KIND: gl.constexpr):
+def store_matrices(matrices, programs, pres, posts, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr):
+    """Store what `key_gradients` takes of each query's compositions, unless `matrices` is None."""
+    if matrices is not None:
+        for n in gl.static_range(len(programs)):
+            store_right(matrices, programs[n], pres[n].matrices, 0, PRE, KIND)
+            store_right(matrices, programs[n], posts[n].back, 1, POST, KIND)
+
+
+@gluon.jit
+def store_right(matrices, program, right, PLACE: gl.constexpr, SPEC: gl.constexpr, KIND: gl.constexpr):
     """Store right operands of each pair of blocks in the order of `load_matrices`: 16 bytes per lane of each."""
     PAIRS: gl.constexpr = KIND.BLOCKS * KIND.BLOCKS
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:

@@ -39,8 +39,9 @@ def key_gradients(
     Where programs share a tile: the sums of each over its queries, [splits, rows, columns of the chunk, COUNT, H].
     """
     set, key = gl.program_id(1), (gl.maximum(0, sizes.first_key) // 16 + gl.program_id(0)) * 16
-    v = load_key_vectors(key_weights(pre, set, key, sizes, PRE, KIND), 0, 0, PRE, KIND)
-    w = load_key_vectors(key_weights(post, set, key, sizes, POST, KIND), 0, 0, POST, KIND)
+    v, w = key_weights(pre, set, key, sizes, PRE, KIND), key_weights(post, set, key, sizes, POST, KIND)
+    if holds_vectors(KIND, PART):
+        v, w = load_key_vectors(v, 0, 0, PRE, KIND), load_key_vectors(w, 0, 0, POST, KIND)
     d_pre, d_post = no_sums(sums_of(PART.HAS_PRE, PRE, PART)), no_sums(sums_of(PART.HAS_POST, POST, PART))
     if KIND.BAND > 0:
         first = gl.cdiv(gl.maximum(0, key - sizes.first_key - sizes.num_keys + 16), KIND.BAND)
@@ -57,6 +58,12 @@ def key_gradients(
         store_key_gradients(d_pre, d_pre_key, set, key, sizes, PRE, KIND, PART, LN2)
     if PART.HAS_POST:
         store_key_gradients(d_post, d_post_key, set, key, sizes, POST, KIND, PART, 1.0)
+
+
+@gluon.constexpr_function
+def holds_vectors(kind, part):
+    """Tell whether registers hold the vectors of the tile of keys; they are loaded for each query otherwise."""
+    return kind.BLOCKS == 1 or not part.HAS_PRE
 
 
 @gluon.constexpr_function
@@ -81,15 +88,21 @@ def block_gradients(
         program = describe_query(masks, sizes, set, block, query, KIND)
         loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, True)
         d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, True)
-    last = gl.maximum(high - 1, 0)
-    program = describe_query(masks, sizes, set, block, gl.minimum(whole, last), KIND)
-    loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, False)
-    for query in range(whole, high):
-        after = describe_query(masks, sizes, set, block, gl.minimum(query + 1, last), KIND)
-        following = load_query(x, da, lse, delta, matrices, key, after, PRE, POST, KIND, False)
-        program = describe_query(masks, sizes, set, block, query, KIND)
-        d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, False)
-        loaded = following  # whose loads were under way
+    if KIND.BLOCKS > 1:  # registers hold one query
+        for query in range(whole, high):
+            program = describe_query(masks, sizes, set, block, query, KIND)
+            loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, False)
+            d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, False)
+    else:
+        last = gl.maximum(high - 1, 0)
+        program = describe_query(masks, sizes, set, block, gl.minimum(whole, last), KIND)
+        loaded = load_query(x, da, lse, delta, matrices, key, program, PRE, POST, KIND, False)
+        for query in range(whole, high):
+            after = describe_query(masks, sizes, set, block, gl.minimum(query + 1, last), KIND)
+            following = load_query(x, da, lse, delta, matrices, key, after, PRE, POST, KIND, False)
+            program = describe_query(masks, sizes, set, block, query, KIND)
+            d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, False)
+            loaded = following  # whose loads were under way
     return d_pre, d_post
 
 
@@ -176,6 +189,8 @@ def key_step(
     PART: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what a query brings to the gradients of a tile of keys."""
+    if not holds_vectors(KIND, PART):
+        v, w = load_key_vectors(v, 0, 0, PRE, KIND), load_key_vectors(w, 0, 0, POST, KIND)
     ones, identity, tile, d = program.ones, program.identity, loaded.tile, loaded.d
     x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)

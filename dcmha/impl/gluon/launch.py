@@ -7,13 +7,12 @@ from .indexing import KernelConfig
 ALIGNED = ("first_key", "num_keys")  # sizes that are multiples of 16
 REPRESENTATIVE, MULTIPLE = 3, 32  # numbers that stand for any, and for any multiple of 16
 
-REGISTERS = {  # most of a thread, up to 16 heads
-    "row_statistics": 128,
-    "composed_weights": 128,
-    "post_gradients": 128,
-    "pre_gradients": 168,
-    "short_weights": 128,
-    "short_gradients": 168,
+REGISTERS = {  # most of a thread, by the blocks of 16 heads
+    "composed_weights": {1: 128, 2: 168},
+    "post_gradients": {1: 128},
+    "pre_gradients": {1: 128},
+    "short_weights": {1: 128},
+    "short_gradients": {1: 168},
 }
 _compiled: dict[tuple, Any] = {}
 
@@ -42,9 +41,9 @@ def options_of(name: str, kind: KernelConfig) -> dict[str, int]:
     """Return the options that a kernel is compiled with.
 
     Caps on registers let more programs run at once; they are those that the timing model predicts to be fastest on an
-    H100, and hold for up to 16 heads composed together.
+    H100.
     """
-    registers = REGISTERS.get(name) if kind.BLOCKS == 1 else None
+    registers = REGISTERS.get(name, {}).get(kind.BLOCKS)
     return {"num_warps": 1} | ({} if registers is None else {"maxnreg": registers})
 
 

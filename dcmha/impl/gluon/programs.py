@@ -9,6 +9,7 @@ from .indexing import (
     dropout_words,
     find_documents,
     global_set,
+    load_statistics,
     mask_places,
     statistics_offset,
     workspace_offsets,
@@ -73,18 +74,6 @@ class Composition(NamedTuple):
     matrices: Any
     back: Any
     key: Any
-
-
-@gluon.jit
-def query_program(masks, sizes, KIND: gl.constexpr):
-    """Describe the program of a query-side kernel. The longest rows come first."""
-    query, set = gl.program_id(0), gl.program_id(1)
-    if KIND.BAND > 0:
-        return describe_query(masks, sizes, set, query // KIND.BAND, query % KIND.BAND, KIND)
-    elif KIND.IS_CAUSAL:
-        return describe_query(masks, sizes, set, 0, sizes.num_queries - 1 - query, KIND)
-    else:
-        return describe_query(masks, sizes, set, 0, query, KIND)
 
 
 @gluon.jit
@@ -189,9 +178,68 @@ def tile_pointers(workspace, program, KIND: gl.constexpr):
 
 
 @gluon.jit
-def unmasked_end(program, KIND: gl.constexpr):
-    """Return the column from which on tiles are masked: a whole number of pairs of tiles from the first."""
-    if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
-        return program.low
+def neighbours(masks, sizes, COUNT: gl.constexpr, KIND: gl.constexpr):
+    """Describe the neighbouring queries of a program, one or two. The longest rows come first.
+
+    Where a chunk ends, the last query stands for those that there are not: what is done twice gives the same.
+    """
+    number, set = gl.program_id(0), gl.program_id(1)
+    if KIND.IS_CAUSAL and KIND.BAND == 0:
+        number = (sizes.num_queries - 1) // COUNT - number
+    first = describe_number(masks, sizes, set, number * COUNT, KIND)
+    if COUNT == 1:
+        return (first,)
+    else:  # without adding tuples, which loses the names of structures in Triton 3.6
+        return first, describe_number(masks, sizes, set, gl.minimum(number * 2 + 1, sizes.num_queries - 1), KIND)
+
+
+@gluon.jit
+def describe_number(masks, sizes, set, number, KIND: gl.constexpr):
+    """Describe a query by its number in the chunk."""
+    if KIND.BAND > 0:
+        return describe_query(masks, sizes, set, number // KIND.BAND, number % KIND.BAND, KIND)
     else:
-        return program.low + gl.maximum(0, program.high - 1 - program.low) // 32 * 32
+        return describe_query(masks, sizes, set, 0, number, KIND)
+
+
+@gluon.jit
+def common_range(programs, KIND: gl.constexpr):
+    """Return the first column that any of the queries sees, from which on tiles are masked, and the end of all."""
+    low, whole, high = programs[0].low, programs[0].high, programs[0].high
+    for n in gl.static_range(1, len(programs)):
+        low, whole = gl.minimum(low, programs[n].low), gl.minimum(whole, programs[n].high)
+        high = gl.maximum(high, programs[n].high)
+    if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
+        whole = low
+    return low, gl.maximum(low, gl.minimum(whole, high - 1) // 16 * 16), high
+
+
+@gluon.jit
+def compositions(packed, programs, SPEC: gl.constexpr, KIND: gl.constexpr, FORTH: gl.constexpr, BACK: gl.constexpr):
+    """Build the composition of each query."""
+    first = composition_of(packed, programs[0], SPEC, KIND, FORTH, BACK)
+    if len(programs) == 1:
+        return (first,)
+    else:
+        return first, composition_of(packed, programs[1], SPEC, KIND, FORTH, BACK)
+
+
+@gluon.jit
+def pointers(workspace, programs, KIND: gl.constexpr):
+    """Point at the first tile of each query; () where there is no workspace."""
+    if workspace is None:
+        return ()
+    else:
+        result = ()
+        for n in gl.static_range(len(programs)):
+            result = result + (tile_pointers(workspace, programs[n], KIND),)
+        return result
+
+
+@gluon.jit
+def all_statistics(statistics, programs, KIND: gl.constexpr):
+    """Load numbers of the heads of each query."""
+    result = ()
+    for n in gl.static_range(len(programs)):
+        result = result + (load_statistics(statistics, programs[n].statistics, KIND),)
+    return result

@@ -1,4 +1,7 @@
-"""Steps of the kernels' loops: a tile of 16 keys and all heads of one query, composed, weighted, and taken back."""
+"""Steps of the kernels' loops: a tile of 16 keys and all heads of each query, composed, weighted, and taken back.
+
+The queries of a program share what is loaded and converted of the keys' weights.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,32 +9,129 @@ from triton.experimental.gluon import language as gl
 from . import mixing
 from .indexing import load_tile, store_tile, tokens_of
 from .layouts import ACCUMULATOR, outer, times, to_left, zeros
-from .masking import drop, hide
+from .masking import HIDDEN, drop, hide
 from .mixing import compose, load_key_vectors, weighted_sums
 
 
 @gluon.jit
-def visible_scores(
-    x, start, AFTER: gl.constexpr, program, offsets, pre, SPEC: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
+def load_tiles(at, start, programs, KIND: gl.constexpr, MASKED: gl.constexpr):
+    """Load a tile of scores of each query."""
+    result = ()
+    for n in gl.static_range(len(programs)):
+        result = result + (load_tile(at[n], start, 0, programs[n].sizes.S - programs[n].first, MASKED, KIND),)
+    return result
+
+
+@gluon.jit
+def load_gradients(at, start, programs, KIND: gl.constexpr, MASKED: gl.constexpr):
+    """Load a tile of gradients of composed weights of each query."""
+    result = ()
+    for n in gl.static_range(len(programs)):
+        result = result + (load_gradient(at[n], start, 0, programs[n], KIND, MASKED),)
+    return result
+
+
+@gluon.jit
+def first_sums(at, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
+    """Take the largest composed scores of a tile as offsets, and begin the sums of exponentials relative to them."""
+    tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    offsets, totals = (), ()
+    for n in gl.static_range(len(programs)):
+        y = composed_scores(tiles[n], vectors, start, programs[n], no_offsets(KIND), pres[n], PRE, KIND, True)
+        largest, exponents = finite_maxima(y, KIND), ()
+        for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+            exponents = exponents + (y[b] - largest[b],)
+        offsets, totals = offsets + (largest,), totals + (exponentials(exponents, KIND),)
+    return offsets, totals
+
+
+@gluon.jit
+def sums_step(
+    tiles, start, programs, offsets, pres, totals, PRE: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Load a tile of scores and compose it.
+    """Add the exponentials of a tile of each query."""
+    vectors = load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    result = ()
+    for n in gl.static_range(len(programs)):
+        y = composed_scores(tiles[n], vectors, start, programs[n], offsets[n], pres[n], PRE, KIND, MASKED)
+        result = result + (add_exponentials(totals[n], y, KIND),)
+    return result
 
-    Args:
-        x: Pointers to the first tile of the query's rows.
-        start, AFTER: Column of the tile, as their sum.
-        program: The query.
-        offsets: What is subtracted from composed scores, [1, 16] of each block.
-        pre: The pre-composition.
-        SPEC: Its branches.
-        KIND: Kind of the call.
-        MASKED: Whether some keys of the tile may be hidden.
 
-    Returns:
-        The scores, left operands; the composed scores less the offsets, accumulators, `HIDDEN` where they are.
+@gluon.jit
+def softmax_weights(tiles, start, programs, logs, pres, PRE: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr):
+    """Compose a tile of scores of each query, and make softmax weights of them."""
+    vectors = load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    result = ()
+    for n in gl.static_range(len(programs)):
+        y = composed_scores(tiles[n], vectors, start, programs[n], logs[n], pres[n], PRE, KIND, MASKED)
+        result = result + (exponentials(y, KIND),)
+    return result
+
+
+@gluon.jit
+def weights_step(
+    at, tiles, start, programs, logs, pres, posts, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile of each query to composed weights."""
+    p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    vectors = load_key_vectors(posts[0].key, start, 0, POST, KIND)
+    store_weights(at, p, vectors, start, programs, posts, POST, KIND)
+
+
+@gluon.jit
+def post_step(
+    a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE: gl.constexpr, POST: gl.constexpr,
+    KIND: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add what a tile of each query brings to delta and the query's post-composition.
+
+    Composed weights go to `a_at` unless that is ().
     """
-    tile = load_tile(x, start, AFTER, program.sizes.S - program.first, MASKED, KIND)
-    vectors = load_key_vectors(pre.key, start, AFTER, SPEC, KIND)
-    return tile, composed_scores(tile, vectors, start + AFTER, program, offsets, pre, SPEC, KIND, MASKED)
+    p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    vectors = load_key_vectors(posts[0].key, start, 0, POST, KIND)
+    new_totals, new_posts = (), ()
+    for n in gl.static_range(len(programs)):
+        total, d_post = add_delta(p[n], d[n], vectors, programs[n], posts[n], totals[n], d_posts[n], POST, KIND)
+        new_totals, new_posts = new_totals + (total,), new_posts + (d_post,)
+    if len(a_at) > 0:
+        store_weights(a_at, p, vectors, start, programs, posts, POST, KIND)
+    return new_totals, new_posts
+
+
+@gluon.jit
+def store_weights(at, p, vectors, start, programs, posts, POST: gl.constexpr, KIND: gl.constexpr):
+    """Compose a tile of softmax weights of each query, and store it."""
+    for n in gl.static_range(len(programs)):
+        a = composed(p[n], vectors, start, programs[n], posts[n], POST, KIND)
+        store_tile(at[n], programs[n].real, start, 0, a, KIND)
+
+
+@gluon.jit
+def pre_step(
+    a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE: gl.constexpr,
+    POST: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores of a tile of each query, and what it brings to the query's pre-composition.
+
+    Composed weights go to `a_at`, gradients of composed scores to `dy_at`, unless that is ().
+    """
+    vectors = load_key_vectors(posts[0].key, start, 0, POST, KIND)
+    p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    if len(a_at) > 0:
+        store_weights(a_at, p, vectors, start, programs, posts, POST, KIND)
+    d_y, new_pres = (), ()
+    for n in gl.static_range(len(programs)):
+        d_y = d_y + (gradients_of_weights(p[n], d[n], vectors, programs[n], deltas[n], posts[n], POST, KIND),)
+        if len(dy_at) > 0:
+            store_tile(dy_at[n], programs[n].real, start, 0, d_y[n], KIND)
+    vectors = load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    for n in gl.static_range(len(programs)):
+        d_x, d_pre = score_gradients(tiles[n], d_y[n], vectors, programs[n], pres[n], d_pres[n], PRE, KIND)
+        store_tile(dx_at[n], programs[n].real, start, 0, d_x, KIND)
+        new_pres = new_pres + (d_pre,)
+    return new_pres
 
 
 @gluon.jit
@@ -49,31 +149,6 @@ def composed_scores(
 
 
 @gluon.jit
-def weights_step(
-    x, out, start, AFTER: gl.constexpr, program, lse, pre, post, PRE: gl.constexpr, POST: gl.constexpr,
-    KIND: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Scores of a tile to composed weights."""
-    _, y = visible_scores(x, start, AFTER, program, lse, pre, PRE, KIND, MASKED)
-    p = exponentials(y, KIND)
-    vectors = load_key_vectors(post.key, start, AFTER, POST, KIND)
-    store_tile(out, program.real, start, AFTER, composed(p, vectors, start + AFTER, program, post, POST, KIND), KIND)
-
-
-@gluon.jit
-def post_step(
-    x, da, start, AFTER: gl.constexpr, program, lse, pre, post, total, d_post, PRE: gl.constexpr, POST: gl.constexpr,
-    KIND: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Add what a tile brings to delta and to the gradients of the query's post-composition."""
-    d = load_gradient(da, start, AFTER, program, KIND, MASKED)
-    _, y = visible_scores(x, start, AFTER, program, lse, pre, PRE, KIND, MASKED)
-    p = exponentials(y, KIND)
-    vectors = load_key_vectors(post.key, start, AFTER, POST, KIND)
-    return add_delta(p, d, vectors, program, post, total, d_post, POST, KIND)
-
-
-@gluon.jit
 def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, KIND: gl.constexpr):
     """Add what softmax weights p and gradients d of composed ones bring to delta and the query's post-composition."""
     sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
@@ -84,26 +159,6 @@ def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, K
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
         d_post = add_outer(d_post, rounded(p, KIND), d, program.left, KIND)
     return added, d_post
-
-
-@gluon.jit
-def pre_step(
-    x, da, dy, start, AFTER: gl.constexpr, program, lse, delta, pre, post, d_pre, PRE: gl.constexpr,
-    POST: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Composed weights and gradients of the scores of a tile, and what it brings to those of the pre-composition."""
-    d = load_gradient(da, start, AFTER, program, KIND, MASKED)
-    tile, y = visible_scores(x, start, AFTER, program, lse, pre, PRE, KIND, MASKED)
-    p = exponentials(y, KIND)
-    vectors = load_key_vectors(post.key, start, AFTER, POST, KIND)
-    store_tile(x, program.real, start, AFTER, composed(p, vectors, start + AFTER, program, post, POST, KIND), KIND)
-    d_y = gradients_of_weights(p, d, vectors, program, delta, post, POST, KIND)
-    if KIND.MASK_GRADIENT:
-        store_tile(dy, program.real, start, AFTER, d_y, KIND)
-    vectors = load_key_vectors(pre.key, start, AFTER, PRE, KIND)
-    d_x, d_pre = score_gradients(tile, d_y, vectors, program, pre, d_pre, PRE, KIND)
-    store_tile(da, program.real, start, AFTER, d_x, KIND)
-    return d_pre
 
 
 @gluon.jit
@@ -225,3 +280,49 @@ def add_outer(d, x, y, identity, KIND: gl.constexpr):
         for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             result = result + (outer(d[a * KIND.BLOCKS + b], x[a], y[b], identity, KIND.DTYPE),)
     return result
+
+
+@gluon.jit
+def finite_maxima(y, KIND: gl.constexpr):
+    """Take the maximum over the keys, [1, 16] of each block; 0 where all are hidden."""
+    result = ()
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        largest = gl.expand_dims(gl.max(y[b], 0), 0)
+        result = result + (gl.where(largest > HIDDEN / 2, largest, 0.0),)
+    return result
+
+
+@gluon.jit
+def add_exponentials(total, y, KIND: gl.constexpr):
+    """Add 2^y to sums."""
+    result = ()
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        result = result + (total[b] + gl.exp2(y[b]),)
+    return result
+
+
+@gluon.jit
+def sum_keys(x, KIND: gl.constexpr):
+    """Sum over the keys: [1, 16] of each block."""
+    result = ()
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        result = result + (gl.expand_dims(gl.sum(x[b], 0), 0),)
+    return result
+
+
+@gluon.jit
+def all_hidden(KIND: gl.constexpr):
+    """Return the scores of hidden keys."""
+    result = ()
+    for _ in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        result = result + (gl.full([16, 16], HIDDEN, gl.float32, ACCUMULATOR),)
+    return result
+
+
+@gluon.jit
+def no_matrix_gradients(SPEC: gl.constexpr, KIND: gl.constexpr):
+    """Begin the gradients of a query's matrices."""
+    if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
+        return no_sums(KIND.BLOCKS * KIND.BLOCKS)
+    else:
+        return ()

@@ -27,7 +27,6 @@ from dcmha.impl.gluon.mixing import ComposeSpec
 KERNELS = {
     kernel.fn.__name__: kernel
     for kernel in (
-        kernels.row_statistics,
         kernels.composed_weights,
         kernels.post_gradients,
         kernels.pre_gradients,
