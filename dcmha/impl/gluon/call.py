@@ -13,7 +13,7 @@ from ...weights import ComposeWeights
 from .. import chunks
 from ..chunks import Chunk, Heads, key_planes, query_planes
 from . import kernels, packing
-from .indexing import KernelConfig, Packed, Sizes, queries_of
+from .indexing import KernelConfig, Packed, Sizes, program_queries
 from .key_kernel import Part, key_gradients
 from .launch import launch
 from .masking import Masks
@@ -130,7 +130,7 @@ class Attention:
     def run(self, kernel, chunk: Chunk, arguments: tuple) -> None:
         """Launch a query-side kernel on a chunk."""
         given = (*arguments, *self.packed, self.masks, self.sizes(chunk))
-        per_program = 1 if kernel in SINGLE_QUERY else queries_of(self.kind)
+        per_program = 1 if kernel in SINGLE_QUERY else program_queries(self.blocks)
         grid = (-(-chunk.num_queries // per_program), self.sets(chunk), 1)
         launch(kernel, grid, given, (self.kind, *self.specs), self.q.device)
 

@@ -49,10 +49,12 @@ class KernelConfig(NamedTuple):
     DTYPE: Any
 
 
-@gluon.constexpr_function
-def queries_of(kind):
+def program_queries(blocks: int) -> int:
     """Return how many neighbouring queries a program works on, of kernels whose registers hold several."""
-    return 2 if kind.BLOCKS == 1 else 1
+    return 2 if blocks == 1 else 1
+
+
+queries_of = gluon.constexpr_function(program_queries)  # for use in kernels
 
 
 class Sizes(NamedTuple):
@@ -179,12 +181,12 @@ def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(pointers, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
-    """Load the 16 keys from `start + AFTER` on of all heads: left operands of each block, 0 from `limit` on."""
+def load_tile(pointers, start, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
+    """Load the 16 keys from `start` on of all heads: left operands of each block, 0 from `limit` on."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        keys = start + AFTER + memory_keys()
-        place = pointers[0] + (pointers[1][b] + start) + AFTER
+        keys = start + memory_keys()
+        place = pointers[0] + (pointers[1][b] + start)
         raw = gl.load(place)
         if MASKED:
             raw = gl.where(keys < limit, raw, 0.0).to(KIND.DTYPE)
@@ -193,10 +195,10 @@ def load_tile(pointers, start, AFTER: gl.constexpr, limit, MASKED: gl.constexpr,
 
 
 @gluon.jit
-def store_tile(pointers, real, start, AFTER: gl.constexpr, x, KIND: gl.constexpr):
+def store_tile(pointers, real, start, x, KIND: gl.constexpr):
     """Store accumulators [16 keys, 16 heads] of each block."""
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        place = pointers[0] + (pointers[1][b] + start) + AFTER
+        place = pointers[0] + (pointers[1][b] + start)
         stored = to_memory(x[b].to(KIND.DTYPE))
         if KIND.HEADS % 16 == 0:
             gl.store(place, stored)

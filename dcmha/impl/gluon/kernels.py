@@ -53,7 +53,7 @@ def forward(
     x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr, AHEAD: gl.constexpr
 ):
     """Do what `composed_weights` does; `AHEAD`, scores are loaded a step before they are taken."""
-    programs = neighbours(masks, sizes, queries_of(KIND), KIND)
+    programs = neighbours(masks, sizes, queries_of(KIND.BLOCKS), KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, False)
     logs = store_log_sums(x, lse, programs, pres, PRE, KIND)
@@ -118,8 +118,8 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
 @gluon.jit
 def visible_scores(x, start, program, offsets, pre, PRE: gl.constexpr, KIND: gl.constexpr):
     """Load a tile of a query's scores and compose it: less the offsets, `HIDDEN` where they are."""
-    tile = load_tile(x, start, 0, program.sizes.S - program.first, True, KIND)
-    vectors = load_key_vectors(pre.key, start, 0, PRE, KIND)
+    tile = load_tile(x, start, program.sizes.S - program.first, True, KIND)
+    vectors = load_key_vectors(pre.key, start, PRE, KIND)
     return composed_scores(tile, vectors, start, program, offsets, pre, PRE, KIND, True)
 
 

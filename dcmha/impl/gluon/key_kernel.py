@@ -41,7 +41,7 @@ def key_gradients(
     set, key = gl.program_id(1), (gl.maximum(0, sizes.first_key) // 16 + gl.program_id(0)) * 16
     v, w = key_weights(pre, set, key, sizes, PRE, KIND), key_weights(post, set, key, sizes, POST, KIND)
     if holds_vectors(KIND, PART):
-        v, w = load_key_vectors(v, 0, 0, PRE, KIND), load_key_vectors(w, 0, 0, POST, KIND)
+        v, w = load_key_vectors(v, 0, PRE, KIND), load_key_vectors(w, 0, POST, KIND)
     d_pre, d_post = no_sums(sums_of(PART.HAS_PRE, PRE, PART)), no_sums(sums_of(PART.HAS_POST, POST, PART))
     if KIND.BAND > 0:
         first = gl.cdiv(gl.maximum(0, key - sizes.first_key - sizes.num_keys + 16), KIND.BAND)
@@ -134,8 +134,8 @@ def load_query(
     column = key - program.first
     x, da = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND)
     return Loaded(
-        tile=load_tile(x, column, 0, program.sizes.S - program.first, MASKED, KIND),
-        d=load_gradient(da, column, 0, program, KIND, MASKED),
+        tile=load_tile(x, column, program.sizes.S - program.first, MASKED, KIND),
+        d=load_gradient(da, column, program, KIND, MASKED),
         lse=load_statistics(lse, program.statistics, KIND),
         delta=load_statistics(delta, program.statistics, KIND),
         pre=load_matrices(matrices, program, 0, PRE, KIND),
@@ -190,7 +190,7 @@ def key_step(
 ):  # fmt: skip
     """Add what a query brings to the gradients of a tile of keys."""
     if not holds_vectors(KIND, PART):
-        v, w = load_key_vectors(v, 0, 0, PRE, KIND), load_key_vectors(w, 0, 0, POST, KIND)
+        v, w = load_key_vectors(v, 0, PRE, KIND), load_key_vectors(w, 0, POST, KIND)
     ones, identity, tile, d = program.ones, program.identity, loaded.tile, loaded.d
     x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)

@@ -48,14 +48,14 @@ def ones_of_groups(KIND: gl.constexpr):
 
 
 @gluon.jit
-def load_key_vectors(pointers, start, AFTER: gl.constexpr, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Load the packed weights of the tile of keys at `start + AFTER`: down, up and gate, of each block of heads."""
+def load_key_vectors(pointers, start, SPEC: gl.constexpr, KIND: gl.constexpr):
+    """Load the packed weights of the tile of keys at `start`: down, up and gate, of each block of heads."""
     COUNT: gl.constexpr = (2 * SPEC.KEY_RANK + SPEC.KEY_GATE) * KIND.BLOCKS
     vectors = ()
     if COUNT > 0:
         first = pointers + start * (COUNT * 16)
         for n in gl.static_range(COUNT):
-            vectors = vectors + (load_packed(first + (AFTER * COUNT * 16 + n * 256)),)
+            vectors = vectors + (load_packed(first + n * 256),)
     return vectors
 
 

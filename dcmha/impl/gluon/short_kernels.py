@@ -28,7 +28,7 @@ def short_gradients(
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
     """Composed weights, gradients of the scores and the sums delta of queries, and gradients of their weights."""
-    programs = neighbours(masks, sizes, queries_of(KIND), KIND)
+    programs = neighbours(masks, sizes, queries_of(KIND.BLOCKS), KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, True)
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)

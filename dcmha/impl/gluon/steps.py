@@ -18,7 +18,7 @@ def load_tiles(at, start, programs, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Load a tile of scores of each query."""
     result = ()
     for n in gl.static_range(len(programs)):
-        result = result + (load_tile(at[n], start, 0, programs[n].sizes.S - programs[n].first, MASKED, KIND),)
+        result = result + (load_tile(at[n], start, programs[n].sizes.S - programs[n].first, MASKED, KIND),)
     return result
 
 
@@ -27,14 +27,14 @@ def load_gradients(at, start, programs, KIND: gl.constexpr, MASKED: gl.constexpr
     """Load a tile of gradients of composed weights of each query."""
     result = ()
     for n in gl.static_range(len(programs)):
-        result = result + (load_gradient(at[n], start, 0, programs[n], KIND, MASKED),)
+        result = result + (load_gradient(at[n], start, programs[n], KIND, MASKED),)
     return result
 
 
 @gluon.jit
 def first_sums(at, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
     """Take the largest composed scores of a tile as offsets, and begin the sums of exponentials relative to them."""
-    tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, PRE, KIND)
     offsets, totals = (), ()
     for n in gl.static_range(len(programs)):
         y = composed_scores(tiles[n], vectors, start, programs[n], no_offsets(KIND), pres[n], PRE, KIND, True)
@@ -50,7 +50,7 @@ def sums_step(
     tiles, start, programs, offsets, pres, totals, PRE: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
 ):
     """Add the exponentials of a tile of each query."""
-    vectors = load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    vectors = load_key_vectors(pres[0].key, start, PRE, KIND)
     result = ()
     for n in gl.static_range(len(programs)):
         y = composed_scores(tiles[n], vectors, start, programs[n], offsets[n], pres[n], PRE, KIND, MASKED)
@@ -61,7 +61,7 @@ def sums_step(
 @gluon.jit
 def softmax_weights(tiles, start, programs, logs, pres, PRE: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Compose a tile of scores of each query, and make softmax weights of them."""
-    vectors = load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+    vectors = load_key_vectors(pres[0].key, start, PRE, KIND)
     result = ()
     for n in gl.static_range(len(programs)):
         y = composed_scores(tiles[n], vectors, start, programs[n], logs[n], pres[n], PRE, KIND, MASKED)
@@ -76,7 +76,7 @@ def weights_step(
 ):  # fmt: skip
     """Scores of a tile of each query to composed weights."""
     p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
-    vectors = load_key_vectors(posts[0].key, start, 0, POST, KIND)
+    vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     store_weights(at, p, vectors, start, programs, posts, POST, KIND)
 
 
@@ -90,7 +90,7 @@ def post_step(
     Composed weights go to `a_at` unless that is ().
     """
     p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
-    vectors = load_key_vectors(posts[0].key, start, 0, POST, KIND)
+    vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     new_totals, new_posts = (), ()
     for n in gl.static_range(len(programs)):
         total, d_post = add_delta(p[n], d[n], vectors, programs[n], posts[n], totals[n], d_posts[n], POST, KIND)
@@ -105,7 +105,7 @@ def store_weights(at, p, vectors, start, programs, posts, POST: gl.constexpr, KI
     """Compose a tile of softmax weights of each query, and store it."""
     for n in gl.static_range(len(programs)):
         a = composed(p[n], vectors, start, programs[n], posts[n], POST, KIND)
-        store_tile(at[n], programs[n].real, start, 0, a, KIND)
+        store_tile(at[n], programs[n].real, start, a, KIND)
 
 
 @gluon.jit
@@ -117,7 +117,7 @@ def pre_step(
 
     Composed weights go to `a_at`, gradients of composed scores to `dy_at`, unless that is ().
     """
-    vectors = load_key_vectors(posts[0].key, start, 0, POST, KIND)
+    vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     if len(a_at) > 0:
         store_weights(a_at, p, vectors, start, programs, posts, POST, KIND)
@@ -125,11 +125,11 @@ def pre_step(
     for n in gl.static_range(len(programs)):
         d_y = d_y + (gradients_of_weights(p[n], d[n], vectors, programs[n], deltas[n], posts[n], POST, KIND),)
         if len(dy_at) > 0:
-            store_tile(dy_at[n], programs[n].real, start, 0, d_y[n], KIND)
-    vectors = load_key_vectors(pres[0].key, start, 0, PRE, KIND)
+            store_tile(dy_at[n], programs[n].real, start, d_y[n], KIND)
+    vectors = load_key_vectors(pres[0].key, start, PRE, KIND)
     for n in gl.static_range(len(programs)):
         d_x, d_pre = score_gradients(tiles[n], d_y[n], vectors, programs[n], pres[n], d_pres[n], PRE, KIND)
-        store_tile(dx_at[n], programs[n].real, start, 0, d_x, KIND)
+        store_tile(dx_at[n], programs[n].real, start, d_x, KIND)
         new_pres = new_pres + (d_pre,)
     return new_pres
 
@@ -191,11 +191,11 @@ def composed(p, vectors, start, program, post, SPEC: gl.constexpr, KIND: gl.cons
 
 
 @gluon.jit
-def load_gradient(da, start, AFTER: gl.constexpr, program, KIND: gl.constexpr, MASKED: gl.constexpr):
+def load_gradient(da, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Load a tile of gradients of composed weights; those of dropped ones are 0."""
-    d = load_tile(da, start, AFTER, program.sizes.S - program.first, MASKED, KIND)
+    d = load_tile(da, start, program.sizes.S - program.first, MASKED, KIND)
     if KIND.HAS_DROPOUT:
-        tokens = tokens_of(program, start + AFTER)
+        tokens = tokens_of(program, start)
         d = rounded(drop(widened(d, program, KIND), program.words, tokens, program.masks, KIND), KIND)
     return d
 
