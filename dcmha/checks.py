@@ -11,6 +11,13 @@ def is_integer(x: object) -> bool:
     return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
+def plain_number(x: Real | None) -> Real | None:
+    """Make a number of Python's of one of another type, such as NumPy's; a compiler's stay."""
+    if x is None or isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        return x
+    return int(x) if isinstance(x, Integral) else float(x)
+
+
 def check_module(kind: type = torch.nn.Module, **values: object) -> None:
     """Check that arguments, given by name, are modules of a kind, or compiled ones.
 

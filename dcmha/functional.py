@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_booleans, is_integer
+from .checks import check_booleans, is_integer, plain_number
 from .choice import Impl, check_impl, resolve_impl
 from .impl.call import Call, ranks_of
 from .impl.masking import Documents, both_visible, documents_of, mask_of_documents, visible_keys
@@ -87,14 +87,8 @@ def composed_attention(
     if torch.jit.is_tracing() and not (pre is None and post is None):
         raise NotImplementedError("torch.jit.trace and the TorchScript-based ONNX exporter " + NO_TORCHSCRIPT)
     check_impl(impl)
-    for name, x in (
-        ("q", q),
-        ("k", k),
-        ("v", v),
-        ("attn_mask", attn_mask),
-        ("documents", documents.starts if isinstance(documents, Documents) else documents),
-    ):
-        if not isinstance(x, Tensor) and (x is not None or name not in ("attn_mask", "documents")):
+    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
+        if not isinstance(x, Tensor) and (x is not None or name != "attn_mask"):
             raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
     for name, weights in (("pre", pre), ("post", post)):
         _check_types(name, weights)
@@ -112,7 +106,8 @@ def composed_attention(
     choice = resolve_impl(impl, q, **options)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ranges = None if documents is None else documents_of(documents)
-    call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, window, scale, dropout_p, num_groups)
+    numbers = map(plain_number, (window, scale, dropout_p, num_groups))
+    call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, *numbers)
     if choice.impl == "triton":
         from .impl.triton import check_kernels
 
@@ -246,13 +241,17 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_documents(documents: Tensor | Documents | None, q: Tensor, k: Tensor) -> None:
     if documents is None:
         return
-    if isinstance(documents, Documents):
-        documents = documents.starts
     B, S = k.shape[0], k.shape[2]
-    is_integral = not (documents.is_floating_point() or documents.is_complex() or documents.dtype == torch.bool)
-    if tuple(documents.shape) != (B, S) or not is_integral or documents.device != q.device:
-        got = f"{documents.dtype} {list(documents.shape)} on {documents.device}"
-        raise ValueError(f"documents is {got}; accepted: integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
+    named = {"documents": documents}
+    if isinstance(documents, Documents):
+        named = {"documents.starts": documents.starts, "documents.stops": documents.stops}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
+        is_integral = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if tuple(x.shape) != (B, S) or not is_integral or x.device != q.device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}"
+            raise ValueError(f"{name} is {got}; accepted: integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
     if q.shape[2] > S:
         raise ValueError(f"documents need no more queries than keys; got T = {q.shape[2]} and S = {S}.")
 

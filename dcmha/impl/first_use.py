@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from . import reference
 from .call import Call
 from .compiled.blocks import tensors_of, with_tensors
 from .compiled.opaque import TENSORS
-from .dropout import draw_seed
+from .dropout import WORD
 from .masking import Documents, documents_of
 
 SWITCH = "DCMHA_FIRST_USE_CHECK"
@@ -32,6 +33,7 @@ NAMES = ("out", *(f"the gradient of {name}" for name in TENSORS))
 
 Solver = Callable[[Call, Tensor | None, Tensor | None], list[Tensor | None]]
 SOLVERS: dict[str, Solver] = {}  # by kernels: the output, and, given its gradient, those of `tensors_of` a call
+_one_at_a_time = Lock()
 _seen: set["Kind"] = set()
 _findings: dict[tuple[str, torch.device, torch.dtype], str] = {}
 
@@ -68,17 +70,19 @@ def check(*fields) -> bool:
         return place not in _findings
     if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
-    with ThreadPoolExecutor(1) as pool:  # a thread has its own modes: of tracing, inference, autocast
-        finding = pool.submit(_finding, kind).result()
-    _seen.add(kind)
+    with _one_at_a_time, ThreadPoolExecutor(1) as pool:  # a thread has its own modes: of tracing, inference, autocast
+        is_new = place not in _findings and not _is_seen(kind)
+        finding = pool.submit(_finding, kind).result() if is_new else None
+        _seen.add(kind)
+        if finding is not None:
+            _findings[place] = finding
     if finding is not None:
-        _findings[place] = finding
         warnings.warn(
             f"the {kind.kernels} kernels disagree with the reference on {kind.device}: {finding}. Calls in {kind.dtype}"
             f" use slower ones there. Please report this, with your versions of torch and Triton: {kind}.",
             stacklevel=2,
         )
-    return finding is None
+    return place not in _findings
 
 
 def _is_seen(kind: Kind) -> bool:
@@ -88,25 +92,20 @@ def _is_seen(kind: Kind) -> bool:
 
 
 def _finding(kind: Kind) -> str | None:
-    """Say what kernels do wrong on a small problem; None if nothing.
-
-    Random numbers come from the generator of the CPU alone, whose state is restored.
-    """
-    with torch.random.fork_rng(devices=[]), torch.cuda.device_of(torch.empty(0, device=kind.device)):
-        torch.default_generator.manual_seed(0)
-        problem = _problem(kind)
-        d_out = torch.randn(problem.q.shape).to(kind.dtype) if kind.gradients else None
-        exact, usual = (_solve_by_reference(_copy(problem, dtype), d_out) for dtype in (torch.float64, kind.dtype))
-        torch.default_generator.manual_seed(1)
-        seed = draw_seed(torch.device("cpu")).to(kind.device) if kind.dropout_p > 0.0 else None
-        try:
-            with torch.no_grad():
-                call = _copy(problem, kind.dtype, kind.device)
-                got = SOLVERS[kind.kernels](call, seed, None if d_out is None else d_out.to(kind.device))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a compiler, a driver or a launch: whatever it is, it must not stop a run
-            return f"{type(error).__name__}: {str(error)[:300]}"
+    """Say what kernels do wrong on a small problem; None if nothing."""
+    random = torch.Generator().manual_seed(0)
+    problem = _problem(kind, random)
+    d_out = torch.randn(problem.q.shape, generator=random).to(kind.dtype) if kind.gradients else None
+    seed = torch.randint(WORD, (2,), generator=random)
+    exact, usual = (_solve_by_reference(_copy(problem, dtype), seed, d_out) for dtype in (torch.float64, kind.dtype))
+    try:
+        with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=kind.device)):
+            call, *rest = _copy(problem, kind.dtype, kind.device), seed if kind.dropout_p > 0.0 else None, d_out
+            got = SOLVERS[kind.kernels](call, *(None if x is None else x.to(kind.device) for x in rest))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a compiler, a driver or a launch: whatever it is, it must not stop a run
+        return f"{type(error).__name__}: {str(error)[:300]}"
     least = 0.0 if d_out is None else LEAST * float(d_out.double().norm())
     for name, right, *others in zip(NAMES, exact, got, usual, strict=False):
         if right is not None:
@@ -117,12 +116,11 @@ def _finding(kind: Kind) -> str | None:
 
 
 @torch.enable_grad()
-def _solve_by_reference(call: Call, d_out: Tensor | None) -> Sequence[Tensor | None]:
+def _solve_by_reference(call: Call, seed: Tensor, d_out: Tensor | None) -> Sequence[Tensor | None]:
     """Compute the output and gradients on the CPU: the thread in which autograd works for a GPU may wait for this."""
     tensors = tensors_of(call)
     wanted = [x.requires_grad_() for x in tensors if x is not None]
-    torch.default_generator.manual_seed(1)  # of dropout
-    out = reference.attention(call)
+    out = reference.attention(call, seed)
     if d_out is None:
         return [out.detach()]
     grads = iter(torch.autograd.grad(out, wanted, d_out.to(out.dtype)))
@@ -137,12 +135,12 @@ def _copy(call: Call, dtype: torch.dtype, device: str | torch.device = "cpu") ->
     return with_tensors(call, tensors)._replace(visible=visible, documents=documents)
 
 
-def _problem(kind: Kind) -> Call:
+def _problem(kind: Kind, random: torch.Generator) -> Call:
     """Make a random problem of few tokens on the CPU."""
     H, kv_heads, G, T, D = kind.shape
 
     def rand(*shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(shape)).to(kind.dtype)
+        return (scale * torch.randn(shape, generator=random)).to(kind.dtype)
 
     def side(tokens: int, rank: int, has_gate: bool) -> SideWeights:
         down, up = (rand(ROWS, tokens, rank, H, scale=0.5) if rank else None for _ in range(2))
@@ -155,7 +153,7 @@ def _problem(kind: Kind) -> Call:
         return ComposeWeights(side(T, *branches[:2]), side(KEYS, *branches[2:4]), base)
 
     k, v = rand(2, ROWS, KEYS, kv_heads, D).transpose(2, 3)  # as a cache lies
-    visible = None if kind.mask is None else torch.rand(ROWS, H, T, KEYS) < 0.7
+    visible = None if kind.mask is None else torch.rand(ROWS, H, T, KEYS, generator=random) < 0.7
     bias = rand(ROWS, H, T, KEYS) if kind.mask in ("floating", "gradient") else None
     documents = documents_of((torch.arange(KEYS) // 17).expand(ROWS, KEYS)) if kind.has_documents else None
     options = (WINDOW if kind.has_window else None, D**-0.5, kind.dropout_p, G)

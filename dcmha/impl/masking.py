@@ -26,9 +26,9 @@ class Documents(NamedTuple):
 
 
 def documents_of(numbers: Tensor | Documents) -> Documents:
-    """Find the documents, runs of equal numbers [B, S], that tokens belong to; `Documents` are returned as they are."""
+    """Find the documents, runs of equal numbers [B, S], that tokens belong to; `Documents` stay, dense and in int32."""
     if isinstance(numbers, Documents):
-        return numbers
+        return Documents(*(x.int().contiguous() for x in numbers))
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     is_same = numbers[:, 1:] == numbers[:, :-1]
     first, last = torch.zeros_like(places[:, :1]), torch.full_like(places[:, :1], numbers.shape[1])

@@ -109,11 +109,11 @@ def attention_maps(call: Call) -> AttentionMaps:
     return AttentionMaps(scores, composed_scores, weights, composed_weights)
 
 
-def attention(call: Call) -> Tensor:
-    """Compute composed attention densely: [B, H, T, D]."""
+def attention(call: Call, seed: Tensor | None = None) -> Tensor:
+    """Compute composed attention densely: [B, H, T, D]; `seed` is that of dropout, drawn if None."""
     weights = attention_maps(call).composed_weights
     if call.dropout_p > 0.0:
-        weights = drop(weights, draw_seed(weights.device), call.dropout_p)
+        weights = drop(weights, draw_seed(weights.device) if seed is None else seed, call.dropout_p)
     by_key_head = weights.unflatten(1, (call.v.shape[1], -1))
     out = torch.einsum("bngts,bnsd->bngtd", by_key_head, call.v.to(weights.dtype)).flatten(1, 2)
     return out.to(call.q.dtype)

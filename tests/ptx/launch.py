@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from dcmha.impl.gluon import call
-from dcmha.impl.gluon.launch import ALIGNED, options_of
+from dcmha.impl.gluon.launch import ALIGNED, ANYWHERE, WIDE, options_of
 
 from .execute import run
 from .memory import LANES
@@ -56,26 +56,34 @@ def install(patch: pytest.MonkeyPatch, capability: int = 90) -> None:
 
 @cache
 def compile_kernel(kernel: JITFunction, types: tuple[Types, ...], constants: tuple, capability: int) -> str:
-    """Compile a kernel to PTX; addresses of tensors and sizes that are `ALIGNED` are taken for multiples of 16."""
+    """Compile a kernel to PTX, for addresses and sizes that are multiples of 16 as in `dcmha.impl.gluon.launch`."""
     names = kernel.arg_names
     leaves = [(name or names[place[0]], type, place) for name, type, place in _leaves("", types)]
     constexprs = {place: None for _, type, place in leaves if type == "constexpr"}
     constexprs |= {(len(types) + n,): constant for n, constant in enumerate(constants)}
-    aligned = [place for name, type, place in leaves if type.startswith("*") or name in ALIGNED]
+    aligned = [place for name, type, place in leaves if is_aligned(name, type)]
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     source = GluonASTSource(kernel, signature, constexprs, {place: [["tt.divisibility", 16]] for place in aligned})
     options = options_of(kernel.fn.__name__, constants[0])
     return compile(source, target=GPUTarget("cuda", capability, LANES), options=options).asm["ptx"]
 
 
-def _types(value: object) -> Types:
+def is_aligned(name: str, type: str) -> bool:
+    """Tell whether an argument is an address or a size that is a multiple of 16."""
+    return name in ALIGNED or (type.startswith("*") and name not in ANYWHERE)
+
+
+def _types(value: object, name: str = "") -> Types:
     """Return Triton's names of the types of arguments."""
     if isinstance(value, tuple):
-        types = map(_types, value)
+        names = getattr(value, "_fields", [name] * len(value))
+        types = [_types(*part) for part in zip(value, names, strict=True)]
         return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
     if isinstance(value, Tensor):
         return POINTERS[value.dtype]
-    return {int: "i32", float: "fp32", type(None): "constexpr"}[type(value)]
+    if isinstance(value, int):
+        return "i64" if name in WIDE else "i32"
+    return {float: "fp32", type(None): "constexpr"}[type(value)]
 
 
 def _leaves(name: str, value: object, place: tuple[int, ...] = ()) -> Iterator[tuple[str, object, tuple[int, ...]]]:

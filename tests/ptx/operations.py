@@ -29,6 +29,16 @@ def _wide_product(a: Array, b: Array) -> Array:
     return np.multiply(a, b, dtype=np.dtype(f"{a.dtype.kind}{2 * a.dtype.itemsize}"))
 
 
+def _high_product(a: Array, b: Array) -> Array:
+    """Return the upper half of a product; of 64 bits by halves, for numbers without a sign."""
+    if a.dtype.itemsize < 8:
+        return (_wide_product(a, b) >> 8 * a.dtype.itemsize).astype(a.dtype)
+    low, half = np.uint64(2**32 - 1), np.uint64(32)
+    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
+    middle = (a_low * b_low >> half) + (a_high * b_low & low) + (a_low * b_high & low)
+    return a_high * b_high + (a_high * b_low >> half) + (a_low * b_high >> half) + (middle >> half)
+
+
 def _bit_field(a: Array, first: Array, count: Array) -> Array:
     """Return some bits of a, with the sign of the highest for signed numbers."""
     unused = (32 - count).astype(a.dtype)
@@ -60,6 +70,7 @@ ARITHMETIC: Functions = {
     "min": (np.minimum, "tt"),
     "max": (np.maximum, "tt"),
     "div": (lambda a, b: np.trunc(a / b).astype(a.dtype), "tt"),
+    "rem": (np.fmod, "tt"),
     "max.relu": (lambda a, b: np.maximum(np.maximum(a, b), 0), "tt"),
     "mul.lo": (np.multiply, "tt"),
     "mad.lo": (lambda a, b, c: a * b + c, "ttt"),
@@ -69,11 +80,12 @@ ARITHMETIC: Functions = {
 PRODUCTS: Functions = {
     "mul.wide": (_wide_product, "tt"),
     "mad.wide": (lambda a, b, c: _wide_product(a, b) + c, "ttw"),
-    "mul.hi": (lambda a, b: (_wide_product(a, b) >> 8 * a.dtype.itemsize).astype(a.dtype), "tt"),
+    "mul.hi": (_high_product, "tt"),
 }
 FLOATS: Functions = {
     "add": (np.add, "tt"),
     "sub": (np.subtract, "tt"),
+    "neg": (np.negative, "t"),
     "mul": (np.multiply, "tt"),
     "fma.rn": (floats.fma, "ttt"),
     "max": (np.fmax, "tt"),
@@ -125,6 +137,7 @@ def _narrow_floats(name: str, format: floats.Format) -> dict[str, Operation]:
 OPERATIONS = (
     _of_types(INTEGERS, MOVES | LOGIC | ARITHMETIC | COMPARISONS)
     | _of_types(["u16", "s16", "u32", "s32"], PRODUCTS)
+    | _of_types(["u64"], {"mul.hi": PRODUCTS["mul.hi"]})
     | _of_types(["f32"], MOVES | FLOATS | FLUSHING | COMPARISONS | UNORDERED)
     | _of_types(["pred"], LOGIC | {"mov": MOVES["mov"]})
     | _conversions()

@@ -59,18 +59,17 @@ class Buffers(NamedTuple):
     post_base: Tensor | None
 
 
-def backward(call: Attention, d_out: Tensor, lse: Tensor) -> Gradients:
+def backward(call: Attention, d_out: Tensor) -> Gradients:
     """Compute all gradients.
 
     Args:
-        call: The call.
+        call: The call, with the log-sum-exps that `forward` returned.
         d_out: Gradient of the output [B, H, T, D], contiguous.
-        lse: What `forward` returned.
     """
     grads = _empty_gradients(call)
     buffers = _buffers(call, grads)
     for chunk in call.plan:
-        _compute_weights_gradients(call, chunk, d_out, lse, grads, buffers)
+        _compute_weights_gradients(call, chunk, d_out, grads, buffers)
         a, dx = call.scores(buffers.a, chunk), call.scores(buffers.dx, chunk)
         put_product(grads.q, dx, call.keys(call.k, chunk), call.scale, chunk, call)
         add_product(grads.k, dx, call.queries(call.q, chunk), call.scale, chunk, call)
@@ -79,10 +78,11 @@ def backward(call: Attention, d_out: Tensor, lse: Tensor) -> Gradients:
 
 
 def _compute_weights_gradients(
-    call: Attention, chunk: Chunk, d_out: Tensor, lse: Tensor, grads: Gradients, buffers: Buffers
+    call: Attention, chunk: Chunk, d_out: Tensor, grads: Gradients, buffers: Buffers
 ) -> None:
     """Compute a chunk's composed weights and gradient of the scores, and the gradients of compositions and masks."""
     x, da, a, dx, dy, delta, matrices, pre_base, post_base = buffers
+    lse = call.lse[0]
     multiply_queries(call.queries(call.q, chunk), call.keys(call.k, chunk), call.scale * LOG2E, call.scores(x, chunk))
     multiply_queries(call.queries(d_out, chunk), call.keys(call.v, chunk), 1.0, call.scores(da, chunk))
     queries, keys = (lse, delta, matrices), (x, da, lse, delta, matrices)

@@ -27,6 +27,8 @@ SPLIT_QUERIES = 64  # of a program of `key_gradients`, at least, where programs 
 SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
 SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # of a program: more keep too few programs at work
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
+MOST_MIB = 2048  # of a workspace: kernels number its elements by 32 bits
+MOST_SETS = 65535  # of a chunk: programs along the second axis of a grid
 
 
 def slots_of_group(heads: int) -> int:
@@ -35,7 +37,7 @@ def slots_of_group(heads: int) -> int:
 
 
 def statistics_shape(q: Tensor, num_groups: int) -> tuple[int, int, int]:
-    """Return the shape [sets, T, 16 BLOCKS] of statistics of queries [B, H, T, D]."""
+    """Return the shape [sets, T, 16 BLOCKS] of numbers of each query and slot, for queries [B, H, T, D]."""
     B, H, T, _ = q.shape
     slots = slots_of_group(H // num_groups)
     return -(-B * num_groups // max(1, 16 // slots)), T, max(16, slots)
@@ -46,13 +48,18 @@ def chunk_queries(num_sets: int) -> int:
     return chunks.round_up(max(chunks.FEWEST_QUERIES, PROGRAMS // max(1, num_sets)), 16)
 
 
+def lse_shape(q: Tensor, num_groups: int, mask: Tensor | None) -> tuple[int, int, int, int]:
+    """Return the shape of log-sum-exps, [1, sets, T, 16 BLOCKS]; with a floating mask 2, for `Masks.shifts`."""
+    return 2 if mask is not None and mask.is_floating_point() else 1, *statistics_shape(q, num_groups)
+
+
 @cache
 def workspace_mib(device: torch.device) -> float:
     """Return the size of a workspace: more than usual on a device with much memory, as long rows need it."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return chunks.WORKSPACE_MIB
     memory = torch.cuda.get_device_properties(device).total_memory
-    return max(chunks.WORKSPACE_MIB, memory / 2**20 / MEMORY_SHARE)
+    return min(MOST_MIB, max(chunks.WORKSPACE_MIB, memory / 2**20 / MEMORY_SHARE))
 
 
 class Attention:
@@ -70,28 +77,41 @@ class Attention:
         scale: As in `composed_attention`.
         num_groups: As in `composed_attention`.
         mask_shape: Shape of a mask that takes a gradient; None if none does.
+        lse: What the forward pass left, of `lse_shape`; None to make room for it.
+
+    Raises:
+        ValueError: If a query's scores are too many for a workspace.
     """
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None, masks: Masks,
         is_causal: bool, window: int, scale: float, num_groups: int, mask_shape: tuple[int, ...] | None = None,
+        lse: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v, self.masks, self.scale, self.mask_shape = q, k, v, masks, scale, mask_shape
+        self.q, self.k, self.v, self.scale, self.mask_shape = q, k, v, scale, mask_shape
+        if lse is None:
+            lse = q.new_empty(lse_shape(q, num_groups, masks.pairs), dtype=torch.float32)
+        self.lse = lse
+        self.masks = masks._replace(shifts=lse[1]) if len(lse) == 2 else masks
         self.B, H, self.T, self.D = q.shape
         self.S, self.window = k.shape[2], min(window, self.T + k.shape[2])
         self.heads = Heads(H, H // k.shape[1])
         slots = slots_of_group(H // num_groups)
         self.pack, self.blocks = max(1, 16 // slots), max(1, slots // 16)  # groups and blocks of heads of a tile
         self.num_sets = -(-self.B * num_groups // self.pack)
-        rows = self.pack // math.gcd(num_groups, self.pack)
+        multiple = self.pack // math.gcd(num_groups, self.pack)
         has_bands = window > 0 and mask_shape is None and (self.S - self.T) % 16 == 0
         seen = min(self.S, (self.window if is_causal else 2 * self.window) or self.S)
         self.is_short = self.blocks == 1 and mask_shape is None and seen <= SHORT_ROW
         self.plan = chunks.chunks(
-            self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, rows,
+            self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, multiple,
+            most_rows=MOST_SETS * self.pack // num_groups,
             workspace_mib=workspace_mib(q.device) / (2 if self.is_short else 1),
             queries=chunk_queries(self.num_sets),
         )  # fmt: skip
+        self.workspace_size = max((chunk.workspace_size(H) for chunk in self.plan), default=0)
+        if self.workspace_size >= 2**31:
+            raise ValueError(f"k has S = {self.S} tokens, too many for the kernels; impl='compiled' takes them.")
         band = self.plan[0].block if self.plan and self.plan[0].plane_blocks > 1 else 0
         self.kind = KernelConfig(
             slots, H // num_groups, self.blocks, num_groups, H, self.heads.shared, is_causal, window > 0,
@@ -115,7 +135,7 @@ class Attention:
         )
         if any(counts):
             sizes = Sizes(self.B * self.kind.NUM_GROUPS, 0, self.T, self.S, 0, self.T, 1, 0, 16, 0, 1)
-            grid = (-(-max(self.T, self.S) // 16), self.num_sets, 4)
+            grid = (-(-max(self.T, self.S) // 16) * self.num_sets, 4, 1)
             given = (tuple(map(packing.side_of, sides)), outs, sizes)
             launch(packing.pack_weights, grid, given, (self.kind, *ranks), self.q.device)
         return Packed(outs[0], outs[1], self.pre.base), Packed(outs[2], outs[3], self.post.base)
@@ -170,7 +190,7 @@ class Attention:
 
     def workspace(self) -> Tensor:
         """Make room for the largest chunk."""
-        return self.q.new_empty(max((chunk.workspace_size(self.heads.count) for chunk in self.plan), default=0))
+        return self.q.new_empty(self.workspace_size)
 
     def statistics(self) -> Tensor:
         """Make room for a number of each query and slot."""

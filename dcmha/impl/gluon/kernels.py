@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .indexing import head_of, load_tile, queries_of, store_statistics, store_zeros
+from .indexing import head_of, load_tile, queries_of, store_statistics, store_zeros, tokens_of
 from .layouts import ACCUMULATOR, COLUMNS, PACKED, RIGHT, ROWS
-from .masking import EMPTY
+from .masking import EMPTY, biases
 from .mixing import load_key_vectors, store_query_gradients
 from .programs import all_statistics, common_range, compositions, neighbours, pointers, query_weights
 from .steps import (
     add_exponentials,
     all_hidden,
+    all_offsets,
     composed_scores,
     finite_maxima,
     first_sums,
+    larger,
     load_gradients,
     load_tiles,
     no_matrix_gradients,
@@ -79,13 +81,15 @@ def store_log_sums(x, lse, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr
     logs = ()
     for n in gl.static_range(len(programs)):
         logs = logs + (log_sums(at[n], offsets[n], totals[n], programs[n], pres[n], PRE, KIND),)
-        store_statistics(lse, programs[n].statistics, logs[n], KIND)
+        if KIND.MASK == 2:
+            store_statistics(programs[n].masks.shifts, programs[n].statistics, logs[n][0], KIND)
+        store_statistics(lse, programs[n].statistics, logs[n][1], KIND)
     return logs
 
 
 @gluon.jit
 def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
-    """The base-2 log-sum-exp of a query, [1, 16] of each block, from sums of exponentials relative to offsets."""
+    """Offsets that make weights of exponentials: with the base-2 log-sum-exp, from sums relative to other offsets."""
     sums = sum_keys(total, KIND)
     bad = gl.zeros([1, 16], gl.int32, ACCUMULATOR)
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -94,21 +98,23 @@ def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.conste
         offsets, sums = sums_of_any_range(x, program, pre, PRE, KIND)
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        result = result + (gl.where(sums[b] > 0.0, offsets[b] + gl.log2(sums[b]), EMPTY),)
-    return result
+        result = result + (gl.where(sums[b] > 0.0, offsets[1][b] + gl.log2(sums[b]), EMPTY),)
+    return offsets[0], result
 
 
 @gluon.jit
 def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Find the largest composed scores of a query, and sum the exponentials relative to them, [1, 16] of each block."""
-    largest, nothing = all_hidden(KIND), no_offsets(KIND)
+    """Take the largest values of a query as offsets, and sum the exponentials relative to them."""
+    shift = ()
+    if KIND.MASK == 2:
+        largest = all_hidden(KIND)
+        for start in range(program.low, program.high, 16):
+            largest = larger(largest, biases(tokens_of(program, start), program, KIND), KIND)
+        shift = finite_maxima(largest, KIND)
+    nothing, largest = (shift, no_offsets(KIND)), all_hidden(KIND)
     for start in range(program.low, program.high, 16):
-        y = visible_scores(x, start, program, nothing, pre, PRE, KIND)
-        larger = ()
-        for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-            larger = larger + (gl.maximum(largest[b], y[b]),)
-        largest = larger
-    offsets, total = finite_maxima(largest, KIND), no_sums(KIND.BLOCKS)
+        largest = larger(largest, visible_scores(x, start, program, nothing, pre, PRE, KIND), KIND)
+    offsets, total = (shift, finite_maxima(largest, KIND)), no_sums(KIND.BLOCKS)
     for start in range(program.low, program.high, 16):
         y = visible_scores(x, start, program, offsets, pre, PRE, KIND)
         total = add_exponentials(total, y, KIND)
@@ -172,7 +178,7 @@ def post_gradients(
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, False, True)
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)
-    logs = all_statistics(lse, programs, KIND)
+    logs = all_offsets(lse, programs, KIND)
     store_deltas(x, da, None, logs, delta, d_query, d_base, post, programs, pres, posts, PRE, POST, KIND)
 
 
@@ -218,7 +224,7 @@ def pre_gradients(
     programs = neighbours(masks, sizes, 1, KIND)
     pres = compositions(pre, programs, PRE, KIND, True, True)
     posts = compositions(post, programs, POST, KIND, True, True)
-    logs, deltas = all_statistics(lse, programs, KIND), all_statistics(delta, programs, KIND)
+    logs, deltas = all_offsets(lse, programs, KIND), all_statistics(delta, programs, KIND)
     store_score_gradients(x, da, x, da, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts, PRE, POST, KIND)
 
 

@@ -11,7 +11,18 @@ from .layouts import COLUMNS, ROWS, row_keys
 from .masking import hide
 from .mixing import compose, load_key_vectors, weighted_sums
 from .programs import describe_query, key_weights, tile_pointers
-from .steps import add_operands, exponentials, load_gradient, negative, no_sums, products, rounded, widened
+from .steps import (
+    add_operands,
+    exponentials,
+    first_terms,
+    load_gradient,
+    load_offsets,
+    negative,
+    no_sums,
+    products,
+    rounded,
+    widened,
+)
 
 
 class Part(NamedTuple):
@@ -112,14 +123,15 @@ class Loaded(NamedTuple):
     Attributes:
         tile: Scores, left operands of each block.
         d: Gradients of the composed weights, likewise.
-        lse, delta: Statistics of the query, [1, 16] of each block.
+        offsets: Of the query's composed scores.
+        delta: Statistic of the query, [1, 16] of each block.
         pre: Matrices of the pre-composition.
         post_back: Transposed matrices of the post-composition.
     """
 
     tile: Any
     d: Any
-    lse: Any
+    offsets: Any
     delta: Any
     pre: Any
     post_back: Any
@@ -136,7 +148,7 @@ def load_query(
     return Loaded(
         tile=load_tile(x, column, program.sizes.S - program.first, MASKED, KIND),
         d=load_gradient(da, column, program, KIND, MASKED),
-        lse=load_statistics(lse, program.statistics, KIND),
+        offsets=load_offsets(lse, program, KIND),
         delta=load_statistics(delta, program.statistics, KIND),
         pre=load_matrices(matrices, program, 0, PRE, KIND),
         post_back=load_matrices(matrices, program, 1, POST, KIND),
@@ -163,6 +175,7 @@ def query_range(key, set, block, masks, sizes, KIND: gl.constexpr):
         starts, stops = key_documents(key, masks, set, sizes, KIND)
         low = gl.maximum(low, starts - position)
         high = gl.minimum(high, stops - position)
+    low = gl.minimum(low, count)
     high = gl.maximum(low, high)
     if KIND.HAS_WINDOW or KIND.HAS_DOCUMENTS or KIND.MASK > 0:
         whole = high
@@ -194,7 +207,8 @@ def key_step(
     ones, identity, tile, d = program.ones, program.identity, loaded.tile, loaded.d
     x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)
-    y = compose(negative(loaded.lse, KIND), tile, x_wide, loaded.pre, v, x_sums, identity, PRE, KIND, 0)
+    y = first_terms(loaded.offsets, key - program.first, program, KIND)
+    y = compose(y, tile, x_wide, loaded.pre, v, x_sums, identity, PRE, KIND, 0)
     y = add_operands(y, tile, program, KIND)
     if MASKED:
         y = hide(y, tokens_of(program, key - program.first), program, KIND)

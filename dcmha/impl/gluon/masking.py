@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from .. import dropout
 
 LOG2E = gl.constexpr(1.4426950408889634)
-HIDDEN = gl.constexpr(-1e30)  # score of a hidden key in units of log 2; its weight is 0
-EMPTY = gl.constexpr(1e30)  # log-sum-exp of a query that sees no key: its weights are 0
+HIDDEN = gl.constexpr(float("-inf"))  # score of a hidden key; its weight is 0
+EMPTY = gl.constexpr(1e30)  # log-sum-exp of a query that sees no key, in units of log 2: its weights are 0
 FIRST, SECOND = gl.constexpr(dropout.FIRST), gl.constexpr(dropout.SECOND)
 HEAD, ROW, COLUMN = gl.constexpr(dropout.HEAD), gl.constexpr(dropout.ROW), gl.constexpr(dropout.COLUMN)
 
@@ -27,6 +27,9 @@ class Masks(NamedTuple):
         seed: Of dropout [2], int64.
         threshold: A composed weight is dropped if its random number is below, of 2^32; as a signed number of 32 bits.
         keep_scale: Factor on the others.
+        shifts: Value that is taken from a floating mask before it is added, of each query and slot, float32
+            [sets, T, 16 BLOCKS]: the largest that the query sees, or one near it. Softmax weights do not change by it,
+            and scores stay small, whose sums with large values would lose digits.
     """
 
     pairs: Any
@@ -39,6 +42,7 @@ class Masks(NamedTuple):
     seed: Any
     threshold: Any
     keep_scale: Any
+    shifts: Any = None
 
     @property
     def kind(self) -> int:
@@ -72,9 +76,12 @@ def masks_of(
 @gluon.jit
 def present(masks, KIND: gl.constexpr):
     """Replace None, which Triton 3.6 does not let functions return, by ()."""
-    pairs, row, head, query, key, starts, stops, seed, threshold, keep_scale = (), (), (), (), (), (), (), (), (), ()
+    pairs, row, head, query, key, shifts = (), (), (), (), (), ()
+    starts, stops, seed, threshold, keep_scale = (), (), (), (), ()
     if KIND.MASK > 0:
         pairs, row, head, query, key = masks.pairs, masks.row, masks.head, masks.query, masks.key
+    if KIND.MASK == 2:
+        shifts = masks.shifts
     if KIND.HAS_DOCUMENTS:
         starts, stops = masks.starts, masks.stops
     if KIND.HAS_DROPOUT:
@@ -90,6 +97,7 @@ def present(masks, KIND: gl.constexpr):
         seed=seed,
         threshold=threshold,
         keep_scale=keep_scale,
+        shifts=shifts,
     )
 
 
@@ -121,16 +129,9 @@ def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constex
 
 
 @gluon.jit
-def hide(scores, tokens, program, KIND: gl.constexpr):
-    """Add the mask to scores in units of log 2, and make those of hidden keys `HIDDEN`.
-
-    Args:
-        scores: Accumulators [16 keys, 16 heads] of each block.
-        tokens: Tokens of the keys [16, 1].
-        program: The query.
-        KIND: Kind of the call.
-    """
-    position, masks = program.position, program.masks
+def visible_keys(tokens, program, KIND: gl.constexpr):
+    """Tell which keys a query sees by their places and documents: [16, 1], or of each head [16, 16]."""
+    position = program.position
     visible = (tokens >= 0) & (tokens < program.sizes.S)
     if KIND.IS_CAUSAL:
         visible = visible & (tokens <= position)
@@ -138,21 +139,47 @@ def hide(scores, tokens, program, KIND: gl.constexpr):
         visible = visible & (tokens > position - program.sizes.window)
         if not KIND.IS_CAUSAL:
             visible = visible & (tokens < position + program.sizes.window)
-    inside = visible
     if KIND.HAS_DOCUMENTS:
         visible = visible & (tokens >= program.documents[0]) & (tokens < program.documents[1])
+    return visible
+
+
+@gluon.jit
+def biases(tokens, program, KIND: gl.constexpr):
+    """Load a floating mask: accumulators [16 keys, 16 heads] of each block, `HIDDEN` where keys are hidden.
+
+    Args:
+        tokens: Tokens of the keys [16, 1].
+        program: The query.
+        KIND: Kind of the call.
+    """
+    masks, visible = program.masks, visible_keys(tokens, program, KIND)
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        score, seen = scores[b], visible
-        if KIND.MASK > 0:
-            place = program.places[b][0] + tokens.to(gl.int64) * masks.key
-            added = gl.load(masks.pairs + place, mask=inside & program.places[b][1], other=0)
-            if KIND.MASK == 1:
-                seen = seen & (added != 0)
-            else:
-                score += added.to(gl.float32) * LOG2E
-                seen = seen & ~(score <= HIDDEN)  # NaN stays
-        result = result + (gl.where(seen, score, HIDDEN),)
+        place = program.places[b][0] + tokens.to(gl.int64) * masks.key
+        bias = gl.load(masks.pairs + place, mask=visible & program.places[b][1], other=0).to(gl.float32)
+        result = result + (gl.where(visible, bias, HIDDEN),)
+    return result
+
+
+@gluon.jit
+def hide(scores, tokens, program, KIND: gl.constexpr):
+    """Make the scores of hidden keys `HIDDEN`; a floating mask is part of the scores.
+
+    Args:
+        scores: Accumulators [16 keys, 16 heads] of each block.
+        tokens: Tokens of the keys [16, 1].
+        program: The query.
+        KIND: Kind of the call.
+    """
+    visible = visible_keys(tokens, program, KIND)
+    result = ()
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        seen = visible
+        if KIND.MASK == 1:
+            place = program.places[b][0] + tokens.to(gl.int64) * program.masks.key
+            seen = seen & (gl.load(program.masks.pairs + place, mask=visible & program.places[b][1], other=0) != 0)
+        result = result + (gl.where(seen, scores[b], HIDDEN),)
     return result
 
 

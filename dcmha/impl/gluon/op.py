@@ -11,7 +11,7 @@ from ...weights import ComposeWeights, SideWeights
 from ..call import Call, is_watched, refuse_derivative
 from ..compiled.blocks import flat_weights, weights_from
 from .backward import backward
-from .call import Attention, statistics_shape
+from .call import Attention, lse_shape
 from .forward import forward
 from .masking import masks_of
 
@@ -46,28 +46,32 @@ def arguments_from(rest: tuple) -> Arguments:
     return Arguments(weights_from(rest[:count]), weights_from(rest[count : 2 * count]), *rest[2 * count :])
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, rest: tuple, mask_gradient: bool) -> Attention:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, rest: tuple, lse: Tensor | None = None, mask_gradient: bool = False
+) -> Attention:
     a = arguments_from(rest)
+    if a.mask is not None and a.mask.dtype not in (torch.bool, q.dtype):
+        raise ValueError(f"mask has dtype {a.mask.dtype}; accepted: torch.bool, or the dtype of q, {q.dtype}.")
     masks = masks_of(a.mask, a.starts, a.stops, a.seed, a.dropout_p)
     shape = tuple(a.mask.shape) if mask_gradient else None
-    return Attention(q, k, v, a.pre, a.post, masks, a.is_causal, a.window, a.scale, a.num_groups, shape)
+    return Attention(q, k, v, a.pre, a.post, masks, a.is_causal, a.window, a.scale, a.num_groups, shape, lse)
 
 
 def compute(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, H, T, D] and the base-2 log-sum-exp of the composed scores [sets, T, 16 BLOCKS].
+    """Compute the output [B, H, T, D] and the base-2 log-sum-exps of the composed scores, of `lse_shape`.
 
     q, k and v are contiguous.
     """
     with torch.cuda.device_of(q):
-        return forward(_attention(q, k, v, rest, mask_gradient=False))
+        return forward(_attention(q, k, v, rest))
 
 
 def compute_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest) -> list[Tensor]:
     """Compute the gradients that there are of q, k, v, packed weights and bases, and the mask if asked for."""
     *rest, lse, mask_gradient = rest
     with torch.cuda.device_of(q):
-        call = _attention(q, k, v, tuple(rest), mask_gradient)
-        return [grad for grad in backward(call, d_out.contiguous(), lse) if grad is not None]
+        call = _attention(q, k, v, tuple(rest), lse, mask_gradient)
+        return [grad for grad in backward(call, d_out.contiguous()) if grad is not None]
 
 
 composed = torch.library.custom_op(
@@ -83,7 +87,8 @@ composed_backward = torch.library.custom_op(
 
 @composed.register_fake
 def _(q, k, v, *rest):
-    lse = q.new_empty(statistics_shape(q, arguments_from(rest).num_groups), dtype=torch.float32)
+    a = arguments_from(rest)
+    lse = q.new_empty(lse_shape(q, a.num_groups, a.mask), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
@@ -106,10 +111,10 @@ def count_of(side: SideWeights) -> int:
     return (0 if side.down is None else 2 * side.down.shape[2]) + (side.gate is not None)
 
 
-def unpack(packed: Tensor, side: SideWeights) -> SideWeights:
-    """Take the gradients of a side's weights apart, [B, tokens, 2R + gate, H]."""
+def unpack(packed: Tensor | None, side: SideWeights) -> SideWeights:
+    """Take the gradients of a side's weights apart, [B, tokens, 2R + gate, H]; None if `count_of` the side is 0."""
     rank = 0 if side.down is None else side.down.shape[2]
-    down, up = (packed[:, :, :rank], packed[:, :, rank : 2 * rank]) if rank else (None, None)
+    down, up = (packed[:, :, :rank], packed[:, :, rank : 2 * rank]) if rank else (side.down, side.up)  # empty or None
     return SideWeights(down, up, None if side.gate is None else packed[:, :, 2 * rank])
 
 
@@ -119,7 +124,7 @@ def gradients_of_tensors(grads: list[Tensor], pre: ComposeWeights | None, post: 
     result = [next(given), next(given), next(given)]
     for weights in (pre or ComposeWeights(), post or ComposeWeights()):
         for side in (weights.query, weights.key):
-            result += unpack(next(given), side) if count_of(side) else SideWeights()
+            result += unpack(next(given) if count_of(side) else None, side)
         result.append(None if weights.base is None else next(given))
     return [*result, next(given, None)]
 

@@ -27,6 +27,9 @@ class Side(NamedTuple):
     gate_token: int
 
 
+STRIDES = Side._fields[3:]
+
+
 class Ranks(NamedTuple):
     """Rank of a side, 1 if it has a gate, and whether it is packed for keys."""
 
@@ -81,7 +84,8 @@ def pack_weights(
     POST_KEY: gl.constexpr,
 ):  # fmt: skip
     """Pack the weights of all sides: of queries [sets, T, COUNT, 16 BLOCKS], of keys in the order of operands."""
-    tile, set, number = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    tiles = gl.cdiv(gl.maximum(sizes.T, sizes.S), 16)
+    tile, set, number = gl.program_id(0) % tiles, gl.program_id(0) // tiles, gl.program_id(1)
     if number == 0:
         pack_rows(sides[0], outs[0], sizes.T, set, tile, sizes, PRE_QUERY, KIND)
     elif number == 1:

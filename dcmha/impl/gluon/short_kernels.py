@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from .indexing import queries_of
 from .kernels import forward, store_deltas, store_hidden, store_matrices, store_score_gradients
-from .programs import all_statistics, common_range, compositions, neighbours
+from .programs import common_range, compositions, neighbours
+from .steps import all_offsets
 
 
 @gluon.jit
@@ -32,7 +33,7 @@ def short_gradients(
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, True)
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)
-    logs = all_statistics(lse, programs, KIND)
+    logs = all_offsets(lse, programs, KIND)
     deltas = store_deltas(
         x, da, a, logs, delta, d_post_query, post_base, post, programs, pres, posts, PRE, POST, KIND
     )  # fmt: skip

@@ -1,15 +1,17 @@
 """Steps of the kernels' loops: a tile of 16 keys and all heads of each query, composed, weighted, and taken back.
 
-The queries of a program share what is loaded and converted of the keys' weights.
+The queries of a program share what is loaded and converted of the keys' weights. The offsets of a query are two values
+of each head, [1, 16] of each block: what is taken from a floating mask (() without one), and from composed scores in
+units of log 2.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import mixing
-from .indexing import load_tile, store_tile, tokens_of
+from .indexing import load_statistics, load_tile, store_tile, tokens_of
 from .layouts import ACCUMULATOR, outer, times, to_left, zeros
-from .masking import HIDDEN, drop, hide
+from .masking import HIDDEN, LOG2E, biases, drop, hide
 from .mixing import compose, load_key_vectors, weighted_sums
 
 
@@ -33,15 +35,19 @@ def load_gradients(at, start, programs, KIND: gl.constexpr, MASKED: gl.constexpr
 
 @gluon.jit
 def first_sums(at, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Take the largest composed scores of a tile as offsets, and begin the sums of exponentials relative to them."""
+    """Take the largest of a tile as offsets, and begin the sums of exponentials relative to them."""
     tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, PRE, KIND)
     offsets, totals = (), ()
     for n in gl.static_range(len(programs)):
-        y = composed_scores(tiles[n], vectors, start, programs[n], no_offsets(KIND), pres[n], PRE, KIND, True)
+        shift = ()
+        if KIND.MASK == 2:
+            shift = finite_maxima(biases(tokens_of(programs[n], start), programs[n], KIND), KIND)
+        nothing = (shift, no_offsets(KIND))
+        y = composed_scores(tiles[n], vectors, start, programs[n], nothing, pres[n], PRE, KIND, True)
         largest, exponents = finite_maxima(y, KIND), ()
         for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             exponents = exponents + (y[b] - largest[b],)
-        offsets, totals = offsets + (largest,), totals + (exponentials(exponents, KIND),)
+        offsets, totals = offsets + ((shift, largest),), totals + (exponentials(exponents, KIND),)
     return offsets, totals
 
 
@@ -140,12 +146,42 @@ def composed_scores(
 ):
     """Compose a tile of scores: accumulators, less the offsets, `HIDDEN` where they are."""
     sums = weighted_sums(tile, vectors, program.ones, SPEC, KIND, 0)
-    y, wide = negative(offsets, KIND), widened(tile, program, KIND)
+    y, wide = first_terms(offsets, start, program, KIND), widened(tile, program, KIND)
     y = compose(y, tile, wide, pre.matrices, vectors, sums, program.identity, SPEC, KIND, 0)
     y = add_operands(y, tile, program, KIND)
     if MASKED:
         y = hide(y, tokens_of(program, start), program, KIND)
     return y
+
+
+@gluon.jit
+def first_terms(offsets, start, program, KIND: gl.constexpr):
+    """Make accumulators of what composed scores are added to: the offsets, negated, and a floating mask."""
+    if KIND.MASK != 2:
+        return negative(offsets[1], KIND)
+    else:  # large values cancel before others are added
+        bias, result = biases(tokens_of(program, start), program, KIND), ()
+        for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+            result = result + ((bias[b] - offsets[0][b]) * LOG2E - offsets[1][b],)
+        return result
+
+
+@gluon.jit
+def load_offsets(lse, program, KIND: gl.constexpr):
+    """Load the offsets that make softmax weights of the exponentials of a query's composed scores."""
+    shift = ()
+    if KIND.MASK == 2:
+        shift = load_statistics(program.masks.shifts, program.statistics, KIND)
+    return shift, load_statistics(lse, program.statistics, KIND)
+
+
+@gluon.jit
+def all_offsets(lse, programs, KIND: gl.constexpr):
+    """Load the offsets of each query."""
+    result = ()
+    for n in gl.static_range(len(programs)):
+        result = result + (load_offsets(lse, programs[n], KIND),)
+    return result
 
 
 @gluon.jit
@@ -288,7 +324,7 @@ def finite_maxima(y, KIND: gl.constexpr):
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         largest = gl.expand_dims(gl.max(y[b], 0), 0)
-        result = result + (gl.where(largest > HIDDEN / 2, largest, 0.0),)
+        result = result + (gl.where(largest > HIDDEN, largest, 0.0),)
     return result
 
 
@@ -298,6 +334,15 @@ def add_exponentials(total, y, KIND: gl.constexpr):
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (total[b] + gl.exp2(y[b]),)
+    return result
+
+
+@gluon.jit
+def larger(x, y, KIND: gl.constexpr):
+    """Take the maximum of accumulators elementwise."""
+    result = ()
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        result = result + (gl.maximum(x[b], y[b]),)
     return result
 
 
@@ -312,7 +357,7 @@ def sum_keys(x, KIND: gl.constexpr):
 
 @gluon.jit
 def all_hidden(KIND: gl.constexpr):
-    """Return the scores of hidden keys."""
+    """Return accumulators of the scores of hidden keys."""
     result = ()
     for _ in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.full([16, 16], HIDDEN, gl.float32, ACCUMULATOR),)

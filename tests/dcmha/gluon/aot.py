@@ -20,9 +20,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from dcmha.impl.gluon import kernels, key_kernel, short_kernels
 from dcmha.impl.gluon.indexing import KernelConfig, Packed, Sizes
-from dcmha.impl.gluon.launch import ALIGNED, options_of
+from dcmha.impl.gluon.launch import options_of
 from dcmha.impl.gluon.masking import Masks
 from dcmha.impl.gluon.mixing import ComposeSpec
+from tests.ptx.launch import is_aligned
 
 KERNELS = {
     kernel.fn.__name__: kernel
@@ -145,9 +146,10 @@ def _types(place: tuple, name: str, value: object, constexprs: dict, attributes:
     if value is None:
         constexprs[place] = None
         return "constexpr"
-    if isinstance(value, torch.Tensor) or name in ALIGNED:
+    name_of_type = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+    if is_aligned(name, name_of_type):
         attributes[place] = [["tt.divisibility", 16]]
-    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+    return name_of_type
 
 
 def _dump(cubin: bytes, what: str) -> str:

@@ -11,11 +11,21 @@ SMALL_CHUNKS = {"WORKSPACE_MIB": 1 / 16, "FEWEST_QUERIES": 16, "BLOCK_QUERIES": 
 
 
 class Problem(NamedTuple):
-    """A case, its dtype, and constants that cut it into several chunks, or take it for one of long rows."""
+    """A case, and how the kernels get it.
+
+    Attributes:
+        case: The case.
+        dtype: Dtype of the operands.
+        constants: Constants that cut it into several chunks, or take it for one of long rows.
+        has_large_values: Whether its boolean mask becomes one of large values, most of them the same for all keys.
+        is_displaced: Whether tensors begin where kernels that load 16 bytes at once must not load them.
+    """
 
     case: Case
     dtype: torch.dtype = torch.bfloat16
     constants: dict[str, float] = {}
+    has_large_values: bool = False
+    is_displaced: bool = False
 
 
 QUICK = {
@@ -55,6 +65,16 @@ SLOW = {
     "more queries than keys": Problem(Case(B=2, T=30, S=19, H=4, D=32, is_causal=True, branches="qkg")),
     "24 heads": Problem(Case(B=1, T=24, S=24, H=24, is_causal=True, branches="qkg")),
     "base alone": Problem(Case(B=3, T=33, S=33, H=6, branches="b")),
+    "large values in the mask": Problem(Case(B=2, T=35, S=35, H=6, mask="bool", branches="qkg"), has_large_values=True),
+    "large values in the mask, long rows": Problem(
+        Case(B=1, T=35, S=35, H=16, mask="bool", is_causal=True, branches="qkg"),
+        constants=LONG_ROWS,
+        has_large_values=True,
+    ),
+    "tensors at odd addresses": Problem(Case(B=2, T=33, S=33, H=8, mask="bool", has_documents=True), is_displaced=True),
+    "many more queries than keys": Problem(
+        Case(B=1, T=60, S=13, H=16, is_causal=True, branches="qkg"), constants={"WORKSPACE_MIB": 1 / 64}
+    ),
     "rank 4, post alone, keys alone": Problem(Case(B=1, T=20, S=20, H=16, R=4, branches="kg", compositions="post")),
 }
 LONG = {

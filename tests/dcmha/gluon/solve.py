@@ -37,19 +37,37 @@ def results(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | N
     return {"out": out.detach().double()} | {name: g.double() for name, g in zip(operands, grads, strict=True)}
 
 
+def large_values(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make a floating mask of large values that weighs keys as a boolean one [B, 1, T, S] does.
+
+    All keys that a query sees have one value, and others -inf, or the lowest number where that is far below.
+    """
+    lowest = torch.finfo(dtype).min
+    of_query = torch.tensor([0.0, -1e6, -1e9, 1e20, 3e38, lowest])[torch.arange(visible.shape[2]) % 6, None]
+    hidden = torch.where((of_query >= 0) & visible.any(-1, keepdim=True), lowest, -torch.inf)
+    return torch.where(visible, of_query, hidden).to(dtype)
+
+
+def displaced(x: Tensor) -> Tensor:
+    """Copy a tensor to memory that begins one element after an aligned address."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
 def errors(problem: Problem) -> dict[str, tuple[float, float]]:
     """Solve a problem: relative errors against float64 by name, of the kernels and of the reference in their dtype."""
     torch.manual_seed(0)
     rounded = {name: x.detach().to(problem.dtype) for name, x in make_operands(problem.case).items()}
     mask = make_mask(problem.case)
 
-    def solve(impl: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        operands = {name: x.to(dtype).requires_grad_() for name, x in rounded.items()}
-        return results(problem.case, operands, impl, mask)
+    def solve(impl: str, dtype: torch.dtype, mask: Tensor | None = mask) -> dict[str, Tensor]:
+        operands = {name: x.to(dtype) for name, x in rounded.items()}
+        if problem.is_displaced and impl == "triton":
+            operands, mask = {name: displaced(x) for name, x in operands.items()}, displaced(mask)
+        return results(problem.case, {name: x.requires_grad_() for name, x in operands.items()}, impl, mask)
 
     exact, usual = solve("reference", torch.float64), solve("reference", problem.dtype)
     torch.use_deterministic_algorithms(True)  # fills memory that is allocated without values with NaN
-    got = solve("triton", problem.dtype)
+    got = solve("triton", problem.dtype, large_values(mask, problem.dtype) if problem.has_large_values else mask)
     torch.use_deterministic_algorithms(False)
     return {
         name: (relative_error(got[name], right), relative_error(usual[name], right)) for name, right in exact.items()

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcmha import ComposeWeights, SideWeights
 from dcmha.impl.gluon import call as call_module
-from dcmha.impl.gluon import op, products
+from dcmha.impl.gluon import launch, op, packing, products
+from dcmha.impl.gluon.indexing import Sizes
 
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
@@ -31,12 +32,19 @@ class Operations(TorchDispatchMode):
 def launches(monkeypatch):
     """List launches in place of making them."""
     names = []
+
+    def note(kernel, grid, *rest):
+        names.append(kernel.fn.__name__)
+        assert 1 <= grid[0] < 2**31 and all(1 <= n <= 65535 for n in grid[1:])
+
     monkeypatch.setattr(products, "accumulate", lambda a, b, scale, out: out.add_(1.0))  # tensors without memory
-    monkeypatch.setattr(call_module, "launch", lambda kernel, *rest: names.append(kernel.fn.__name__))
+    monkeypatch.setattr(call_module, "launch", note)
     return names
 
 
-def solve(B: int = 1, H: int = 16, T: int = 64, D: int = 32, base: bool = False, **options) -> None:
+def solve(
+    B: int = 1, H: int = 16, T: int = 64, D: int = 32, S: int | None = None, base: bool = False, **options
+) -> None:
     """Forward and backward on tensors without memory: what needs their values raises."""
     with FakeTensorMode():
 
@@ -44,7 +52,7 @@ def solve(B: int = 1, H: int = 16, T: int = 64, D: int = 32, base: bool = False,
             return torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
 
         def weights():
-            sides = (SideWeights(rand(B, T, 2, H), rand(B, T, 2, H), rand(B, T, H)) for _ in range(2))
+            sides = (SideWeights(rand(B, n, 2, H), rand(B, n, 2, H), rand(B, n, H)) for n in (T, S or T))
             return ComposeWeights(*sides, rand(1, H, H) if base else None)
 
         options = {"is_causal": True, "window": 0, "scale": 0.25, "dropout_p": 0.0, "num_groups": 1} | options
@@ -53,21 +61,12 @@ def solve(B: int = 1, H: int = 16, T: int = 64, D: int = 32, base: bool = False,
             for composition in (weights(), weights())
             for part in (*composition.query, *composition.key, composition.base)
         ]
-        arguments = (
-            rand(B, H, T, D),
-            rand(B, H, T, D),
-            rand(B, H, T, D),
-            *flat,
-            None,
-            None,
-            None,
-            None,
-            *options.values(),
-        )
+        k = rand(B, H, S or T, D)
+        arguments = (rand(B, H, T, D), k, k, *flat, *(None,) * 4, *options.values())
         operations = Operations()
         with operations:
-            out, lse = op.forward(op._attention(*arguments[:3], arguments[3:], mask_gradient=False))
-            op.backward(op._attention(*arguments[:3], arguments[3:], mask_gradient=False), out, lse)
+            out, lse = op.forward(op._attention(*arguments[:3], arguments[3:]))
+            op.backward(op._attention(*arguments[:3], arguments[3:], lse), out)
         return operations.names
 
 
@@ -87,3 +86,49 @@ def test_a_call_of_one_chunk_takes_few_operations(launches, monkeypatch, short_r
 @pytest.mark.parametrize("options", [{"T": 2048}, {"window": 200, "T": 2048}, {"base": True, "H": 6, "B": 3}], ids=str)
 def test_no_operation_waits_for_the_device(options, launches):
     assert solve(**options) and launches
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"B": 70_000, "T": 2}, {"B": 300_000, "H": 1, "T": 1}, {"B": 9, "H": 4, "T": 12_000, "is_causal": False}],
+    ids=str,
+)
+def test_large_calls_stay_within_what_kernels_count(options, launches, monkeypatch):
+    monkeypatch.setattr(call_module, "workspace_mib", lambda device: call_module.MOST_MIB)
+    assert solve(**options) and launches
+
+
+def test_too_many_keys_for_the_kernels_are_refused(launches):
+    with pytest.raises(ValueError, match="k has S = 40000000 tokens, too many"):
+        solve(H=64, T=1, S=40_000_000)
+
+
+def test_what_a_caller_passes_is_compiled_for_any_address_and_stride():
+    x = torch.zeros(4, 4, dtype=torch.bfloat16)
+    side = launch._representative(packing.side_of(SideWeights(x[None], x[None], None)))
+    assert side.down.data_ptr() % 16 == 2 and side.gate is None and side.up_row >= 2**31
+    sizes = launch._representative(Sizes(*range(16, 27)))
+    assert sizes.num_keys % 16 == 0 and sizes.T % 2 == 1 and max(sizes) < 2**31
+    assert launch._representative((x,))[0] is x  # allocated by the operator: aligned
+
+
+def test_masks_of_another_dtype_are_refused():
+    q = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
+    rest = [None] * op.NUM_TENSORS + [True, 0, 1.0, 0.0, 1]
+    rest[op.MASK] = torch.zeros(1, 1, 3, 3)
+    with pytest.raises(ValueError, match="mask has dtype torch.float32; accepted: torch.bool, or the dtype of q"):
+        op.compute(q, q, q, *rest[3:])
+
+
+def test_gradients_of_rank_0_are_empty():
+    down, gate = torch.zeros(1, 3, 0, 2), torch.ones(1, 3, 2)
+    packed = torch.ones(1, 3, 1, 2)
+    pre = ComposeWeights(SideWeights(down, down, gate), SideWeights(down, down))
+    grads = op.gradients_of_tensors([*[torch.zeros(1)] * 3, packed], pre, None)[3:9]
+    assert [None if x is None else x.shape for x in grads] == [
+        down.shape,
+        down.shape,
+        gate.shape,
+        *[down.shape] * 2,
+        None,
+    ]

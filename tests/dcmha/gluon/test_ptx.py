@@ -141,6 +141,8 @@ def test_integers():
         "shr.s32 %r4, %r3, 40;": -1,
         "shr.u32 %r4, %r3, 28;": 15,
         "mul.hi.u32 %r4, %r3, -1;": -8,
+        "cvt.s64.s32 %rd4, %r3; mul.hi.u64 %rd5, %rd4, %rd4; cvt.u32.u64 %r4, %rd5;": -14,
+        "rem.s32 %r4, %r3, 5;": -2,
         "mul.wide.s32 %rd4, %r3, 3; shr.s64 %rd5, %rd4, 32; cvt.u32.u64 %r4, %rd5;": -1,
         "bfe.u32 %r4, %r3, 1, 2;": 0,
         "cvt.s64.s32 %rd4, %r3; setp.lt.s64 %p1, %rd4, 0; selp.b32 %r4, 3, 4, %p1;": 3,

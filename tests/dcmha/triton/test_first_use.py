@@ -1,6 +1,7 @@
 """The check on first use: it passes what is right, finds what is wrong, remembers, and keeps out of the way."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,16 @@ def test_every_kind_of_call_passes_once(case, checked):
     with torch.no_grad():
         call(case)  # what was checked with gradients is right without
     assert len(checked) == 1
+
+
+def test_threads_check_once_and_draw_no_random_numbers(checked):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    operands = make_operands(CASE, torch.float32)
+    torch.set_rng_state(state)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: run(CASE, operands, "triton"), range(4)))
+    assert len(checked) == 1 and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow

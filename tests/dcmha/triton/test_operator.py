@@ -187,6 +187,17 @@ def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window):
         assert (queries == 1).all()
 
 
+@pytest.mark.parametrize("window", [0, 100, 1000])
+@pytest.mark.parametrize("multiple", [2, 4])
+def test_chunks_of_several_rows_keep_to_the_budget(window, multiple):
+    for B, S in ((1, 12000), (3, 12000), (9, 300), (100, 3000)):
+        plan = chunks.chunks(B, 4, S, S, 2, False, window, row_multiple=multiple, most_rows=8)
+        assert all(chunk.workspace_size(4) * 2 <= chunks.WORKSPACE_MIB * 2**20 for chunk in plan)
+        assert sum(chunk.num_rows * chunk.num_queries for chunk in plan) == B * S
+        assert all(chunk.num_rows <= 8 for chunk in plan)
+        assert all(chunk.num_rows % multiple == 0 for chunk in plan if chunk.rows.stop < B)
+
+
 @pytest.mark.slow
 def test_gradients_are_the_same_bits_twice():
     case = Case(B=2, T=19, S=19, H=6, is_causal=True)
