@@ -1,21 +1,24 @@
 """Backward pass over the chunks of `forward.py`, which computes scores again.
 
-x = scale q k^T;  da = do v^T;  post_gradients, key_gradients, pre_gradients (of short rows: short_gradients,
-key_gradients);  dq = scale dx k;  dk += scale dx^T q;  dv += a^T do
+x = scale q k^T;  da = do v^T;  the mixing kernels;  dq = scale dx k;  dk += scale dx^T q;  dv += a^T do
+
+The mixing kernels are post_gradients, key_gradients, pre_gradients; of short rows short_gradients, key_gradients; of
+groups of more than 16 heads post_gradients, wide_key_gradients, pre_gradients, wide_key_gradients.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..chunks import Chunk
-from . import kernels, short_kernels
+from . import kernels, key_kernel, short_kernels, wide_key_kernel
 from .call import Attention
 from .forward import LOG2E
-from .key_kernel import Part
 from .products import add_product, multiply_queries, put_product
 
 
@@ -40,16 +43,18 @@ class Buffers(NamedTuple):
     Attributes:
         x: Scores.
         da: Gradient of the composed weights.
-        a: Composed weights; of long rows x, which they take the place of.
+        p: Softmax weights, of groups of more than 16 heads.
+        a: Composed weights; of long rows x or p, which they take the place of.
         dx: Gradient of the scores; of long rows da, likewise.
         dy: Gradient of the composed scores.
         delta: Sums of weights times their gradients, [sets, T, 16 BLOCKS].
-        matrices: Of each query, [sets Q, 2, BLOCKS, BLOCKS, 16, 16].
+        matrices: Of each query, for `key_gradients`, [sets Q, 2, 16, 16].
         pre_base, post_base: Gradients of each query's matrices, [sets Q, BLOCKS, BLOCKS, 16, 16], float32.
     """
 
     x: Tensor
     da: Tensor
+    p: Tensor | None
     a: Tensor
     dx: Tensor
     dy: Tensor | None
@@ -81,7 +86,7 @@ def _compute_weights_gradients(
     call: Attention, chunk: Chunk, d_out: Tensor, grads: Gradients, buffers: Buffers
 ) -> None:
     """Compute a chunk's composed weights and gradient of the scores, and the gradients of compositions and masks."""
-    x, da, a, dx, dy, delta, matrices, pre_base, post_base = buffers
+    x, da, p, a, dx, dy, delta, matrices, pre_base, post_base = buffers
     lse = call.lse[0]
     multiply_queries(call.queries(call.q, chunk), call.keys(call.k, chunk), call.scale * LOG2E, call.scores(x, chunk))
     multiply_queries(call.queries(d_out, chunk), call.keys(call.v, chunk), 1.0, call.scores(da, chunk))
@@ -91,9 +96,14 @@ def _compute_weights_gradients(
         call.run(short_kernels.short_gradients, chunk, given)
         _compute_key_gradients(call, chunk, keys, grads)
     else:
-        call.run(kernels.post_gradients, chunk, (x, da, *queries, grads.post_query, post_base))
-        _compute_key_gradients(call, chunk, keys, grads)
-        call.run(kernels.pre_gradients, chunk, (x, da, dy, lse, delta, grads.pre_query, pre_base))
+        call.run(kernels.post_gradients, chunk, (x, da, p, *queries, grads.post_query, post_base))
+        if p is None:
+            _compute_key_gradients(call, chunk, keys, grads)
+        else:
+            _compute_wide_key_gradients(call, chunk, p, da, grads.post_key, 1)
+        call.run(kernels.pre_gradients, chunk, (x, da, p, dy, lse, delta, grads.pre_query, pre_base))
+        if p is not None:
+            _compute_wide_key_gradients(call, chunk, x, dy, grads.pre_key, 0)
     for total, sums in ((grads.pre_base, pre_base), (grads.post_base, post_base)):
         if total is not None:
             add_base(total, sums, chunk, call)
@@ -102,19 +112,47 @@ def _compute_weights_gradients(
 
 
 def _compute_key_gradients(call: Attention, chunk: Chunk, tensors: tuple, grads: Gradients) -> None:
-    """Compute the gradients of the keys' weights, or add a chunk's; `tensors` are the first ones of the kernel."""
-    totals = (grads.pre_key, grads.post_key)
+    """Compute the gradients of the keys' weights, or add a chunk's; `tensors` are the first ones of `key_gradients`."""
+    part = key_kernel.Part(grads.pre_key is not None, grads.post_key is not None)
+
+    def run(results: list[Tensor | None], splits: int) -> None:
+        given = (*tensors, *results, *call.packed)
+        call.run_key_side(key_kernel.key_gradients, chunk, given, (*call.specs, part), splits)
+
+    if any(part):
+        _sum_key_gradients(call, chunk, [grads.pre_key, grads.post_key], run)
+
+
+def _compute_wide_key_gradients(
+    call: Attention, chunk: Chunk, x: Tensor, d: Tensor | None, total: Tensor | None, number: int
+) -> None:
+    """Compute the gradients of the keys' weights of composition `number`, or add a chunk's, for 32 heads at a time."""
+
+    def run(results: list[Tensor | None], splits: int) -> None:
+        for first in range(0, call.blocks, 2):
+            part = wide_key_kernel.Part(first, min(call.blocks, first + 2), bool(number), (math.log(2.0), 1.0)[number])
+            given, constants = (x, d, *results, call.packed[number]), (call.specs[number], part)
+            call.run_key_side(wide_key_kernel.wide_key_gradients, chunk, given, constants, splits)
+
+    if total is not None:
+        _sum_key_gradients(call, chunk, [total], run)
+
+
+def _sum_key_gradients(
+    call: Attention, chunk: Chunk, totals: list[Tensor | None], run: Callable[[list[Tensor | None], int], None]
+) -> None:
+    """Let a kernel write gradients of the keys' weights; where programs share a tile of keys, add what each has."""
     splits = call.key_splits(chunk)
-    results = totals if splits == 1 else tuple(_empty_parts(call, chunk, total, splits) for total in totals)
-    for part in key_parts(call, *(total is not None for total in totals)):
-        call.run_key_gradients(chunk, (*tensors, *results), part, splits)
-    if splits > 1:
-        first, last = call.key_range(chunk)
-        for total, parts in zip(totals, results, strict=True):
-            if total is not None:
-                found = parts[:, :, : last - first].sum(0)
-                place = total[chunk.rows, first:last]
-                place.copy_(found) if call.covers_keys else place.add_(found)
+    if splits == 1:
+        run(totals, 1)
+        return
+    parts_of_all = [_empty_parts(call, chunk, total, splits) for total in totals]
+    run(parts_of_all, splits)
+    first, last = call.key_range(chunk)
+    for total, parts in zip(totals, parts_of_all, strict=True):
+        if total is not None:
+            found, place = parts[:, :, : last - first].sum(0), total[chunk.rows, first:last]
+            place.copy_(found) if call.covers_keys else place.add_(found)
 
 
 def _empty_parts(call: Attention, chunk: Chunk, total: Tensor | None, splits: int) -> Tensor | None:
@@ -156,31 +194,22 @@ def _empty_weights(q: Tensor, tokens: int, count: int, call: Attention, is_sum: 
 
 def _buffers(call: Attention, grads: Gradients) -> Buffers:
     """Make room for the largest chunk."""
+    is_wide = call.blocks > 1
     has_keys = grads.pre_key is not None or grads.post_key is not None
     x, da = call.workspace(), call.workspace()
+    p = _workspace_of_results(call) if is_wide else None
     return Buffers(
         x=x,
         da=da,
-        a=_workspace_of_results(call) if call.is_short else x,
+        p=p,
+        a=_workspace_of_results(call) if call.is_short else p if is_wide else x,
         dx=_workspace_of_results(call) if call.is_short else da,
-        dy=None if grads.mask is None else call.workspace(),
+        dy=call.workspace() if grads.mask is not None or (is_wide and grads.pre_key is not None) else None,
         delta=call.statistics(),
-        matrices=_per_query(call, call.q.dtype, 2) if has_keys else None,
+        matrices=_per_query(call, call.q.dtype, 2) if has_keys and not is_wide else None,
         pre_base=None if grads.pre_base is None else _per_query(call, torch.float32),
         post_base=None if grads.post_base is None else _per_query(call, torch.float32),
     )
-
-
-def key_parts(call: Attention, has_pre: bool, has_post: bool) -> list[Part]:
-    """List the launches of `key_gradients`: registers hold the gradients of 16 heads, or of 32 of one composition."""
-    if call.blocks == 1:
-        return [Part(has_pre, has_post, 0, 1)] if has_pre or has_post else []
-    return [
-        Part(is_pre, not is_pre, first, min(call.blocks, first + 2))
-        for is_pre, has in ((True, has_pre), (False, has_post))
-        for first in range(0, call.blocks, 2)
-        if has
-    ]
 
 
 def _workspace_of_results(call: Attention) -> Tensor:

@@ -14,7 +14,6 @@ from .. import chunks
 from ..chunks import Chunk, Heads, key_planes, query_planes
 from . import kernels, packing
 from .indexing import KernelConfig, Packed, Sizes, program_queries
-from .key_kernel import Part, key_gradients
 from .launch import launch
 from .masking import Masks
 from .mixing import ComposeSpec
@@ -22,8 +21,8 @@ from .mixing import ComposeSpec
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 NOTHING = ComposeWeights()
 PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
-KEY_PROGRAMS = 2112  # of `key_gradients`, likewise; half as many need no more
-SPLIT_QUERIES = 64  # of a program of `key_gradients`, at least, where programs share a tile of keys
+KEY_PROGRAMS = 2112  # of a key-side kernel, likewise; half as many need no more
+SPLIT_QUERIES = 64  # of a program of a key-side kernel, at least, where programs share a tile of keys
 SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
 SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # of a program: more keep too few programs at work
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
@@ -106,7 +105,7 @@ class Attention:
         self.plan = chunks.chunks(
             self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, multiple,
             most_rows=MOST_SETS * self.pack // num_groups,
-            workspace_mib=workspace_mib(q.device) / (2 if self.is_short else 1),
+            workspace_mib=workspace_mib(q.device) / (2 if self.is_short or self.blocks > 1 else 1),
             queries=chunk_queries(self.num_sets),
         )  # fmt: skip
         self.workspace_size = max((chunk.workspace_size(H) for chunk in self.plan), default=0)
@@ -154,12 +153,12 @@ class Attention:
         grid = (-(-chunk.num_queries // per_program), self.sets(chunk), 1)
         launch(kernel, grid, given, (self.kind, *self.specs), self.q.device)
 
-    def run_key_gradients(self, chunk: Chunk, arguments: tuple, part: Part, splits: int) -> None:
-        """Launch `key_gradients` on a chunk; `splits` programs share a tile of keys."""
-        given = (*arguments, *self.packed, self.masks, self.sizes(chunk, splits))
+    def run_key_side(self, kernel, chunk: Chunk, arguments: tuple, constants: tuple, splits: int) -> None:
+        """Launch a key-side kernel on a chunk; `splits` programs share a tile of keys."""
+        given = (*arguments, self.masks, self.sizes(chunk, splits))
         kind = self.kind._replace(ADDS=splits == 1 and not self.covers_keys, SPLITS=splits > 1)
-        grid = (self.key_tiles(chunk), self.sets(chunk), splits)
-        launch(key_gradients, grid, given, (kind, *self.specs, part), self.q.device)
+        grid = (self.key_tiles(chunk) * self.sets(chunk) * splits, 1, 1)
+        launch(kernel, grid, given, (kind, *constants), self.q.device)
 
     def sets(self, chunk: Chunk) -> int:
         """Count the sets of slots of a chunk."""

@@ -8,6 +8,9 @@ shape, the gradient of the composed weights A. Library products write and read t
     post_gradients      x, da -> delta, gradients of the query's post-composition; the query's matrices
     key_gradients       x, da -> gradients of the key side of both compositions (`key_kernel.py`)
     pre_gradients       x, da -> A, gradient of the scores, gradients of the query's pre-composition
+
+With more than 16 heads in a group, `post_gradients` leaves softmax weights P, `pre_gradients` takes them and leaves the
+gradient dY of the composed scores, and `wide_key_gradients` takes P and da, or x and dY (`wide_key_kernel.py`).
 """
 
 from typing import Any, NamedTuple
@@ -167,28 +170,33 @@ def store_hidden(workspace, programs, low, high, KIND: gl.constexpr):
 
 @gluon.jit
 def post_gradients(
-    x, da, lse, delta, matrices, d_query, d_base, pre, post, masks, sizes,
+    x, da, p, lse, delta, matrices, d_query, d_base, pre, post, masks, sizes,
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
     """The sums delta = sum_j P dP of a program's queries, and gradients of their post-composition.
 
-    Leaves their matrices, of the pre-composition and of the transposed post-composition, to `key_gradients`.
+    Leaves softmax weights in a workspace `p`, and the queries' matrices, of the pre-composition and of the transposed
+    post-composition, to `key_gradients`; each unless it is None.
     """
     programs = neighbours(masks, sizes, 1, KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, False, True)
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)
     logs = all_offsets(lse, programs, KIND)
-    store_deltas(x, da, None, logs, delta, d_query, d_base, post, programs, pres, posts, PRE, POST, KIND)
+    store_deltas(x, da, p, None, logs, delta, d_query, d_base, post, programs, pres, posts, PRE, POST, KIND)
 
 
 @gluon.jit
 def store_deltas(
-    x, da, a, logs, delta, d_query, d_base, post, programs, pres, posts,
+    x, da, p, a, logs, delta, d_query, d_base, post, programs, pres, posts,
     PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """Store delta and gradients of the post-composition of each query, and, unless `a` is None, composed weights."""
-    at, d_at, a_at = pointers(x, programs, KIND), pointers(da, programs, KIND), pointers(a, programs, KIND)
+    """Store delta and gradients of the post-composition of each query.
+
+    Softmax weights go to `p`, composed ones to `a`, unless that is None.
+    """
+    at, d_at = pointers(x, programs, KIND), pointers(da, programs, KIND)
+    p_at, a_at = pointers(p, programs, KIND), pointers(a, programs, KIND)
     low, end, high = common_range(programs, KIND)
     totals, d_posts = (), ()
     for _ in gl.static_range(len(programs)):
@@ -196,12 +204,12 @@ def store_deltas(
     for start in range(low, end, 16):
         tiles, d = load_tiles(at, start, programs, KIND, False), load_gradients(d_at, start, programs, KIND, False)
         totals, d_posts = post_step(
-            a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE, POST, KIND, False
+            p_at, a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE, POST, KIND, False
         )
     for start in range(end, high, 16):
         tiles, d = load_tiles(at, start, programs, KIND, True), load_gradients(d_at, start, programs, KIND, True)
         totals, d_posts = post_step(
-            a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE, POST, KIND, True
+            p_at, a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE, POST, KIND, True
         )
     deltas = ()
     for n in gl.static_range(len(programs)):
@@ -214,30 +222,39 @@ def store_deltas(
 
 @gluon.jit
 def pre_gradients(
-    x, da, dy, lse, delta, d_query, d_base, pre, post, masks, sizes,
+    x, da, p, dy, lse, delta, d_query, d_base, pre, post, masks, sizes,
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the pre-composition of a program's queries; in place x -> A and da -> gradient of the scores.
 
-    The gradient of the composed scores goes to a workspace `dy` where the mask takes one.
+    With softmax weights in a workspace `p`, p -> A. The gradient of the composed scores goes to a workspace `dy`
+    unless that is None.
     """
     programs = neighbours(masks, sizes, 1, KIND)
-    pres = compositions(pre, programs, PRE, KIND, True, True)
+    pres = compositions(pre, programs, PRE, KIND, p is None, True)
     posts = compositions(post, programs, POST, KIND, True, True)
     logs, deltas = all_offsets(lse, programs, KIND), all_statistics(delta, programs, KIND)
-    store_score_gradients(x, da, x, da, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts, PRE, POST, KIND)
+    if p is None:
+        store_score_gradients(
+            x, da, p, x, da, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts, PRE, POST, KIND
+        )
+    else:
+        store_score_gradients(
+            x, da, p, p, da, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts, PRE, POST, KIND
+        )
 
 
 @gluon.jit
 def store_score_gradients(
-    x, da, a, dx, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts,
+    x, da, p, a, dx, dy, logs, deltas, d_query, d_base, pre, programs, pres, posts,
     PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """Store gradients of the scores and of the pre-composition of each query.
 
-    Composed weights go to `a`, gradients of the composed scores to `dy`, unless that is None.
+    Softmax weights are loaded from `p`, or computed if that is None. Composed weights go to `a`, gradients of the
+    composed scores to `dy`, unless that is None.
     """
-    at, d_at = pointers(x, programs, KIND), pointers(da, programs, KIND)
+    at, d_at, p_at = pointers(x, programs, KIND), pointers(da, programs, KIND), pointers(p, programs, KIND)
     low, end, high = common_range(programs, KIND)
     a_at, dx_at, dy_at = pointers(a, programs, KIND), pointers(dx, programs, KIND), pointers(dy, programs, KIND)
     d_pres = ()
@@ -246,12 +263,44 @@ def store_score_gradients(
     for start in range(low, end, 16):
         tiles, d = load_tiles(at, start, programs, KIND, False), load_gradients(d_at, start, programs, KIND, False)
         d_pres = pre_step(
-            a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE, POST, KIND, False
+            p_at,
+            a_at,
+            dx_at,
+            dy_at,
+            tiles,
+            d,
+            start,
+            programs,
+            logs,
+            deltas,
+            pres,
+            posts,
+            d_pres,
+            PRE,
+            POST,
+            KIND,
+            False,
         )
     for start in range(end, high, 16):
         tiles, d = load_tiles(at, start, programs, KIND, True), load_gradients(d_at, start, programs, KIND, True)
         d_pres = pre_step(
-            a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE, POST, KIND, True
+            p_at,
+            a_at,
+            dx_at,
+            dy_at,
+            tiles,
+            d,
+            start,
+            programs,
+            logs,
+            deltas,
+            pres,
+            posts,
+            d_pres,
+            PRE,
+            POST,
+            KIND,
+            True,
         )
     if a is not None:
         store_hidden(a, programs, low, high, KIND)

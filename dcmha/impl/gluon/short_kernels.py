@@ -35,13 +35,13 @@ def short_gradients(
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)
     logs = all_offsets(lse, programs, KIND)
     deltas = store_deltas(
-        x, da, a, logs, delta, d_post_query, post_base, post, programs, pres, posts, PRE, POST, KIND
+        x, da, None, a, logs, delta, d_post_query, post_base, post, programs, pres, posts, PRE, POST, KIND
     )  # fmt: skip
     # built again: registers do not hold them through the loops above
     pres = compositions(pre, programs, PRE, KIND, True, True)
     posts = compositions(post, programs, POST, KIND, False, True)
     store_score_gradients(
-        x, da, None, dx, None, logs, deltas, d_pre_query, pre_base, pre, programs, pres, posts, PRE, POST, KIND
+        x, da, None, None, dx, None, logs, deltas, d_pre_query, pre_base, pre, programs, pres, posts, PRE, POST, KIND
     )
     low, _, high = common_range(programs, KIND)
     store_hidden(a, programs, low, high, KIND)

@@ -34,6 +34,15 @@ def load_gradients(at, start, programs, KIND: gl.constexpr, MASKED: gl.constexpr
 
 
 @gluon.jit
+def load_weights(at, start, programs, KIND: gl.constexpr):
+    """Load a tile of softmax weights of each query, as accumulators."""
+    result = ()
+    for n in gl.static_range(len(programs)):
+        result = result + (widened(load_tile(at[n], start, 0, False, KIND), programs[n], KIND),)
+    return result
+
+
+@gluon.jit
 def first_sums(at, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
     """Take the largest of a tile as offsets, and begin the sums of exponentials relative to them."""
     tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, PRE, KIND)
@@ -88,14 +97,17 @@ def weights_step(
 
 @gluon.jit
 def post_step(
-    a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE: gl.constexpr, POST: gl.constexpr,
+    p_at, a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE: gl.constexpr, POST: gl.constexpr,
     KIND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what a tile of each query brings to delta and the query's post-composition.
 
-    Composed weights go to `a_at` unless that is ().
+    Softmax weights go to `p_at`, composed ones to `a_at`, unless that is ().
     """
     p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    if len(p_at) > 0:
+        for n in gl.static_range(len(programs)):
+            store_tile(p_at[n], programs[n].real, start, p[n], KIND)
     vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     new_totals, new_posts = (), ()
     for n in gl.static_range(len(programs)):
@@ -116,15 +128,19 @@ def store_weights(at, p, vectors, start, programs, posts, POST: gl.constexpr, KI
 
 @gluon.jit
 def pre_step(
-    a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE: gl.constexpr,
+    p_at, a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE: gl.constexpr,
     POST: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores of a tile of each query, and what it brings to the query's pre-composition.
 
-    Composed weights go to `a_at`, gradients of composed scores to `dy_at`, unless that is ().
+    Softmax weights are loaded from `p_at`, or computed if that is (). Composed weights go to `a_at`, gradients of
+    composed scores to `dy_at`, unless that is ().
     """
     vectors = load_key_vectors(posts[0].key, start, POST, KIND)
-    p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    if len(p_at) > 0:
+        p = load_weights(p_at, start, programs, KIND)
+    else:
+        p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     if len(a_at) > 0:
         store_weights(a_at, p, vectors, start, programs, posts, POST, KIND)
     d_y, new_pres = (), ()

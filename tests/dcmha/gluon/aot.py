@@ -18,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dcmha.impl.gluon import kernels, key_kernel, short_kernels
+from dcmha.impl.gluon import kernels, key_kernel, short_kernels, wide_key_kernel
 from dcmha.impl.gluon.indexing import KernelConfig, Packed, Sizes
 from dcmha.impl.gluon.launch import options_of
 from dcmha.impl.gluon.masking import Masks
@@ -32,11 +32,13 @@ KERNELS = {
         kernels.post_gradients,
         kernels.pre_gradients,
         key_kernel.key_gradients,
+        wide_key_kernel.wide_key_gradients,
         short_kernels.short_weights,
         short_kernels.short_gradients,
     )
 }
-SHORT = ("short_weights", "short_gradients")  # up to 16 heads
+NARROW = ("short_weights", "short_gradients", "key_gradients")  # up to 16 heads
+WIDE = ("wide_key_gradients",)  # more
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 SPEC = ComposeSpec(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
 KIND = KernelConfig(
@@ -104,8 +106,9 @@ def resources(name: str, capability: int, spec: ComposeSpec = SPEC, **kind: obje
 def compile_kernel(name: str, capability: int, spec: ComposeSpec = SPEC, **kind: object) -> CompiledKernel:
     """Compile a kernel of a kind of call."""
     config = KIND._replace(**kind)
-    kernel, constants = KERNELS[name], {"KIND": config, "PRE": spec, "POST": spec}
-    constants["PART"] = key_kernel.Part(True, config.BLOCKS == 1, 0, config.BLOCKS)
+    kernel, constants = KERNELS[name], {"KIND": config, "PRE": spec, "POST": spec, "SPEC": spec}
+    is_wide = config.BLOCKS > 1
+    constants["PART"] = wide_key_kernel.Part(0, 2, True, 1.0) if is_wide else key_kernel.Part(True, True)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, constexprs, attributes = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
@@ -127,9 +130,11 @@ def _argument(name: str, config: KernelConfig) -> object:
             return data.float()
         case "d_base" | "pre_base" | "post_base" | "dy":
             return None
-        case "d_pre_key" | "d_post_key":
+        case "d_key" | "d_pre_key" | "d_post_key":
             return data.float() if config.ADDS else data
-        case "pre" | "post":
+        case "p":
+            return data if config.BLOCKS > 1 else None
+        case "pre" | "post" | "weights":
             return Packed(data, data, None)
         case "masks":
             return Masks(*(None,) * len(Masks._fields))
@@ -166,7 +171,7 @@ def main(capability: str, *variants: str) -> None:
     rows = {}
     for variant in variants:
         for name in KERNELS:
-            if name in SHORT and VARIANTS[variant].get("BLOCKS", 1) > 1:
+            if name in (NARROW if VARIANTS[variant].get("BLOCKS", 1) > 1 else WIDE):
                 continue
             rows[f"{variant}: {name}"] = resources(name, int(capability), **VARIANTS[variant])._asdict()
     print(json.dumps(rows))

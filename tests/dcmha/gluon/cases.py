@@ -63,6 +63,9 @@ SLOW = {
     "shared keys": Problem(Case(B=2, T=37, S=37, H=8, shared=2, is_causal=True, branches="qkg")),
     "fewer queries than keys": Problem(Case(B=1, T=21, S=50, H=16, D=32, is_causal=True, branches="qkg")),
     "more queries than keys": Problem(Case(B=2, T=30, S=19, H=4, D=32, is_causal=True, branches="qkg")),
+    "24 heads, blocks of a window, dropout": Problem(
+        Case(B=2, T=50, S=50, H=24, window=9, is_causal=True, dropout_p=0.3, branches="qkg"), constants=SMALL_CHUNKS
+    ),
     "24 heads": Problem(Case(B=1, T=24, S=24, H=24, is_causal=True, branches="qkg")),
     "base alone": Problem(Case(B=3, T=33, S=33, H=6, branches="b")),
     "large values in the mask": Problem(Case(B=2, T=35, S=35, H=6, mask="bool", branches="qkg"), has_large_values=True),
@@ -98,6 +101,10 @@ LONG = {
     "bias of all": Problem(Case(B=2, T=33, S=33, H=16, mask="bias BHTS", branches="qkg")),
     "documents to both sides": Problem(Case(B=1, T=37, S=37, H=16, has_documents=True, branches="qkg")),
     "32 heads": Problem(Case(B=1, T=24, S=24, H=32, is_causal=True, branches="qkg")),
+    "32 heads, documents, floating mask": Problem(
+        Case(B=1, T=33, S=33, H=32, mask="bias B1TS", has_documents=True), dtype=torch.float16
+    ),
+    "48 heads, causal, split": Problem(Case(B=2, T=150, S=150, H=48, is_causal=True, branches="kg")),
     "40 heads, rank 1": Problem(Case(B=1, T=24, S=24, H=40, R=1, branches="qk")),
     "64 heads": Problem(Case(B=1, T=18, S=18, H=64, branches="qkg")),
     "base and queries, 32 heads": Problem(Case(B=1, T=20, S=20, H=32, branches="qb")),
