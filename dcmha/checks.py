@@ -13,7 +13,7 @@ def is_integer(x: object) -> bool:
 
 def plain_number(x: Real | None) -> Real | None:
     """Make a number of Python's of one of another type, such as NumPy's; a compiler's stay."""
-    if x is None or isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+    if x is None or type(x) in (int, float) or isinstance(x, (torch.SymInt, torch.SymFloat)):
         return x
     return int(x) if isinstance(x, Integral) else float(x)
 

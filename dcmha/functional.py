@@ -15,7 +15,7 @@ from .impl.call import Call, ranks_of
 from .impl.masking import Documents, both_visible, documents_of, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights
 
-MOST_WINDOW, MOST_SCALE = 2**63, 3e38  # what kernels count with, and what float32 holds
+MOST_WINDOW, MOST_SCALE = 2**63, 2e38  # what kernels count with, and what float32 holds times log2(e)
 
 NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
 

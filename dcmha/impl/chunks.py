@@ -100,8 +100,8 @@ class Chunk(NamedTuple):
 
 def chunks(
     B: int, H: int, T: int, S: int, itemsize: int, is_causal: bool, window: int, has_bands: bool = True,
-    row_multiple: int = 1, *, most_rows: int | None = None, workspace_mib: float | None = None,
-    queries: int | None = None,
+    row_multiple: int = 1, *, most_rows: int | None = None, least_per_query: int = 0,
+    workspace_mib: float | None = None, queries: int | None = None,
 ) -> list[Chunk]:  # fmt: skip
     """Cut a call so that its workspaces stay within their budget; a window of 0 is none. No pairs, no chunks.
 
@@ -112,13 +112,14 @@ def chunks(
         has_bands: Whether chunks of windowed attention may have several blocks.
         row_multiple: All chunks but the last have a multiple of so many rows of the batch.
         most_rows: Rows of a chunk, at most, no less than `row_multiple`; any number if None.
+        least_per_query: Elements that a query of a row counts for at least: those of other buffers than workspaces.
         workspace_mib: Size of a workspace, at most; `WORKSPACE_MIB` if None.
         queries: Queries of a chunk where queries see different keys, at most; chosen by the size of the call if None.
     """
     if B * T * S == 0:
         return []
     budget = int((workspace_mib or WORKSPACE_MIB) * 2**20 // itemsize)
-    shape = (B, H, T, S, budget, is_causal, window, min(row_multiple, B), most_rows or B)
+    shape = (B, H, T, S, budget, is_causal, window, min(row_multiple, B), most_rows or B, least_per_query)
     if queries is None:
         queries = _usual_queries(B, H, S, is_causal, window)
     return (_band(*shape) if window and has_bands else []) or _rectangles(*shape, queries)
@@ -134,12 +135,12 @@ def _usual_queries(B: int, H: int, S: int, is_causal: bool, window: int) -> int:
 
 def _rectangles(
     B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int, most_rows: int,
-    queries: int,
+    least_per_query: int, queries: int,
 ) -> list[Chunk]:  # fmt: skip
     """Cut into chunks of one block. Products compute half a square of each causal chunk in vain."""
     queries = min(T, queries) if is_causal or window else T
     widest = min(S, queries + (1 if is_causal else 2) * window) if window else S
-    per_query = H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0))
+    per_query = max(least_per_query, H * (round_up(widest, ALIGNMENT) + (ALIGNMENT if window else 0)))
     queries = max(1, min(queries, budget // (per_query * row_multiple)))
     rows = round_down(min(most_rows, budget // (per_query * queries)), row_multiple)
     plan = []
@@ -154,8 +155,9 @@ def _rectangles(
 
 
 def _band(
-    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int, most_rows: int
-) -> list[Chunk]:
+    B: int, H: int, T: int, S: int, budget: int, is_causal: bool, window: int, row_multiple: int, most_rows: int,
+    least_per_query: int,
+) -> list[Chunk]:  # fmt: skip
     """Cut windowed attention into chunks of blocks, of whole rows or of one; empty where that saves nothing.
 
     The first keys of a whole row's planes and the last are hidden where they reach into another plane, if T = S. Else
@@ -165,7 +167,7 @@ def _band(
     before = round_up(window - 1, block)
     around = before if is_causal else 2 * before
     apart = around // block
-    size = H * block * (block + around)
+    size = block * max(least_per_query, H * (block + around))
     rows, count, plane_blocks = budget // (size * blocks), blocks, blocks
     if S != T or rows < row_multiple:
         count = min(blocks, budget // (size * row_multiple) - apart)

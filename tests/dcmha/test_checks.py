@@ -1,7 +1,9 @@
 """Wrong arguments of the public functions: a ValueError that names the argument."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +16,9 @@ from dcmha import (
     resolve_impl,
     rotary_embedding,
 )
+from dcmha.checks import plain_number
 from dcmha.complexity import approximate_overhead, attention_flops, compose_cost, visible_pairs
-from dcmha.impl.masking import visible_keys
+from dcmha.impl.masking import Documents, documents_of, visible_keys
 
 Q = torch.ones(1, 4, 3, 8)
 LAYER = [
@@ -172,3 +175,23 @@ def test_context_seen_by_another_layer_is_refused():
         other(x, other.see(context))
         with pytest.raises(ValueError, match="another layer"):
             other(x, layer.see(context))
+
+
+def test_numbers_of_other_libraries_become_plain_ones():
+    given = (np.int64(3), np.float32(0.5), np.float64(0.5), Fraction(1, 2), True, 7, 0.25, None)
+    got = [plain_number(x) for x in given]
+    assert got == [3, 0.5, 0.5, 0.5, 1, 7, 0.25, None]
+    assert [type(x) for x in got] == [int, float, float, float, int, int, float, type(None)]
+
+
+def test_bounds_of_documents_are_checked_and_made_dense():
+    starts, stops = documents_of(torch.tensor([[1, 1, 2], [4, 4, 4]]))
+    loose = Documents(starts.long().t().contiguous().t(), torch.stack([stops, stops], 2).long()[..., 0])
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in documents_of(loose))
+    q, bad = torch.randn(2, 2, 3, 4), Documents(starts, stops[:1])
+    expected = composed_attention(q, q, q, documents=Documents(starts, stops), impl="compiled")
+    torch.testing.assert_close(composed_attention(q, q, q, documents=loose, impl="compiled"), expected)
+    with pytest.raises(ValueError, match=r"documents.stops is torch.int32 \[1, 3\]"):
+        composed_attention(q, q, q, documents=bad)
+    with pytest.raises(TypeError, match="documents.stops is NoneType; accepted: a tensor"):
+        composed_attention(q, q, q, documents=Documents(starts, None))

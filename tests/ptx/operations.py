@@ -45,6 +45,16 @@ def _bit_field(a: Array, first: Array, count: Array) -> Array:
     return a << (unused - first.astype(a.dtype)) >> unused
 
 
+def _choose_bytes(a: Array, b: Array, selector: Array) -> Array:
+    """Make a word of four of the eight bytes of two words, by their numbers in four digits of a selector."""
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(both)
+    for n in range(4):
+        number = selector.astype(np.uint64) >> np.uint64(4 * n) & np.uint64(7)
+        result |= (both >> np.uint64(8) * number & np.uint64(255)) << np.uint64(8 * n)
+    return result.astype(np.uint32)
+
+
 def _unordered(compare: Callable[..., Array]) -> Callable[..., Array]:
     """Return a comparison that is true for NaN."""
     return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
@@ -114,8 +124,9 @@ def _of_types(types: Iterable[str], functions: Functions) -> dict[str, Operation
 
 def _conversions() -> dict[str, Operation]:
     table = {}
-    for of in INTEGERS:
-        table |= {f"cvt.{to}.{of}": Operation(partial(np.ndarray.astype, dtype=DTYPES[to]), (of,)) for to in INTEGERS}
+    types = ["u8", "s8", *INTEGERS]
+    for of in types:
+        table |= {f"cvt.{to}.{of}": Operation(partial(np.ndarray.astype, dtype=DTYPES[to]), (of,)) for to in types}
         table[f"cvt.rn.f32.{of}"] = Operation(partial(np.ndarray.astype, dtype=np.float32), (of,))
     return table
 
@@ -145,4 +156,5 @@ OPERATIONS = (
     | _narrow_floats("f16", Float16)
     | {f"bfe.{type}": Operation(_bit_field, (type, "u32", "u32")) for type in ("u32", "s32")}
 )
+OPERATIONS["prmt.b32"] = Operation(_choose_bytes, ("b32",) * 3)
 PACK = Operation(floats.pack, ("b16",) * 2)

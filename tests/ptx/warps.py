@@ -76,8 +76,8 @@ def cast(value: Array, dtype: np.dtype) -> Array:
 
 @cache
 def constant(text: str, dtype: np.dtype) -> Array:
-    """Read a number: decimal, hexadecimal, or the bits of a float32 (0f3F800000)."""
+    """Read a number: decimal, hexadecimal, with or without U behind it, or the bits of a float32 (0f3F800000)."""
     if text.startswith("%"):
         raise PTXError(f"{text} was never written")
-    bits = int(text[2:], 16) if text[:2].lower() == "0f" else int(text, 0)
+    bits = int(text[2:], 16) if text[:2].lower() == "0f" else int(text.removesuffix("U"), 0)
     return np.array(bits != 0) if dtype.kind == "b" else cast(np.array(bits % 2**64, np.uint64), dtype)

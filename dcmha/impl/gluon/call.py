@@ -99,12 +99,13 @@ class Attention:
         self.pack, self.blocks = max(1, 16 // slots), max(1, slots // 16)  # groups and blocks of heads of a tile
         self.num_sets = -(-self.B * num_groups // self.pack)
         multiple = self.pack // math.gcd(num_groups, self.pack)
-        has_bands = window > 0 and mask_shape is None and (self.S - self.T) % 16 == 0
+        has_bands = window > 0 and mask_shape is None and self.T <= self.S and (self.S - self.T) % 16 == 0
         seen = min(self.S, (self.window if is_causal else 2 * self.window) or self.S)
         self.is_short = self.blocks == 1 and mask_shape is None and seen <= SHORT_ROW
         self.plan = chunks.chunks(
             self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, multiple,
             most_rows=MOST_SETS * self.pack // num_groups,
+            least_per_query=-(-num_groups // self.pack) * 512 * self.blocks**2,  # a float32 matrix of each set
             workspace_mib=workspace_mib(q.device) / (2 if self.is_short or self.blocks > 1 else 1),
             queries=chunk_queries(self.num_sets),
         )  # fmt: skip

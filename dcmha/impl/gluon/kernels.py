@@ -18,16 +18,15 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .indexing import head_of, load_tile, queries_of, store_statistics, store_zeros, tokens_of
+from .indexing import head_of, queries_of, store_statistics, store_zeros, tokens_of
 from .layouts import ACCUMULATOR, COLUMNS, PACKED, RIGHT, ROWS
 from .masking import EMPTY, biases
-from .mixing import load_key_vectors, store_query_gradients
+from .mixing import store_query_gradients
 from .programs import all_statistics, common_range, compositions, neighbours, pointers, query_weights
 from .steps import (
     add_exponentials,
     all_hidden,
     all_offsets,
-    composed_scores,
     finite_maxima,
     first_sums,
     larger,
@@ -40,6 +39,7 @@ from .steps import (
     pre_step,
     sum_keys,
     sums_step,
+    visible_scores,
     weights_step,
 )
 
@@ -74,7 +74,7 @@ def store_log_sums(x, lse, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr
     """
     at = pointers(x, programs, KIND)
     low, end, high = common_range(programs, KIND)
-    offsets, totals = first_sums(at, gl.maximum(low, high - 1) // 16 * 16, programs, pres, PRE, KIND)
+    offsets, totals = first_sums(at, low, gl.maximum(low, high - 1) // 16 * 16, programs, pres, PRE, KIND)
     for start in range(low, end, 16):
         tiles = load_tiles(at, start, programs, KIND, False)
         totals = sums_step(tiles, start, programs, offsets, pres, totals, PRE, KIND, False)
@@ -96,7 +96,9 @@ def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.conste
     sums = sum_keys(total, KIND)
     bad = gl.zeros([1, 16], gl.int32, ACCUMULATOR)
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        bad += gl.where((sums[b] > 1.0 / LARGE) & (sums[b] < LARGE), 0, 1)
+        _, _, real = head_of(gl.arange(0, 16, COLUMNS), program.set, b, program.sizes, KIND)
+        good = (sums[b] > 1.0 / LARGE) & (sums[b] < LARGE)
+        bad += gl.where(good | ~gl.expand_dims(real, 0), 0, 1)
     if gl.max(gl.max(bad, 1), 0) > 0:
         offsets, sums = sums_of_any_range(x, program, pre, PRE, KIND)
     result = ()
@@ -122,14 +124,6 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
         y = visible_scores(x, start, program, offsets, pre, PRE, KIND)
         total = add_exponentials(total, y, KIND)
     return offsets, sum_keys(total, KIND)
-
-
-@gluon.jit
-def visible_scores(x, start, program, offsets, pre, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Load a tile of a query's scores and compose it: less the offsets, `HIDDEN` where they are."""
-    tile = load_tile(x, start, program.sizes.S - program.first, True, KIND)
-    vectors = load_key_vectors(pre.key, start, PRE, KIND)
-    return composed_scores(tile, vectors, start, program, offsets, pre, PRE, KIND, True)
 
 
 @gluon.jit

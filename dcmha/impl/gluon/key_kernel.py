@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .indexing import load_statistics, load_tile, tokens_of
+from .indexing import load_statistics, load_tile
 from .kernels import LN2, load_matrices
 from .key_tiles import Span, add_key_gradients, block_range, program_tile, query_range, store_key_gradients
 from .masking import hide
@@ -20,6 +20,7 @@ from .steps import (
     first_terms,
     load_gradient,
     load_offsets,
+    masked,
     negative,
     no_sums,
     products,
@@ -155,14 +156,15 @@ def key_step(
     PART: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add what a query brings to the gradients of a tile of keys."""
-    ones, identity, tile, d = program.ones, program.identity, loaded.tile, loaded.d
+    ones, identity, d = program.ones, program.identity, loaded.d
+    tile, bias, visible = masked(loaded.tile, key - program.first, program, KIND, MASKED)
     x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)
-    y = first_terms(loaded.offsets, key - program.first, program, KIND)
+    y = first_terms(loaded.offsets, bias, KIND)
     y = compose(y, tile, x_wide, loaded.pre, v, x_sums, identity, PRE, KIND, 0)
     y = add_operands(y, tile, program, KIND)
     if MASKED:
-        y = hide(y, tokens_of(program, key - program.first), program, KIND)
+        y = hide(y, visible, KIND)
     p = exponentials(y, KIND)
     d_sums = weighted_sums(d, w, ones, POST, KIND, 1)
     if PART.HAS_POST:

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import dropout
+from .layouts import ACCUMULATOR, LEFT
 
 LOG2E = gl.constexpr(1.4426950408889634)
 HIDDEN = gl.constexpr(float("-inf"))  # score of a hidden key; its weight is 0
@@ -124,7 +125,7 @@ def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constex
     if KIND.HAS_DOCUMENTS:
         low = gl.maximum(low, starts - first)
         high = gl.minimum(high, stops - first)
-    low = gl.minimum(low, limit) // 16 * 16
+    low = gl.minimum(low, limit - 16) // 16 * 16  # a tile that there is, though no query sees it
     return low, gl.maximum(low, high)
 
 
@@ -146,40 +147,60 @@ def visible_keys(tokens, program, KIND: gl.constexpr):
 
 @gluon.jit
 def biases(tokens, program, KIND: gl.constexpr):
-    """Load a floating mask: accumulators [16 keys, 16 heads] of each block, `HIDDEN` where keys are hidden.
+    """Load a floating mask: accumulators [16 keys, 16 heads] of each block, `HIDDEN` where anything hides a key.
 
     Args:
         tokens: Tokens of the keys [16, 1].
         program: The query.
         KIND: Kind of the call.
     """
-    masks, visible = program.masks, visible_keys(tokens, program, KIND)
-    result = ()
+    visible, result = visible_keys(tokens, program, KIND), ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        place = program.places[b][0] + tokens.to(gl.int64) * masks.key
-        bias = gl.load(masks.pairs + place, mask=visible & program.places[b][1], other=0).to(gl.float32)
+        bias = load_mask(tokens, visible, b, program).to(gl.float32)
         result = result + (gl.where(visible, bias, HIDDEN),)
     return result
 
 
 @gluon.jit
-def hide(scores, tokens, program, KIND: gl.constexpr):
-    """Make the scores of hidden keys `HIDDEN`; a floating mask is part of the scores.
+def load_mask(tokens, visible, BLOCK: gl.constexpr, program):
+    """Load the mask of a block of heads where keys are visible; 0 elsewhere."""
+    place, real = program.places[BLOCK]
+    return gl.load(program.masks.pairs + place + tokens.to(gl.int64) * program.masks.key, mask=visible & real, other=0)
 
-    Args:
-        scores: Accumulators [16 keys, 16 heads] of each block.
-        tokens: Tokens of the keys [16, 1].
-        program: The query.
-        KIND: Kind of the call.
-    """
-    visible = visible_keys(tokens, program, KIND)
+
+@gluon.jit
+def visible_pairs(tokens, bias, program, KIND: gl.constexpr):
+    """Tell what heads see of the keys of a tile: [16, 1] or [16, 16] of each block; `bias` is that of `biases`."""
+    result = ()
+    if KIND.MASK != 2:
+        visible = visible_keys(tokens, program, KIND)
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        if KIND.MASK == 2:
+            result = result + (bias[b] != HIDDEN,)  # NaN stays
+        elif KIND.MASK == 1:
+            result = result + (visible & (load_mask(tokens, visible, b, program) != 0),)
+        else:
+            result = result + (visible,)
+    return result
+
+
+@gluon.jit
+def hide(scores, visible, KIND: gl.constexpr):
+    """Make the scores of hidden keys `HIDDEN`."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        seen = visible
-        if KIND.MASK == 1:
-            place = program.places[b][0] + tokens.to(gl.int64) * program.masks.key
-            seen = seen & (gl.load(program.masks.pairs + place, mask=visible & program.places[b][1], other=0) != 0)
-        result = result + (gl.where(seen, scores[b], HIDDEN),)
+        result = result + (gl.where(visible[b], scores[b], HIDDEN),)
+    return result
+
+
+@gluon.jit
+def without_hidden(tile, visible, KIND: gl.constexpr):
+    """Make left operands 0 where keys are hidden: they may hold NaN, which products spread to other rows of a tile."""
+    result = ()
+    for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
+        x = gl.convert_layout(tile[b], ACCUMULATOR, assert_trivial=True)
+        x = gl.where(visible[b], x, gl.zeros([16, 16], KIND.DTYPE, ACCUMULATOR))
+        result = result + (gl.convert_layout(x, LEFT, assert_trivial=True),)
     return result
 
 

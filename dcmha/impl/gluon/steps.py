@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from . import mixing
 from .indexing import load_statistics, load_tile, store_tile, tokens_of
 from .layouts import ACCUMULATOR, outer, times, to_left, zeros
-from .masking import HIDDEN, LOG2E, biases, drop, hide
+from .masking import HIDDEN, LOG2E, biases, drop, hide, visible_pairs, without_hidden
 from .mixing import compose, load_key_vectors, weighted_sums
 
 
@@ -43,21 +43,38 @@ def load_weights(at, start, programs, KIND: gl.constexpr):
 
 
 @gluon.jit
-def first_sums(at, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Take the largest of a tile as offsets, and begin the sums of exponentials relative to them."""
+def first_sums(at, low, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
+    """Take the largest values of a tile as offsets, and begin the sums of exponentials relative to them.
+
+    Of two with a floating mask, the last one and that at `low`: large negative values often hide keys of one side.
+    """
     tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, PRE, KIND)
     offsets, totals = (), ()
     for n in gl.static_range(len(programs)):
         shift = ()
         if KIND.MASK == 2:
-            shift = finite_maxima(biases(tokens_of(programs[n], start), programs[n], KIND), KIND)
-        nothing = (shift, no_offsets(KIND))
-        y = composed_scores(tiles[n], vectors, start, programs[n], nothing, pres[n], PRE, KIND, True)
-        largest, exponents = finite_maxima(y, KIND), ()
+            first = biases(tokens_of(programs[n], low), programs[n], KIND)
+            shift = finite_maxima(larger(first, biases(tokens_of(programs[n], start), programs[n], KIND), KIND), KIND)
+        y, _ = composed_scores(
+            tiles[n], vectors, start, programs[n], (shift, no_offsets(KIND)), pres[n], PRE, KIND, True
+        )
+        largest = y
+        if KIND.MASK == 2:
+            nothing = (shift, no_offsets(KIND))
+            largest = larger(y, visible_scores(at[n], low, programs[n], nothing, pres[n], PRE, KIND), KIND)
+        largest, exponents = finite_maxima(largest, KIND), ()
         for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             exponents = exponents + (y[b] - largest[b],)
         offsets, totals = offsets + ((shift, largest),), totals + (exponentials(exponents, KIND),)
     return offsets, totals
+
+
+@gluon.jit
+def visible_scores(x, start, program, offsets, pre, PRE: gl.constexpr, KIND: gl.constexpr):
+    """Load a tile of a query's scores and compose it: less the offsets, `HIDDEN` where they are."""
+    tile = load_tile(x, start, program.sizes.S - program.first, True, KIND)
+    vectors = load_key_vectors(pre.key, start, PRE, KIND)
+    return composed_scores(tile, vectors, start, program, offsets, pre, PRE, KIND, True)[0]
 
 
 @gluon.jit
@@ -68,20 +85,20 @@ def sums_step(
     vectors = load_key_vectors(pres[0].key, start, PRE, KIND)
     result = ()
     for n in gl.static_range(len(programs)):
-        y = composed_scores(tiles[n], vectors, start, programs[n], offsets[n], pres[n], PRE, KIND, MASKED)
+        y, _ = composed_scores(tiles[n], vectors, start, programs[n], offsets[n], pres[n], PRE, KIND, MASKED)
         result = result + (add_exponentials(totals[n], y, KIND),)
     return result
 
 
 @gluon.jit
 def softmax_weights(tiles, start, programs, logs, pres, PRE: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Compose a tile of scores of each query, and make softmax weights of them."""
+    """Compose a tile of scores of each query, and make softmax weights of them; the tiles as they were taken, too."""
     vectors = load_key_vectors(pres[0].key, start, PRE, KIND)
-    result = ()
+    result, taken = (), ()
     for n in gl.static_range(len(programs)):
-        y = composed_scores(tiles[n], vectors, start, programs[n], logs[n], pres[n], PRE, KIND, MASKED)
-        result = result + (exponentials(y, KIND),)
-    return result
+        y, tile = composed_scores(tiles[n], vectors, start, programs[n], logs[n], pres[n], PRE, KIND, MASKED)
+        result, taken = result + (exponentials(y, KIND),), taken + (tile,)
+    return result, taken
 
 
 @gluon.jit
@@ -90,7 +107,7 @@ def weights_step(
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of each query to composed weights."""
-    p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    p, _ = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     store_weights(at, p, vectors, start, programs, posts, POST, KIND)
 
@@ -104,7 +121,7 @@ def post_step(
 
     Softmax weights go to `p_at`, composed ones to `a_at`, unless that is ().
     """
-    p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+    p, _ = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     if len(p_at) > 0:
         for n in gl.static_range(len(programs)):
             store_tile(p_at[n], programs[n].real, start, p[n], KIND)
@@ -140,7 +157,7 @@ def pre_step(
     if len(p_at) > 0:
         p = load_weights(p_at, start, programs, KIND)
     else:
-        p = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
+        p, tiles = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     if len(a_at) > 0:
         store_weights(a_at, p, vectors, start, programs, posts, POST, KIND)
     d_y, new_pres = (), ()
@@ -160,23 +177,40 @@ def pre_step(
 def composed_scores(
     tile, vectors, start, program, offsets, pre, SPEC: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Compose a tile of scores: accumulators, less the offsets, `HIDDEN` where they are."""
+    """Compose a tile of scores: accumulators, less the offsets, `HIDDEN` where they are; the tile as taken, too."""
+    tile, bias, visible = masked(tile, start, program, KIND, MASKED)
     sums = weighted_sums(tile, vectors, program.ones, SPEC, KIND, 0)
-    y, wide = first_terms(offsets, start, program, KIND), widened(tile, program, KIND)
+    y, wide = first_terms(offsets, bias, KIND), widened(tile, program, KIND)
     y = compose(y, tile, wide, pre.matrices, vectors, sums, program.identity, SPEC, KIND, 0)
     y = add_operands(y, tile, program, KIND)
     if MASKED:
-        y = hide(y, tokens_of(program, start), program, KIND)
-    return y
+        y = hide(y, visible, KIND)
+    return y, tile
 
 
 @gluon.jit
-def first_terms(offsets, start, program, KIND: gl.constexpr):
+def masked(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
+    """Load what a floating mask adds to a tile, and find what is visible; where rows share a tile, hidden scores are 0.
+
+    Returns the tile, values to add, and what is visible, of each block; () where there is none.
+    """
+    tokens, bias, visible = tokens_of(program, start), (), ()
+    if KIND.MASK == 2:
+        bias = biases(tokens, program, KIND)
+    if MASKED:
+        visible = visible_pairs(tokens, bias, program, KIND)
+        if KIND.GROUP_SLOTS < 16:
+            tile = without_hidden(tile, visible, KIND)
+    return tile, bias, visible
+
+
+@gluon.jit
+def first_terms(offsets, bias, KIND: gl.constexpr):
     """Make accumulators of what composed scores are added to: the offsets, negated, and a floating mask."""
     if KIND.MASK != 2:
         return negative(offsets[1], KIND)
     else:  # large values cancel before others are added
-        bias, result = biases(tokens_of(program, start), program, KIND), ()
+        result = ()
         for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             result = result + ((bias[b] - offsets[0][b]) * LOG2E - offsets[1][b],)
         return result

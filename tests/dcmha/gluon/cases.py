@@ -18,6 +18,7 @@ class Problem(NamedTuple):
         dtype: Dtype of the operands.
         constants: Constants that cut it into several chunks, or take it for one of long rows.
         has_large_values: Whether its boolean mask becomes one of large values, most of them the same for all keys.
+        has_hidden_nan: Whether the first row of the batch, whose keys are all hidden, holds NaN; the others count.
         is_displaced: Whether tensors begin where kernels that load 16 bytes at once must not load them.
     """
 
@@ -25,6 +26,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     constants: dict[str, float] = {}
     has_large_values: bool = False
+    has_hidden_nan: bool = False
     is_displaced: bool = False
 
 
@@ -73,6 +75,10 @@ SLOW = {
         Case(B=1, T=35, S=35, H=16, mask="bool", is_causal=True, branches="qkg"),
         constants=LONG_ROWS,
         has_large_values=True,
+    ),
+    "NaN in a row of a tile": Problem(Case(B=2, T=20, S=20, H=4, mask="keys", branches="qkg"), has_hidden_nan=True),
+    "window, more queries than keys": Problem(
+        Case(B=1, T=72, S=40, H=4, D=8, window=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
     "tensors at odd addresses": Problem(Case(B=2, T=33, S=33, H=8, mask="bool", has_documents=True), is_displaced=True),
     "many more queries than keys": Problem(

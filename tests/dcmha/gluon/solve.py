@@ -60,7 +60,9 @@ def errors(problem: Problem) -> dict[str, tuple[float, float]]:
     mask = make_mask(problem.case)
 
     def solve(impl: str, dtype: torch.dtype, mask: Tensor | None = mask) -> dict[str, Tensor]:
-        operands = {name: x.to(dtype) for name, x in rounded.items()}
+        operands = {name: x.to(dtype, copy=True) for name, x in rounded.items()}
+        if problem.has_hidden_nan and impl == "triton":
+            operands["k"][0] = torch.nan
         if problem.is_displaced and impl == "triton":
             operands, mask = {name: displaced(x) for name, x in operands.items()}, displaced(mask)
         return results(problem.case, {name: x.requires_grad_() for name, x in operands.items()}, impl, mask)
@@ -69,8 +71,10 @@ def errors(problem: Problem) -> dict[str, tuple[float, float]]:
     torch.use_deterministic_algorithms(True)  # fills memory that is allocated without values with NaN
     got = solve("triton", problem.dtype, large_values(mask, problem.dtype) if problem.has_large_values else mask)
     torch.use_deterministic_algorithms(False)
+    rows = slice(1 if problem.has_hidden_nan else 0, None)
     return {
-        name: (relative_error(got[name], right), relative_error(usual[name], right)) for name, right in exact.items()
+        name: (relative_error(got[name][rows], right[rows]), relative_error(usual[name][rows], right[rows]))
+        for name, right in exact.items()
     }
 
 

@@ -191,8 +191,11 @@ def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window):
 @pytest.mark.parametrize("multiple", [2, 4])
 def test_chunks_of_several_rows_keep_to_the_budget(window, multiple):
     for B, S in ((1, 12000), (3, 12000), (9, 300), (100, 3000)):
-        plan = chunks.chunks(B, 4, S, S, 2, False, window, row_multiple=multiple, most_rows=8)
-        assert all(chunk.workspace_size(4) * 2 <= chunks.WORKSPACE_MIB * 2**20 for chunk in plan)
+        limits = {"row_multiple": multiple, "most_rows": 8, "least_per_query": 10_000}
+        plan = chunks.chunks(B, 4, S, S, 2, False, window, **limits)
+        for chunk in plan:
+            sizes = chunk.workspace_size(4), 10_000 * chunk.num_rows * chunk.num_queries
+            assert max(sizes) * 2 <= chunks.WORKSPACE_MIB * 2**20
         assert sum(chunk.num_rows * chunk.num_queries for chunk in plan) == B * S
         assert all(chunk.num_rows <= 8 for chunk in plan)
         assert all(chunk.num_rows % multiple == 0 for chunk in plan if chunk.rows.stop < B)
