@@ -26,6 +26,7 @@ KERNELS = (
     "post_gradients",
     "pre_gradients",
     "short_gradients",
+    "wide_key_gradients",
     "key_gradients",
 )
 

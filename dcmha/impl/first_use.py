@@ -30,7 +30,6 @@ ROWS, KEYS, WINDOW, DROPOUT = 2, 72, 20, 0.3  # of the small problem
 SLACK = 4  # times the reference's own error in the dtype
 LEAST = 0.1  # of the norm of the output's gradient: what other norms count as at least, as they may be all rounding
 NAMES = ("out", *(f"the gradient of {name}" for name in TENSORS))
-
 Solver = Callable[[Call, Tensor | None, Tensor | None], list[Tensor | None]]
 SOLVERS: dict[str, Solver] = {}  # by kernels: the output, and, given its gradient, those of `tensors_of` a call
 _one_at_a_time = Lock()
@@ -63,32 +62,26 @@ def finding_of(kernels: str, device: torch.device, dtype: torch.dtype) -> str | 
 @torch.compiler.assume_constant_result
 def check(*fields) -> bool:
     """Check the kernels of a `Kind`, unless that was done or nothing can be run now; tell whether they may be used."""
-    kind, place = Kind(*fields), fields[:3]
-    is_there = kind.device.type != "cuda" or torch.cuda.is_available()
-    is_off = kind.device.type not in DEVICES or not is_there or os.environ.get(SWITCH) == "0"
-    if is_off or place in _findings or _is_seen(kind):
+    kind, place, is_cuda = Kind(*fields), fields[:3], fields[1].type == "cuda"
+    is_off = kind.device.type not in DEVICES or os.environ.get(SWITCH) == "0"
+    is_busy = is_cuda and (not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing())
+    if is_off or is_busy or kind in _seen or place in _findings:
         return place not in _findings
-    if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True
     with _one_at_a_time, ThreadPoolExecutor(1) as pool:  # a thread has its own modes: of tracing, inference, autocast
-        is_new = place not in _findings and not _is_seen(kind)
-        finding = pool.submit(_finding, kind).result() if is_new else None
-        _seen.add(kind)
-        if finding is not None:
-            _findings[place] = finding
-    if finding is not None:
-        warnings.warn(
-            f"the {kind.kernels} kernels disagree with the reference on {kind.device}: {finding}. Calls in {kind.dtype}"
-            f" use slower ones there. Please report this, with your versions of torch and Triton: {kind}.",
-            stacklevel=2,
-        )
-    return place not in _findings
-
-
-def _is_seen(kind: Kind) -> bool:
-    """Tell whether a kind was checked, or the same with gradients."""
-    mask = "gradient" if kind.mask == "floating" else kind.mask
-    return not _seen.isdisjoint({kind, kind._replace(gradients=True), kind._replace(gradients=True, mask=mask)})
+        if kind in _seen or place in _findings:
+            return place not in _findings
+        finding = pool.submit(_finding, kind).result()
+        masks = ("gradient", "floating") if kind.mask == "gradient" else (kind.mask,)
+        _seen.update(kind._replace(mask=mask, gradients=g) for mask in masks for g in {kind.gradients, False})
+        if finding is None:
+            return True
+        _findings[place] = finding
+    warnings.warn(
+        f"the {kind.kernels} kernels disagree with the reference on {kind.device}: {finding}. Calls in {kind.dtype} use"
+        f" slower ones there. Please report this, with your versions of torch and Triton: {kind}.",
+        stacklevel=2,
+    )
+    return False
 
 
 def _finding(kind: Kind) -> str | None:
@@ -121,10 +114,8 @@ def _solve_by_reference(call: Call, seed: Tensor, d_out: Tensor | None) -> Seque
     tensors = tensors_of(call)
     wanted = [x.requires_grad_() for x in tensors if x is not None]
     out = reference.attention(call, seed)
-    if d_out is None:
-        return [out.detach()]
-    grads = iter(torch.autograd.grad(out, wanted, d_out.to(out.dtype)))
-    return [out.detach(), *(None if x is None else next(grads) for x in tensors)]
+    grads = iter(() if d_out is None else torch.autograd.grad(out, wanted, d_out.to(out.dtype)))
+    return [out.detach(), *(None if x is None else next(grads, None) for x in tensors)]
 
 
 def _copy(call: Call, dtype: torch.dtype, device: str | torch.device = "cpu") -> Call:
@@ -146,16 +137,14 @@ def _problem(kind: Kind, random: torch.Generator) -> Call:
         down, up = (rand(ROWS, tokens, rank, H, scale=0.5) if rank else None for _ in range(2))
         return SideWeights(down, up, rand(ROWS, tokens, H, scale=0.5) if has_gate else None)
 
-    def weights(branches: tuple[int, bool, int, bool, bool] | None) -> ComposeWeights | None:
-        if branches is None:
-            return None
-        base = rand(G, H // G, H // G, scale=0.5) if branches[4] else None
-        return ComposeWeights(side(T, *branches[:2]), side(KEYS, *branches[2:4]), base)
+    def weights(rank: int, has_gate: bool, key_rank: int, has_key_gate: bool, has_base: bool) -> ComposeWeights:
+        base = rand(G, H // G, H // G, scale=0.5) if has_base else None
+        return ComposeWeights(side(T, rank, has_gate), side(KEYS, key_rank, has_key_gate), base)
 
     k, v = rand(2, ROWS, KEYS, kv_heads, D).transpose(2, 3)  # as a cache lies
     visible = None if kind.mask is None else torch.rand(ROWS, H, T, KEYS, generator=random) < 0.7
     bias = rand(ROWS, H, T, KEYS) if kind.mask in ("floating", "gradient") else None
     documents = documents_of((torch.arange(KEYS) // 17).expand(ROWS, KEYS)) if kind.has_documents else None
     options = (WINDOW if kind.has_window else None, D**-0.5, kind.dropout_p, G)
-    compositions = (weights(kind.pre), weights(kind.post))
+    compositions = (None if branches is None else weights(*branches) for branches in (kind.pre, kind.post))
     return Call(rand(ROWS, H, T, D), k, v, *compositions, visible, bias, documents, kind.is_causal, *options)

@@ -156,5 +156,6 @@ OPERATIONS = (
     | _narrow_floats("f16", Float16)
     | {f"bfe.{type}": Operation(_bit_field, (type, "u32", "u32")) for type in ("u32", "s32")}
 )
+OPERATIONS |= {f"add.{type}16x2": Operation(floats.pairwise(np.add), ("b32",) * 2) for type in "us"}
 OPERATIONS["prmt.b32"] = Operation(_choose_bytes, ("b32",) * 3)
 PACK = Operation(floats.pack, ("b16",) * 2)

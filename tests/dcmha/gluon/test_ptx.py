@@ -143,6 +143,7 @@ def test_integers():
         "mul.hi.u32 %r4, %r3, -1;": -8,
         "cvt.s64.s32 %rd4, %r3; mul.hi.u64 %rd5, %rd4, %rd4; cvt.u32.u64 %r4, %rd5;": -14,
         "rem.s32 %r4, %r3, 5;": -2,
+        "mov.b32 %r5, 0x0001FFFF; add.s16x2 %r4, %r5, %r5;": 0x0002FFFE,
         "mov.b32 %r5, 0x04030201; prmt.b32 %r4, %r5, %r3, 0x3040U;": 0x0401F901,
         "cvt.u16.u32 %rs1, %r3; cvt.s16.s8 %rs2, %rs1; cvt.s32.s16 %r4, %rs2;": -7,
         "mov.b32 %r5, 384; cvt.s8.s32 %rs1, %r5; cvt.s32.s8 %r4, %rs1;": -128,
