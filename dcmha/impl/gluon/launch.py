@@ -15,7 +15,7 @@ WIDE = ("row", "head", "query", "key", *STRIDES)  # strides of a caller's tensor
 REPRESENTATIVE, MULTIPLE, LARGE = 3, 32, 2**40 + 1  # numbers that stand for any, any multiple of 16, any of 64 bits
 
 REGISTERS = {  # most of a thread, by the blocks of 16 heads
-    "composed_weights": {1: 128, 2: 168},
+    "composed_weights": {1: 128, 2: 128},
     "post_gradients": {1: 128},
     "pre_gradients": {1: 128},
     "short_weights": {1: 128},
