@@ -194,12 +194,17 @@ def hide(scores, visible, KIND: gl.constexpr):
 
 
 @gluon.jit
-def without_hidden(tile, visible, KIND: gl.constexpr):
-    """Make left operands 0 where keys are hidden: they may hold NaN, which products spread to other rows of a tile."""
+def without_hidden(tile, visible, program, KIND: gl.constexpr):
+    """Make left operands 0 where keys are hidden: they may hold NaN, which products spread to other rows of a tile.
+
+    Not with a mask that differs between heads: what is hidden from a head is composed into others.
+    """
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
-        x = gl.convert_layout(tile[b], ACCUMULATOR, assert_trivial=True)
-        x = gl.where(visible[b], x, gl.zeros([16, 16], KIND.DTYPE, ACCUMULATOR))
+        x, kept = gl.convert_layout(tile[b], ACCUMULATOR, assert_trivial=True), visible[b]
+        if KIND.MASK > 0:
+            kept = kept | (program.masks.head != 0)
+        x = gl.where(kept, x, gl.zeros([16, 16], KIND.DTYPE, ACCUMULATOR))
         result = result + (gl.convert_layout(x, LEFT, assert_trivial=True),)
     return result
 

@@ -190,7 +190,7 @@ def composed_scores(
 
 @gluon.jit
 def masked(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Load what a floating mask adds to a tile, and find what is visible; where rows share a tile, hidden scores are 0.
+    """Load what a floating mask adds to a tile, and find what is visible; rows that share it get 0 for hidden scores.
 
     Returns the tile, values to add, and what is visible, of each block; () where there is none.
     """
@@ -200,7 +200,7 @@ def masked(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
     if MASKED:
         visible = visible_pairs(tokens, bias, program, KIND)
         if KIND.GROUP_SLOTS < 16:
-            tile = without_hidden(tile, visible, KIND)
+            tile = without_hidden(tile, visible, program, KIND)
     return tile, bias, visible
 
 

@@ -41,8 +41,8 @@ QUICK = {
     "shared keys, blocks of a window": Problem(
         Case(B=2, T=50, S=50, H=8, shared=4, window=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
-    "groups, documents, boolean mask": Problem(
-        Case(B=1, T=33, S=33, H=12, G=3, has_documents=True, mask="bool", branches="qkg")
+    "groups, documents, mask of each head": Problem(
+        Case(B=1, T=33, S=33, H=12, G=3, has_documents=True, mask="heads", branches="qkg")
     ),
 }
 SLOW = {
@@ -80,6 +80,7 @@ SLOW = {
     "window, more queries than keys": Problem(
         Case(B=1, T=72, S=40, H=4, D=8, window=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
+    "6 heads, boolean mask": Problem(Case(B=3, T=33, S=33, H=6, mask="bool", is_causal=True, branches="qkg")),
     "tensors at odd addresses": Problem(Case(B=2, T=33, S=33, H=8, mask="bool", has_documents=True), is_displaced=True),
     "many more queries than keys": Problem(
         Case(B=1, T=60, S=13, H=16, is_causal=True, branches="qkg"), constants={"WORKSPACE_MIB": 1 / 64}
