@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train train-lm train-vl test test-slow test-all test-lowest lint
+.PHONY: train train-lm train-vl test test-slow test-all test-lowest lint docs
 train: $(VENV)/installed
 	$(BIN)/python -m dcvision fit --config configs/vision/digits.yaml
 
@@ -33,6 +33,10 @@ test-lowest:
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The documentation as a site, in site/.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -85,7 +85,7 @@ def work(options: argparse.Namespace, tokens: int, backward: bool) -> dict[str, 
     """Count what a call must do: elements (a query, a key it sees, a head), and the FLOPs of the products of matrices.
 
     And the bytes that the fused kernels and their products move through the workspace: 10 an element forward, 26
-    backward (`dcmha/README.md`).
+    backward (`docs/kernels.md`).
     """
     pairs = options.batch_size * visible_pairs(tokens, tokens, is_causal=options.causal, window=options.window)
     elements = pairs * options.heads

@@ -41,7 +41,7 @@ class Corpus:
         self.folder = Path(folder)
         path = self.folder / "manifest.json"
         if not path.is_file():
-            raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see data/README.md.")
+            raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see docs/data.md.")
         with told_as(f"{path} is damaged"):
             self.manifest = json.loads(path.read_text())
         if not isinstance(self.manifest, dict):

@@ -2,7 +2,7 @@
 (read).
 
 A folder holds `config.json` and the weights as `model.safetensors` or `pytorch_model.bin`, whole or in shards with
-an index. `dclm/README.md` has the table of names.
+an index. `docs/checkpoints.md` has the table of names.
 """
 
 import json

@@ -10,7 +10,7 @@ from ..hub.published_config import config_from_hub, config_to_hub, field_default
 
 
 class PublishedConfig(PreTrainedConfig):
-    """Fields as `config.json` of the published models has them (`dclm/README.md`).
+    """Fields as `config.json` of the published models has them (`docs/checkpoints.md`).
 
     Args:
         **fields: Any of them, and the fields of `transformers.PretrainedConfig`.

@@ -43,7 +43,7 @@ def make_shards(
         num_shards: How many to write.
         folder: Class folders, FOLDER/CLASS/image.jpg.
         validation_tar: In place of a folder ILSVRC2012_img_val.tar, with labels and classes.
-        labels: Ground truth of the validation images (see data/README.md).
+        labels: Ground truth of the validation images (see docs/data.md).
         classes: Class names in order, one a line, as this command writes them for class folders.
         devkit_meta: The devkit's meta.mat, where labels holds its class numbers.
         prefix: Shards are named PREFIX-0000.tar.

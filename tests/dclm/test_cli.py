@@ -280,7 +280,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--model.warmup_fraction=1", "warmup_fraction=1.0 must be in [0, 1)"),
         ("--data.vocab_size=100", "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
         ("--data.context_length=2000", "a sequence takes 2000 and one more"),
-        (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see data/README.md"),
+        (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see docs/data.md"),
         (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
         ("--trainer.max_epochs=-1", "the run has no end, which the schedule needs: set trainer.max_epochs or "),
         ("--trainer.max_epoch=3", "--trainer.max_epoch=3"),
