@@ -35,14 +35,13 @@ from .checkpoint import (
     run_folder,
 )
 from .checkpoint_io import AtomicCheckpointIO
-from .commands import ShortErrors, check_not_empty, first_line, first_lines, format_help, imported
+from .commands import Program, ShortErrors, check_not_empty, first_line, first_lines, format_help, imported
 from .errors import UserError, reason, told_as
 from .explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
 from .files import relative
 from .loggers import DEFAULT, IN_RUN, finish, keep_curves, place_loggers
 from .loggers import describe as describe_logger
 from .plan import Planning
-from .program import Program
 from .rendezvous import mark_launcher
 from .run_dir import RunDir, RunTrainer, locked_run, new_run
 from .sharding.deferred import deferred_weights

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import zip_longest
-from typing import NoReturn, get_args, get_origin
+from typing import NamedTuple, NoReturn, get_args, get_origin
 
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, ArgumentParser
@@ -18,6 +18,22 @@ SAID = ("true", "false")
 MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # texts, not names or paths
 
 Functions = Mapping[str, "str | Functions"]  # each as "module:function"; of mappings, the second word says which
+
+
+class Program(NamedTuple):
+    """A program.
+
+    Attributes:
+        name: What it is called.
+        description: What it is for.
+        functions: Its subcommands that are functions.
+        trainer: Its `TrainerCLI`, for the subcommands of Lightning, as "module:name".
+    """
+
+    name: str
+    description: str
+    functions: Functions
+    trainer: str
 
 
 class ShortErrors:

@@ -6,33 +6,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
-from .commands import Functions, run_named
+from .commands import Program, run_named
 from .errors import RunStopped, UserError, is_of_another_rank, reason
 from .files import relative
 from .named_configs import with_config_paths
 
 MENDABLE = (UserError, OSError, UnicodeDecodeError, MemoryError, torch.OutOfMemoryError)
 OF_LIGHTNING, OF_LOGGERS = "lightning.", ("wandb.", "mlflow.")
-
-
-class Program(NamedTuple):
-    """A program.
-
-    Attributes:
-        name: What it is called.
-        description: What it is for.
-        functions: Its subcommands that are functions.
-        trainer: Its `TrainerCLI`, for the subcommands of Lightning, as "module:name".
-    """
-
-    name: str
-    description: str
-    functions: Functions
-    trainer: str
 
 
 def run_program(program: Program, args: list[str] | None) -> None:

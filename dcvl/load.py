@@ -20,12 +20,14 @@ from dctrain.errors import UserError, told_as
 from dctrain.files import filled_whole, write_json
 from dctrain.json_fields import check_fields
 from dcvision.build import without_weights
+from dcvision.compatible import normalisation
 from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
 from dcvision.pretrained import load_pretrained
 
 from .data.captions import TEMPLATE
 from .data.samples import CaptionEncoder, black
+from .factory import build_pair
 from .facts import FACTS, REQUIRED
 from .network import ImageText
 
@@ -113,33 +115,30 @@ def _pair(model: ImageText, tokenizer: Tokenizer, facts: dict) -> LoadedPair:
 
 
 def _of_run(checkpoint: str) -> LoadedPair:
-    from .vision_language_model import VisionLanguageModel  # which needs Lightning
-
     path = find_checkpoint(checkpoint)
     content = load_checkpoint(path)
     hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})
     if "text_model" not in hp or "tokenizer" not in data:
         raise UserError(f"{path} is no checkpoint of dcvl, or holds no tokenizer.")
     with told_as(f"{path} does not hold the weights of the model that it names"):
-        kwargs = without_weights(hp["model_kwargs"])
-        names = inspect.signature(VisionLanguageModel).parameters
-        module = VisionLanguageModel(**{name: hp[name] for name in names} | {"model_kwargs": kwargs})
+        arguments = {name: hp[name] for name in inspect.signature(build_pair).parameters}
+        pair = build_pair(**arguments | {"model_kwargs": without_weights(hp["model_kwargs"])})
         weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
-        module.model.load_state_dict(weights)
+        pair.load_state_dict(weights)
     settings = content.get("datamodule_hyper_parameters", {})
     facts = {
         "image_size": hp["image_size"],
         "context_length": hp["context_length"],
-        "embed_dim": module.model.embed_dim,
+        "embed_dim": pair.embed_dim,
         "contrastive": hp["contrastive"],
         "templates": list(settings.get("templates", [TEMPLATE])),
         "crop_fraction": settings.get("crop_fraction", 1.0),
         "hide_images": settings.get("hide_images", False),
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
-        **{name: (getattr(module, name).flatten() / 255).tolist() for name in ("mean", "std")},
+        **{name: list(values) for name, values in normalisation(pair.image).items()},
     }
     with told_as(f"{path} is no checkpoint of dcvl"):
-        return _pair(module.model, tokenizer_from_spec(data["tokenizer"]), facts)
+        return _pair(pair, tokenizer_from_spec(data["tokenizer"]), facts)
 
 
 def _of_folder(folder: Path) -> LoadedPair:

@@ -2,6 +2,7 @@
 
 # B images, M texts, T tokens
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,22 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 
-from dclm import Decoder
 from dclm.config import build_config, check_same
 from dclm.loss import IGNORED
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError
 from dctrain.module import Example, TrainingModule
 from dctrain.recompute import Recompute, set_recompute
 from dctrain.weighted_mean import WeightedMean
-from dcvision.build import build_model, without_weights
+from dcvision.build import without_weights
 from dcvision.compatible import compare_heads, compare_normalisation, normalisation
 
 from .contrastive import Contrastive, Pairs, contrastive_loss
 from .data import Batch
-from .network import ImageText, Outputs, Texts
-from .pooling import freeze_pooling
+from .factory import build_pair, image_tower
+from .initial import read_initial
+from .network import Outputs, Texts
 from .retrieval import RetrievalAt1
 
 
@@ -100,14 +101,9 @@ class VisionLanguageModel(TrainingModule):
             raise UserError(f"{warmup_fraction=} must be in [0, 1).")
         if embed_dim < 1:
             raise UserError(f"{embed_dim=} must be at least 1.")
-        image = _image_tower(model, image_size, model_kwargs or {})
-        text = self._text_tower(image.num_features)
-        with told_as():
-            self.model = ImageText(image, text, embed_dim if contrastive else None, contrastive or "sigmoid")
-        if contrastive is None:
-            freeze_pooling(image, image_size)
+        self.model = build_pair(**{name: self.hparams[name] for name in inspect.signature(build_pair).parameters})
         set_recompute(self.model, recompute)
-        for name, values in normalisation(image).items():
+        for name, values in normalisation(self.model.image).items():
             self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
         self.val_contrastive_loss, self.val_caption_loss = (WeightedMean() for _ in range(2))
         self.val_retrieval = RetrievalAt1()
@@ -130,31 +126,6 @@ class VisionLanguageModel(TrainingModule):
                 f"cross_layers={hp.cross_layers} with caption_weight={hp.caption_weight}: layers look at the image to "
                 "tell captions, and captions need them."
             )
-
-    def _text_tower(self, width: int) -> Decoder:
-        """Make the text tower, which looks at patches of some width."""
-        hp = self.hparams
-        overrides = dict(hp.text_overrides or {})
-        ours = sorted(set(overrides) & {"cross_layers", "cross_compose", "context_dim"})
-        if ours:
-            raise UserError(f"text_overrides must not hold {ours}: cross_layers and cross_compose say it.")
-        config = build_config(hp.text_model, hp.vocab_size, hp.context_length, overrides)
-        if not config.is_causal:
-            raise UserError("text_overrides.is_causal=false: the text tower tells captions, and ends them.")
-        layers = hp.cross_layers
-        if layers is None:
-            layers = 0 if not hp.caption_weight else config.num_layers
-            layers = layers if hp.contrastive is None else layers // 2
-        if hp.caption_weight and not layers:
-            raise UserError(
-                f"the text tower has num_layers={config.num_layers}; both losses take two: a text is embedded before "
-                "the layers that look at the image."
-            )
-        if layers:
-            looks = {"context_dim": width, "cross_layers": layers, "cross_compose": hp.cross_compose}
-            config = build_config(hp.text_model, hp.vocab_size, hp.context_length, overrides | looks)
-        with told_as(f"text_model {hp.text_model!r} cannot be built with {overrides}"):
-            return Decoder(config)
 
     def count_units(self, batch: Batch) -> int:
         """Count the images of a batch."""
@@ -187,8 +158,6 @@ class VisionLanguageModel(TrainingModule):
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read both towers, or each by itself."""
-        from .initial import read_initial  # which loads runs, by what is defined here
-
         return read_initial(source, self.model)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -286,7 +255,7 @@ class VisionLanguageModel(TrainingModule):
                 f"{self.hparams.contrastive!r}."
             )
         with torch.device("meta"):
-            image = _image_tower(trained["model"], trained["image_size"], without_weights(trained["model_kwargs"]))
+            image = image_tower(trained["model"], trained["image_size"], without_weights(trained["model_kwargs"]))
         compare_heads("the checkpoint", image, self.model.image)
         compare_normalisation("the checkpoint", image, self.model.image)
         named = [trained[name] for name in ("text_model", "vocab_size", "context_length")]
@@ -294,18 +263,6 @@ class VisionLanguageModel(TrainingModule):
         own = ("context_dim", "cross_layers", "cross_compose")
         ours = replace(self.model.text.config, **{name: getattr(text, name) for name in own})
         check_same(text, ours, "the checkpoint has another text tower", "model.text_model, model.text_overrides")
-
-
-def _image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn.Module:
-    """Build a model of timm without its head.
-
-    Raises:
-        UserError: If it cannot be built.
-    """
-    tower = build_model(name, 0, image_size, model_kwargs)
-    if not hasattr(tower, "forward_head"):
-        raise UserError(f"model {name!r} does not keep its features apart from its head (forward_features).")
-    return tower
 
 
 def _num_ranks() -> int:

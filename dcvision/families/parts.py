@@ -126,6 +126,9 @@ def _with_base(weights: ComposeWeights | None, base: Tensor | None) -> ComposeWe
     return weights._replace(base=base[None] if weights.base is None else weights.base + base[None])
 
 
+FAMILIES: dict[type[nn.Module], Family] = {}  # by timm's classes; the package fills it in
+
+
 @cache
 def composed_class(kind: type[nn.Module], family: Family) -> type[ComposedParts]:
     """Make the composed counterpart of a class of timm: a subclass of it, so that its methods and checks hold."""
@@ -136,9 +139,7 @@ def composed_class(kind: type[nn.Module], family: Family) -> type[ComposedParts]
 
 def _empty(kind: type[nn.Module]) -> ComposedParts:
     """Make the composed counterpart of a class of timm without its state, which unpickling fills in."""
-    from . import FAMILIES_BY_PARTS
-
-    made = composed_class(kind, FAMILIES_BY_PARTS[kind])
+    made = composed_class(kind, FAMILIES[kind])
     return made.__new__(made)
 
 
