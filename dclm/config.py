@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from dcmha import ComposeOptions
-from dcmha.choice import check_impl
+from dcmha.dispatch import check_impl
 from dcmha.layer import check_kv_heads
 from dcmha.options import COMPOSE_OPTIONS, compose_options_of
 from dcmha.rotary import SMALLEST_BASE

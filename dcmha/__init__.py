@@ -3,9 +3,9 @@
 from .analysis import record_attention
 from .attention import DCAttention
 from .cache import DecodingCache
-from .choice import resolve_impl
 from .complexity import ComposeCost, approximate_overhead, attention_flops, compose_cost, visible_pairs
 from .cross import DCCrossAttention, SeenContext
+from .dispatch import resolve_impl
 from .functional import composed_attention
 from .layer import ComposedLayer
 from .options import COMPOSE_OPTIONS, ComposeOptions, compose_options_of

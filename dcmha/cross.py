@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_booleans, check_factory, check_integers, check_numbers
-from .choice import Impl
+from .dispatch import Impl
 from .functional import check_mask
 from .impl.masking import combine_masks
 from .layer import ComposedLayer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_booleans, is_integer, plain_number
-from .choice import Impl, check_impl, resolve_impl
+from .dispatch import Impl, check_impl, resolve_impl
 from .impl.call import Call, ranks_of
 from .impl.masking import Documents, both_visible, documents_of, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights

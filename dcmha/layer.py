@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .checks import check_module
-from .choice import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
+from .dispatch import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
 from .functional import MOST_WINDOW, NO_TORCHSCRIPT, composed_attention
 from .impl.call import Ranks
 from .impl.masking import Documents

@@ -6,7 +6,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from dcmha.folders import cache_dir
+from dcmha.cache_dirs import cache_dir
 
 from .make_tokens import Options, prepare
 

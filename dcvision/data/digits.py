@@ -10,7 +10,7 @@ import torch
 from torchvision.io import encode_png
 from webdataset import TarWriter
 
-from dcmha.folders import cache_dir
+from dcmha.cache_dirs import cache_dir
 from dctrain.files import written_whole
 
 NUM_SHARDS = {"train": 8, "val": 4}

@@ -20,7 +20,7 @@ import braceexpand
 import numpy as np
 from tqdm import tqdm
 
-from dcmha.folders import cache_dir
+from dcmha.cache_dirs import cache_dir
 from dctrain.errors import UserError, told_as
 from dctrain.files import written_whole
 

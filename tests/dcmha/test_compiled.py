@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from dcmha import composed_attention
 from dcmha.impl import compiled
-from dcmha.impl.compiled import blocks, opaque, slices
+from dcmha.impl.compiled import blocks, chunking, custom_op
 from tests.dcmha.inputs import (
     Case,
     make_documents,
@@ -35,8 +35,8 @@ def graphs(monkeypatch):
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     monkeypatch.setattr(blocks, "BACKEND", backend)
     monkeypatch.setattr(compiled, "attend", blocks.attend_compiled)
-    monkeypatch.setattr(slices, "WHOLE_LENGTH", 16)
-    monkeypatch.setattr(slices, "CHUNK", 8)
+    monkeypatch.setattr(chunking, "WHOLE_LENGTH", 16)
+    monkeypatch.setattr(chunking, "CHUNK", 8)
     monkeypatch.setattr(blocks, "_static_shapes", set())
     blocks._compiled.cache_clear()
     torch._dynamo.reset()
@@ -109,8 +109,8 @@ def test_all_kinds_of_calls_compile(case):
     ids=str,
 )
 def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
-    monkeypatch.setattr(slices, "WHOLE_LENGTH", 16)
-    monkeypatch.setattr(slices, "CHUNK", 8)
+    monkeypatch.setattr(chunking, "WHOLE_LENGTH", 16)
+    monkeypatch.setattr(chunking, "CHUNK", 8)
     operands, calls = make_operands(case), []
 
     def count(graph, inputs):
@@ -135,8 +135,8 @@ def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
 @pytest.mark.usefixtures("graphs")
 def test_gradients_of_blocks_compile(monkeypatch):
     """What the operator's backward pass does on CUDA."""
-    monkeypatch.setattr(opaque, "attend", blocks.attend_compiled)
-    monkeypatch.setattr(opaque, "gradients", blocks.gradients_compiled)
+    monkeypatch.setattr(custom_op, "attend", blocks.attend_compiled)
+    monkeypatch.setattr(custom_op, "gradients", blocks.gradients_compiled)
     operands = make_operands(CASE)
     function = torch.compile(lambda x: call(CASE, x, "compiled", None), backend="aot_eager", fullgraph=True)
     expected, got = call(CASE, operands, "reference", None), function(operands)

@@ -7,7 +7,7 @@ from torch.autograd.functional import hessian, hvp
 from torch.func import grad, jacrev, jvp, vmap
 
 from dcmha import DCAttention
-from dcmha.impl.compiled.slices import CHUNK, WHOLE_LENGTH
+from dcmha.impl.compiled.chunking import CHUNK, WHOLE_LENGTH
 
 EXACT = ("reference", "compiled")
 LENGTHS = (9, WHOLE_LENGTH + CHUNK // 2)  # in one chunk, and in several that are computed again

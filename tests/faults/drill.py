@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning  # noqa: F401  its log is written to what stderr is at the import, which must outlive a test
 import pytest
 
 from tests.conftest import numbered_samples

@@ -74,7 +74,7 @@ FIT_TEXT = [
 @pytest.fixture(autouse=True)
 def no_interpreter(monkeypatch):
     """The fused kernels cannot run on a CPU, as on a user's machine."""
-    monkeypatch.setattr("dcmha.choice._what_is_missing", lambda device: f"it needs an NVIDIA GPU, got q on {device}")
+    monkeypatch.setattr("dcmha.dispatch._what_is_missing", lambda device: f"it needs an NVIDIA GPU, got q on {device}")
 
 
 @pytest.mark.parametrize(("wrong", "message"), FIT_IMAGES, ids=[wrong for wrong, _ in FIT_IMAGES])

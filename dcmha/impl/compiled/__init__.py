@@ -2,7 +2,7 @@
 
 Chunks of queries, whose composition is broadcasts with sums over the heads: `torch.compile` fuses them into few kernels
 (`blocks.py`). It runs on any device; on CUDA its chunks are compiled, elsewhere if the caller compiles, to whom a call
-of many chunks is one opaque operator (`opaque.py`). Everything is computed in
+of many chunks is one opaque operator (`custom_op.py`). Everything is computed in
 float32 (float64 for float64 inputs).
 """
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..call import Call, is_exporting, is_transformed
 from ..dropout import draw_seed
 from .blocks import attend, attend_compiled
-from .slices import is_one_block, list_blocks
+from .chunking import is_one_block, list_blocks
 
 
 def attention(call: Call) -> Tensor:
@@ -25,7 +25,7 @@ def attention(call: Call) -> Tensor:
     is_compiling = torch.compiler.is_compiling()
     seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
     if not is_one_block(call) and is_compiling and not is_exporting() and not is_transformed():
-        from .opaque import opaque_attention
+        from .custom_op import opaque_attention
 
         return opaque_attention(call, seed)
     attend_here = attend_compiled if call.q.is_cuda and not is_transformed() and not is_compiling else attend

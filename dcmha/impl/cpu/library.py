@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ...folders import cache_dir
+from ...cache_dirs import cache_dir
 from ..call import Ranks
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ...weights import ComposeWeights, SideWeights
-from .. import first_use, gluon
+from .. import gluon, self_check
 from ..call import Call, refuse_derivative
 from ..compiled.blocks import tensors_of
 from ..dropout import draw_seed
@@ -36,12 +36,12 @@ ATTENTION: dict[str, Callable[[Call, Tensor | None], Tensor]] = {  # by kernels,
     "decoding": decode_op.attention,
     "Triton": op.attention,
 }
-first_use.SOLVERS.update({"decoding": decode_op.solve, "Triton": op.solve})
+self_check.SOLVERS.update({"decoding": decode_op.solve, "Triton": op.solve})
 if gluon.why_unavailable() is None:
     from ..gluon import op as gluon_op
 
     ATTENTION["Gluon"] = gluon_op.attention
-    first_use.SOLVERS["Gluon"] = gluon_op.solve
+    self_check.SOLVERS["Gluon"] = gluon_op.solve
 
 
 def attention(call: Call) -> Tensor:
@@ -74,7 +74,7 @@ def _is_gluon_right(device: torch.device, dtype: torch.dtype) -> bool:
     if "Gluon" not in ATTENTION:
         _report(gluon.why_unavailable())
         return False
-    return first_use.finding_of("Gluon", device, dtype) is None
+    return self_check.finding_of("Gluon", device, dtype) is None
 
 
 @cache
@@ -96,11 +96,11 @@ def check_kernels(call: Call) -> None:
     if not torch.compiler.is_compiling() and isinstance(call.q, FakeTensor):
         return
     for _ in range(2):
-        if first_use.check(*_kind_of(call)):
+        if self_check.check(*_kind_of(call)):
             return
 
 
-def _kind_of(call: Call) -> first_use.Kind:
+def _kind_of(call: Call) -> self_check.Kind:
     q, is_few = call.q, is_decoding(call)
     heads = [_constant(n, MOST_HEADS) for n in (q.shape[1], call.k.shape[1], call.num_groups)]
     tokens, channels = QUERIES, CHANNELS
@@ -109,7 +109,7 @@ def _kind_of(call: Call) -> first_use.Kind:
     mask = None if call.visible is None else "boolean"
     if call.bias is not None:
         mask = "gradient" if call.bias.requires_grad else "floating"
-    return first_use.Kind(
+    return self_check.Kind(
         kernels=kernels_of(call),
         device=q.device,
         dtype=q.dtype,
@@ -120,7 +120,7 @@ def _kind_of(call: Call) -> first_use.Kind:
         is_causal=call.is_causal,
         has_window=call.window is not None,
         has_documents=call.documents is not None,
-        dropout_p=first_use.DROPOUT if call.dropout_p > 0.0 else 0.0,
+        dropout_p=self_check.DROPOUT if call.dropout_p > 0.0 else 0.0,
         gradients=_has_gradients(call),
     )
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ...weights import ComposeWeights
 from ..chunks import Chunk, chunks
 from . import decode_kernels
+from .head_mixing import Kind
 from .launch import FILL_PROGRAMS, Mixer, launch_options
-from .operands import WHOLE_BLOCKS, Hiding, Options, Unpacked
-from .tiles import Kind
+from .packing import WHOLE_BLOCKS, Hiding, Options, Unpacked
 
 MOST_QUERIES = 8  # of a call that these kernels take: more repay products of a library
 TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole and its heads not too large

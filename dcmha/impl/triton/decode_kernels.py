@@ -12,10 +12,10 @@ memory where a boolean mask shows them to some query of a tile, and not else: th
 import triton
 import triton.language as tl
 
-from .hiding import exponents, weights_of
-from .places import Sizes, key_step, query_tile
-from .statistics import EMPTY, along_keys, log_sums_of, nothing_seen, see, store_statistics
-from .tiles import SLOTS, group_sum, load_side, mix, split_range, to_dot, token_matrices
+from .head_mixing import SLOTS, group_sum, load_side, mix, split_range, to_dot, token_matrices
+from .indexing import Sizes, key_step, query_tile
+from .masking import exponents, weights_of
+from .softmax_stats import EMPTY, along_keys, log_sums_of, nothing_seen, see, store_statistics
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from ...weights import ComposeWeights
 from ..call import Call
 from ..compiled.blocks import flat_weights, weights_from
 from .decode import attend
-from .operands import Hiding, Options
+from .packing import Hiding, Options
 
 PARTS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "base")
 WEIGHTS = ", ".join(f"Tensor? {composition}_{part}" for composition in ("pre", "post") for part in PARTS)

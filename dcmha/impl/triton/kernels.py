@@ -20,32 +20,7 @@ other values in a tuple, so they become one inside.
 import triton
 import triton.language as tl
 
-from .hiding import drop, exponents, weights_of
-from .places import (
-    Sizes,
-    key_side,
-    key_step,
-    key_tile,
-    key_vectors,
-    key_weight_places,
-    own_key_vectors,
-    own_query_vectors,
-    query_side,
-    query_step,
-    query_tile,
-    query_vectors,
-    query_weight_places,
-)
-from .statistics import (
-    EMPTY,
-    along_keys,
-    load_statistics,
-    log_sums_of,
-    nothing_seen,
-    see,
-    store_statistics,
-)
-from .tiles import (
+from .head_mixing import (
     LANES,
     SLOTS,
     add_gradients,
@@ -62,6 +37,31 @@ from .tiles import (
     transposed,
     within_threads,
     zero_gradients,
+)
+from .indexing import (
+    Sizes,
+    key_side,
+    key_step,
+    key_tile,
+    key_vectors,
+    key_weight_places,
+    own_key_vectors,
+    own_query_vectors,
+    query_side,
+    query_step,
+    query_tile,
+    query_vectors,
+    query_weight_places,
+)
+from .masking import drop, exponents, weights_of
+from .softmax_stats import (
+    EMPTY,
+    along_keys,
+    load_statistics,
+    log_sums_of,
+    nothing_seen,
+    see,
+    store_statistics,
 )
 
 

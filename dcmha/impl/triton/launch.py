@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from ..chunks import Chunk, Heads, fold
-from . import kernels, statistics
-from .operands import Hiding, Operands, Options, Unpacked, drop_sizes, kind_of
-from .places import Sizes
-from .tiles import Kind
+from . import kernels, softmax_stats
+from .head_mixing import Kind
+from .indexing import Sizes
+from .packing import Hiding, Operands, Options, Unpacked, drop_sizes, kind_of
 
 FILL_PROGRAMS = 528  # programs that fill a GPU: four on each multiprocessor of an H100
 SPLIT_TOKENS = 256  # fewest tokens of a loop that is split between programs
@@ -73,7 +73,7 @@ FLOAT32_WIDE_TILES = {
     "pre_gradients": Tile(2, 16, 4, 1),
     "key_gradients": Tile(16, 4, 8, 1),
 }
-EMPTY = statistics.EMPTY.value
+EMPTY = softmax_stats.EMPTY.value
 
 
 def tile_of(name: str, itemsize: int, kind: Kind) -> Tile:

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...weights import ComposeWeights
 from ..call import Call, refuse_derivative
 from ..compiled.blocks import flat_weights
-from .operands import Hiding, Operands, Options, pack
-from .passes import backward, forward
+from .chunked import backward, forward
+from .packing import Hiding, Operands, Options, pack
 
 OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? pre_query, Tensor? pre_key, Tensor? pre_base, Tensor? post_query, "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcmha import choice
+from dcmha import dispatch
 from dcmha.impl import chunks, triton
 from dcmha.impl.gluon import call, products
 from tests.dcmha.inputs import Case, make_mask, make_operands, relative_error, run
@@ -86,7 +86,7 @@ def main(names: list[str]) -> None:
         patch.setenv("DCMHA_FIRST_USE_CHECK", "0")
         patch.setattr(products, "multiply", multiply)
         patch.setattr(products, "accumulate", accumulate)
-        patch.setattr(choice, "_what_is_missing", lambda device: None)
+        patch.setattr(dispatch, "_what_is_missing", lambda device: None)
         patch.setattr(triton, "_takes_gluon", lambda q: True)
         for name in names:
             with patch.context() as sizes:

@@ -14,9 +14,9 @@ from triton.compiler import ASTSource
 
 from dcmha import SideWeights
 from dcmha.impl.triton import decode, decode_kernels, kernels, launch
-from dcmha.impl.triton.hiding import Masks
-from dcmha.impl.triton.operands import WHOLE_BLOCKS, slots_of_group
-from dcmha.impl.triton.tiles import Form, Kind, Packed
+from dcmha.impl.triton.head_mixing import Form, Kind, Packed
+from dcmha.impl.triton.masking import Masks
+from dcmha.impl.triton.packing import WHOLE_BLOCKS, slots_of_group
 
 KERNELS = tuple(launch.TILES)
 FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums", "outputs")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dcmha import composed_attention
-from dcmha.impl import first_use
+from dcmha.impl import self_check
 from tests.dcmha.inputs import relative_error, weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -37,7 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def no_findings():
     """No test passes because other kernels took the place of wrong ones."""
     yield
-    assert not first_use._findings
+    assert not self_check._findings
 
 
 def operands(shape, dtype, seed=0) -> dict[str, torch.Tensor]:
@@ -148,32 +148,32 @@ def test_shared_keys(is_causal):
 
 
 def test_the_check_on_first_use_passes(monkeypatch):
-    monkeypatch.setattr(first_use, "_seen", set())
+    monkeypatch.setattr(self_check, "_seen", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shape in (SHAPES[2], SHAPES[-3]):
             for dtype in (torch.bfloat16, torch.float32):
                 gradients(operands(shape, dtype), "triton", 1, is_causal=True)
-    assert sorted(kind.kernels for kind in first_use._seen) == ["Gluon"] * 2 + ["Triton"] * 2
+    assert sorted(kind.kernels for kind in self_check._seen) == ["Gluon"] * 2 + ["Triton"] * 2
 
 
 def test_the_check_on_first_use_of_a_compiled_call(monkeypatch):
-    monkeypatch.setattr(first_use, "_seen", set())
+    monkeypatch.setattr(self_check, "_seen", set())
     tensors = operands(SHAPES[0], torch.bfloat16)
     torch.compile(lambda tensors: forward(tensors, "triton", 1).square().sum())(tensors).backward()
-    assert len(first_use._seen) == 1 and all(x.grad.isfinite().all() for x in tensors.values())
+    assert len(self_check._seen) == 1 and all(x.grad.isfinite().all() for x in tensors.values())
 
 
 def test_the_check_on_first_use_in_a_backward_pass(monkeypatch):
     """Reentrant checkpointing asks for the check of gradients in the thread in which autograd works for the GPU."""
-    monkeypatch.setattr(first_use, "_seen", set())
+    monkeypatch.setattr(self_check, "_seen", set())
     tensors = operands(SHAPES[0], torch.bfloat16)
     names = list(tensors)
     out = checkpoint(
         lambda *x: forward(dict(zip(names, x, strict=True)), "triton", 1), *tensors.values(), use_reentrant=True
     )
     out.square().sum().backward()
-    assert len(first_use._seen) == 2 and all(x.grad.isfinite().all() for x in tensors.values())
+    assert len(self_check._seen) == 2 and all(x.grad.isfinite().all() for x in tensors.values())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dcmha import DCAttention, composed_attention
 from dcmha.impl import chunks
 from dcmha.impl.masking import key_range
-from dcmha.impl.triton import launch, passes
+from dcmha.impl.triton import chunked, launch
 from dcmha.impl.triton.op import composed
 from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, weights_of
 from tests.dcmha.triton import test_gpu
@@ -160,7 +160,7 @@ def test_chunks_blocks_and_splits_change_nothing_but_rounding(kind, budget, monk
     monkeypatch.setattr(chunks, "WORKSPACE_MIB", budget / 1024)
     monkeypatch.setattr(chunks, "CHUNK_QUERIES", 64 if case.window else 16)
     monkeypatch.setattr(chunks, "BLOCK_QUERIES", 16)
-    monkeypatch.setattr(passes, "chunks", plan)
+    monkeypatch.setattr(chunked, "chunks", plan)
     monkeypatch.setattr(launch, "SPLIT_TOKENS", 16)
     got = output_and_gradients(case, "triton", torch.float32)
     assert len(plans) == 2 and all(chunk.workspace_size(case.H) * 4 <= budget * 2**10 for chunk in plans[0])

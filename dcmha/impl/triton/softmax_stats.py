@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import LANES, SLOTS, within_threads
+from .head_mixing import LANES, SLOTS, within_threads
 
 EMPTY = tl.constexpr(1e30)  # the log-sum of a query with no visible key: its weights become 0
 

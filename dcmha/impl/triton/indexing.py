@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .hiding import (
+from .head_mixing import Slots, load_vectors, slots_of, token_matrices
+from .masking import (
     hidden_bias,
     key_bounds,
     key_words,
@@ -20,7 +21,6 @@ from .hiding import (
     whole_tiles,
     within_documents,
 )
-from .tiles import Slots, load_vectors, slots_of, token_matrices
 
 
 class Sizes(NamedTuple):

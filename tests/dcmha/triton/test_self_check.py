@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcmha import resolve_impl
-from dcmha.impl import first_use, gluon, reference, triton
+from dcmha.impl import gluon, reference, self_check, triton
 from dcmha.impl.triton import decode, launch
 from tests.dcmha.inputs import Case, make_mask, make_operands, run
 
@@ -18,18 +18,18 @@ CASE = Case(B=1, T=9, S=9, H=4, D=8, is_causal=True)
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
     """Check on a CPU, with a smaller problem; list the kinds that are checked."""
-    kinds, find = [], first_use._finding
+    kinds, find = [], self_check._finding
 
     def count(kind):
         kinds.append(kind)
         return find(kind)
 
-    monkeypatch.setattr(first_use, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(first_use, "_finding", count)
-    monkeypatch.setattr(first_use, "KEYS", 21)
+    monkeypatch.setattr(self_check, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(self_check, "_finding", count)
+    monkeypatch.setattr(self_check, "KEYS", 21)
     monkeypatch.setattr(triton, "QUERIES", 10)
-    monkeypatch.setattr(first_use, "_seen", set())
-    monkeypatch.setattr(first_use, "_findings", {})
+    monkeypatch.setattr(self_check, "_seen", set())
+    monkeypatch.setattr(self_check, "_findings", {})
     return kinds
 
 
@@ -77,11 +77,11 @@ def test_every_kind_of_call_passes_once(case, checked):
 
 
 def test_threads_check_once_and_draw_no_random_numbers(monkeypatch, checked):
-    monkeypatch.setitem(first_use.SOLVERS, "Triton", lambda call, seed, d_out: [reference.attention(call, seed)])
+    monkeypatch.setitem(self_check.SOLVERS, "Triton", lambda call, seed, d_out: [reference.attention(call, seed)])
     kind = ("Triton", torch.device("cpu"), torch.float32, (4, 4, 1, 10, 8), None, None, None, True, False, False)
     state = torch.get_rng_state()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: first_use.check(*kind, first_use.DROPOUT, False), range(8)))
+        found = list(pool.map(lambda _: self_check.check(*kind, self_check.DROPOUT, False), range(8)))
     assert len(checked) == 1 and all(found) and torch.equal(torch.get_rng_state(), state)
 
 
@@ -146,7 +146,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 
 @pytest.mark.usefixtures("broken")
 def test_it_can_be_switched_off(monkeypatch, checked):
-    monkeypatch.setenv(first_use.SWITCH, "0")
+    monkeypatch.setenv(self_check.SWITCH, "0")
     call()
     assert not checked
 
@@ -187,7 +187,7 @@ def test_kernels_in_gluon_are_replaced_by_those_in_triton_if_they_are_wrong(monk
         return [1.02 * reference.attention(call)]
 
     monkeypatch.setitem(triton.ATTENTION, "Gluon", lambda call, seed: wrong(call, seed)[0])
-    monkeypatch.setitem(first_use.SOLVERS, "Gluon", wrong)
+    monkeypatch.setitem(self_check.SOLVERS, "Gluon", wrong)
     monkeypatch.setattr(triton, "_takes_gluon", lambda q: triton._is_gluon_right(q.device, q.dtype))
     operands = make_operands(CASE, torch.float32)
     with pytest.warns(UserWarning, match="the Gluon kernels disagree"):
@@ -218,7 +218,7 @@ def test_auto_takes_what_is_right(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert resolve_impl("auto", q, is_composed=True).impl == "triton"
-    first_use._findings["Triton", q.device, q.dtype] = "out is wrong"
+    self_check._findings["Triton", q.device, q.dtype] = "out is wrong"
     choice = resolve_impl("auto", q, is_composed=True)
     assert choice.impl == "compiled" and "a check found that it is wrong on this device: out is wrong" in choice.reason
     assert resolve_impl("auto", q.float(), is_composed=True).impl == "triton"

@@ -144,7 +144,7 @@ def _what_is_missing(device: torch.device) -> str | None:
 @torch.compiler.assume_constant_result
 def _what_was_found(device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what a check on first use found wrong with the fused kernels."""
-    from .impl.first_use import finding_of
+    from .impl.self_check import finding_of
 
     finding = finding_of("Triton", device, dtype) or finding_of("decoding", device, dtype)
     return finding and f"a check found that it is wrong on this device: {finding}"

@@ -20,7 +20,7 @@ from ..weights import ComposeWeights, SideWeights
 from . import reference
 from .call import Call
 from .compiled.blocks import tensors_of, with_tensors
-from .compiled.opaque import TENSORS
+from .compiled.custom_op import TENSORS
 from .dropout import WORD
 from .masking import Documents, documents_of
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...weights import ComposeWeights, SideWeights
 from ..chunks import round_up
 from ..dropout import threshold_of
-from .hiding import Masks
-from .tiles import Form, Kind, Packed
+from .head_mixing import Form, Kind, Packed
+from .masking import Masks
 
 WHOLE_BLOCKS = 2  # of a tile whose matrices fit into registers
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..chunks import ALIGNMENT, Chunk, chunks, fold, key_planes, query_planes, round_up
 from .launch import Mixer
-from .operands import Hiding, Operands, Options
+from .packing import Hiding, Operands, Options
 
 
 class Gradients(NamedTuple):

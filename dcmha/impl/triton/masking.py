@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .. import dropout
-from .tiles import SLOTS
+from .head_mixing import SLOTS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FIRST, SECOND = tl.constexpr(dropout.FIRST), tl.constexpr(dropout.SECOND)

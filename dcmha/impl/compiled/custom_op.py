@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import Call, compute_dtype, refuse_derivative
 from ..masking import Documents
 from .blocks import attend, attend_compiled, gradients, gradients_compiled, tensors_of, weights_from, with_tensors
-from .slices import list_blocks
+from .chunking import list_blocks
 
 PARTS = tuple(f"{side}_{part}" for side in ("query", "key") for part in ("down", "up", "gate")) + ("base",)
 TENSORS = ("q", "k", "v", *(f"{c}_{part}" for c in ("pre", "post") for part in PARTS), "bias")  # that take gradients
