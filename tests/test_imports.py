@@ -1,4 +1,4 @@
-"""Imports between the project's files: without cycles, and between packages in one direction."""
+"""Imports between the project's files have no cycles."""
 
 import ast
 from functools import cache
@@ -9,20 +9,14 @@ import pytest
 
 from tests.dctrain.commands import ROOT
 
-MAY_IMPORT = {  # of each package: the packages below it
-    "dcmha": set(),
-    "dctrain": {"dcmha"},
-    "dcvision": {"dcmha", "dctrain"},
-    "dclm": {"dcmha", "dctrain"},
-    "dcvl": {"dcmha", "dctrain", "dcvision", "dclm"},
-}
+PACKAGES = ("dcmha", "dctrain", "dcvision", "dclm", "dcvl")
 
 
 @cache
 def modules() -> dict[str, Path]:
     """The files of all packages by their modules' names."""
     found = {}
-    for file in (file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")):
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
@@ -47,10 +41,3 @@ def test_no_file_imports_itself_through_others():
         TopologicalSorter({name: imported(name) for name in modules()}).prepare()
     except CycleError as error:
         pytest.fail(f"cycle of imports: {' <- '.join(error.args[1])}")
-
-
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_packages_import_those_below(package):
-    for name in (name for name in modules() if name.split(".")[0] == package):
-        others = {other.split(".")[0] for other in imported(name)} - {package}
-        assert others <= MAY_IMPORT[package], name
