@@ -12,7 +12,7 @@ def is_integer(x: object) -> bool:
 
 
 def plain_number(x: Real | None) -> Real | None:
-    """Make a number of Python's of one of another type, such as NumPy's; a compiler's stay."""
+    """Convert numbers of other libraries, such as NumPy, to Python numbers; a compiler's symbolic ones are kept."""
     if x is None or type(x) in (int, float) or isinstance(x, (torch.SymInt, torch.SymFloat)):
         return x
     return int(x) if isinstance(x, Integral) else float(x)

@@ -1,4 +1,4 @@
-"""Building the two towers from the settings of a run, without Lightning."""
+"""Building an image encoder with a text decoder from the settings of a run, without Lightning."""
 
 from typing import Any
 

@@ -112,7 +112,7 @@ def chunks(
         has_bands: Whether chunks of windowed attention may have several blocks.
         row_multiple: All chunks but the last have a multiple of so many rows of the batch.
         most_rows: Rows of a chunk, at most, no less than `row_multiple`; any number if None.
-        least_per_query: Elements that a query of a row counts for at least: those of other buffers than workspaces.
+        least_per_query: Minimum number of elements to count for a query of a row, for other buffers than workspaces.
         workspace_mib: Size of a workspace, at most; `WORKSPACE_MIB` if None.
         queries: Queries of a chunk where queries see different keys, at most; chosen by the size of the call if None.
     """

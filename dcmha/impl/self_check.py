@@ -32,7 +32,7 @@ LEAST = 0.1  # of the norm of the output's gradient: what other norms count as a
 NAMES = ("out", *(f"the gradient of {name}" for name in TENSORS))
 Solver = Callable[[Call, Tensor | None, Tensor | None], list[Tensor | None]]
 SOLVERS: dict[str, Solver] = {}  # by kernels: the output, and, given its gradient, those of `tensors_of` a call
-_one_at_a_time = Lock()
+_lock = Lock()  # one check at a time
 _seen: set["Kind"] = set()
 _findings: dict[tuple[str, torch.device, torch.dtype], str] = {}
 
@@ -64,10 +64,10 @@ def check(*fields) -> bool:
     """Check the kernels of a `Kind`, unless that was done or nothing can be run now; tell whether they may be used."""
     kind, place, is_cuda = Kind(*fields), fields[:3], fields[1].type == "cuda"
     is_off = kind.device.type not in DEVICES or os.environ.get(SWITCH) == "0"
-    is_busy = is_cuda and (not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing())
-    if is_off or is_busy or kind in _seen or place in _findings:
+    cannot_run = is_cuda and (not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing())
+    if is_off or cannot_run or kind in _seen or place in _findings:
         return place not in _findings
-    with _one_at_a_time, ThreadPoolExecutor(1) as pool:  # a thread has its own modes: of tracing, inference, autocast
+    with _lock, ThreadPoolExecutor(1) as pool:  # a thread has its own modes: of tracing, inference, autocast
         if kind in _seen or place in _findings:
             return place not in _findings
         finding = pool.submit(_finding, kind).result()

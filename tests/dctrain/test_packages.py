@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -36,6 +38,43 @@ def test_packages_import_only_those_below_them(package):
     found = set().union(*map(imported, files)) & MAY_IMPORT.keys()
     assert found <= MAY_IMPORT[package]
     assert package == "dcmha" or found - {package}  # the names are found at all
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The files of all packages by their modules' names."""
+    found = {}
+    for file in (file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imported_modules(name: str) -> set[str]:
+    """The project's modules that a file imports, inside of functions too."""
+    file, found = modules()[name], set()
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base for alias in node.names}
+    return found & modules().keys() - {name}
+
+
+def import_cycle() -> list[str]:
+    """Modules that import each other in a circle; empty if there are none."""
+    try:
+        TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_files_import_each_other_without_cycles():
+    assert len(modules()) > 200 and import_cycle() == []
 
 
 IMPLEMENTATION_FILES = [path for path in (ROOT / "dcmha/impl").glob("*.py") if path.stem != "self_check"]  # it compares

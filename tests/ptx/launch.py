@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from dcmha.impl.gluon import call
-from dcmha.impl.gluon.launch import ALIGNED, ANYWHERE, WIDE, options_of
+from dcmha.impl.gluon.launch import ALIGNED, INT64, UNALIGNED, options_of
 
 from .execute import run
 from .memory import LANES
@@ -70,7 +70,7 @@ def compile_kernel(kernel: JITFunction, types: tuple[Types, ...], constants: tup
 
 def is_aligned(name: str, type: str) -> bool:
     """Tell whether an argument is an address or a size that is a multiple of 16."""
-    return name in ALIGNED or (type.startswith("*") and name not in ANYWHERE)
+    return name in ALIGNED or (type.startswith("*") and name not in UNALIGNED)
 
 
 def _types(value: object, name: str = "") -> Types:
@@ -82,7 +82,7 @@ def _types(value: object, name: str = "") -> Types:
     if isinstance(value, Tensor):
         return POINTERS[value.dtype]
     if isinstance(value, int):
-        return "i64" if name in WIDE else "i32"
+        return "i64" if name in INT64 else "i32"
     return {float: "fp32", type(None): "constexpr"}[type(value)]
 
 

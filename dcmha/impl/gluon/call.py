@@ -21,13 +21,13 @@ from .mixing import ComposeSpec
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 NOTHING = ComposeWeights()
 PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
-KEY_PROGRAMS = 2112  # of a key-side kernel, likewise; half as many need no more
+KEY_PROGRAMS = 2112  # of a key-side kernel, two rounds likewise; with half as many programs a tile is not split
 SPLIT_QUERIES = 64  # of a program of a key-side kernel, at least, where programs share a tile of keys
 SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
 SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # of a program: more keep too few programs at work
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
 MOST_MIB = 2048  # of a workspace: kernels number its elements by 32 bits
-MOST_SETS = 65535  # of a chunk: programs along the second axis of a grid
+MOST_SETS = 65535  # of a chunk: limit of a grid's second axis
 
 
 def slots_of_group(heads: int) -> int:
@@ -76,7 +76,7 @@ class Attention:
         scale: As in `composed_attention`.
         num_groups: As in `composed_attention`.
         mask_shape: Shape of a mask that takes a gradient; None if none does.
-        lse: What the forward pass left, of `lse_shape`; None to make room for it.
+        lse: Log-sum-exps that the forward pass returned, of `lse_shape`; allocated if None.
 
     Raises:
         ValueError: If a query's scores are too many for a workspace.

@@ -27,9 +27,9 @@ from .steps import (
     add_exponentials,
     all_hidden,
     all_offsets,
+    elementwise_maximum,
     finite_maxima,
     first_sums,
-    larger,
     load_gradients,
     load_tiles,
     no_matrix_gradients,
@@ -114,11 +114,11 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
     if KIND.MASK == 2:
         largest = all_hidden(KIND)
         for start in range(program.low, program.high, 16):
-            largest = larger(largest, biases(tokens_of(program, start), program, KIND), KIND)
+            largest = elementwise_maximum(largest, biases(tokens_of(program, start), program, KIND), KIND)
         shift = finite_maxima(largest, KIND)
     nothing, largest = (shift, no_offsets(KIND)), all_hidden(KIND)
     for start in range(program.low, program.high, 16):
-        largest = larger(largest, visible_scores(x, start, program, nothing, pre, PRE, KIND), KIND)
+        largest = elementwise_maximum(largest, visible_scores(x, start, program, nothing, pre, PRE, KIND), KIND)
     offsets, total = (shift, finite_maxima(largest, KIND)), no_sums(KIND.BLOCKS)
     for start in range(program.low, program.high, 16):
         y = visible_scores(x, start, program, offsets, pre, PRE, KIND)
@@ -257,45 +257,15 @@ def store_score_gradients(
     for start in range(low, end, 16):
         tiles, d = load_tiles(at, start, programs, KIND, False), load_gradients(d_at, start, programs, KIND, False)
         d_pres = pre_step(
-            p_at,
-            a_at,
-            dx_at,
-            dy_at,
-            tiles,
-            d,
-            start,
-            programs,
-            logs,
-            deltas,
-            pres,
-            posts,
-            d_pres,
-            PRE,
-            POST,
-            KIND,
-            False,
-        )
+            p_at, a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts,
+            d_pres, PRE, POST, KIND, False,
+        )  # fmt: skip
     for start in range(end, high, 16):
         tiles, d = load_tiles(at, start, programs, KIND, True), load_gradients(d_at, start, programs, KIND, True)
         d_pres = pre_step(
-            p_at,
-            a_at,
-            dx_at,
-            dy_at,
-            tiles,
-            d,
-            start,
-            programs,
-            logs,
-            deltas,
-            pres,
-            posts,
-            d_pres,
-            PRE,
-            POST,
-            KIND,
-            True,
-        )
+            p_at, a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts,
+            d_pres, PRE, POST, KIND, True,
+        )  # fmt: skip
     if a is not None:
         store_hidden(a, programs, low, high, KIND)
     store_hidden(dx, programs, low, high, KIND)

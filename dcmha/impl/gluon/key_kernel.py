@@ -16,11 +16,11 @@ from .mixing import compose, load_key_vectors, weighted_sums
 from .programs import describe_query, key_weights, tile_pointers
 from .steps import (
     add_operands,
+    apply_mask,
     exponentials,
-    first_terms,
+    initial_accumulators,
     load_gradient,
     load_offsets,
-    masked,
     negative,
     no_sums,
     products,
@@ -49,34 +49,12 @@ def key_gradients(
     v = load_key_vectors(key_weights(pre, set, key, sizes, PRE, KIND), 0, PRE, KIND)
     w = load_key_vectors(key_weights(post, set, key, sizes, POST, KIND), 0, POST, KIND)
     d_pre, d_post = no_sums(sums_of(PART.HAS_PRE, PRE)), no_sums(sums_of(PART.HAS_POST, POST))
-    if KIND.BAND > 0:
-        first, last = block_range(key, sizes, KIND)
-        for block in range(first, last):
-            d_pre, d_post = block_gradients(
-                x,
-                da,
-                lse,
-                delta,
-                matrices,
-                v,
-                w,
-                d_pre,
-                d_post,
-                key,
-                set,
-                block,
-                split,
-                masks,
-                sizes,
-                PRE,
-                POST,
-                KIND,
-                PART,
-            )
-    else:
+    first, last = block_range(key, sizes, KIND)
+    for block in range(first, last):
         d_pre, d_post = block_gradients(
-            x, da, lse, delta, matrices, v, w, d_pre, d_post, key, set, 0, split, masks, sizes, PRE, POST, KIND, PART
-        )
+            x, da, lse, delta, matrices, v, w, d_pre, d_post, key, set, block, split, masks, sizes,
+            PRE, POST, KIND, PART,
+        )  # fmt: skip
     if PART.HAS_PRE:
         store_key_gradients(d_pre, d_pre_key, set, key, split, sizes, PRE, KIND, ALL, LN2)
     if PART.HAS_POST:
@@ -157,10 +135,10 @@ def key_step(
 ):  # fmt: skip
     """Add what a query brings to the gradients of a tile of keys."""
     ones, identity, d = program.ones, program.identity, loaded.d
-    tile, bias, visible = masked(loaded.tile, key - program.first, program, KIND, MASKED)
+    tile, bias, visible = apply_mask(loaded.tile, key - program.first, program, KIND, MASKED)
     x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)
     x_sums = weighted_sums(tile, v, ones, PRE, KIND, 0)
-    y = first_terms(loaded.offsets, bias, KIND)
+    y = initial_accumulators(loaded.offsets, bias, KIND)
     y = compose(y, tile, x_wide, loaded.pre, v, x_sums, identity, PRE, KIND, 0)
     y = add_operands(y, tile, program, KIND)
     if MASKED:

@@ -1,4 +1,4 @@
-"""What the kernels of the key side share: which queries see a tile of 16 keys, and sums over them."""
+"""Shared parts of the key-side kernels: the queries that attend to a tile of 16 keys, and sums over them."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,9 @@ def program_tile(sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def block_range(key, sizes, KIND: gl.constexpr):
-    """Bound the blocks of a chunk of several whose keys a tile is part of."""
+    """Bound the blocks of a chunk whose keys contain a tile."""
+    if KIND.BAND == 0:
+        return 0, 1
     first = gl.cdiv(gl.maximum(0, key - sizes.first_key - sizes.num_keys + 16), KIND.BAND)
     return first, gl.minimum(gl.cdiv(sizes.num_queries, KIND.BAND), (key - sizes.first_key) // KIND.BAND + 1)
 

@@ -9,9 +9,9 @@ from .indexing import KernelConfig
 from .packing import STRIDES
 
 ALIGNED = ("first_key", "num_keys")  # sizes that are multiples of 16
-ANYWHERE = ("down", "up", "gate", "base", "pairs", "starts", "stops", "seed")  # tensors of a caller, which need not be
-# aligned to 16 bytes; all others are allocated here
-WIDE = ("row", "head", "query", "key", *STRIDES)  # strides of a caller's tensors, which may need 64 bits
+# tensors of the caller, which may be aligned to their elements only; all others are allocated by the operator
+UNALIGNED = ("down", "up", "gate", "base", "pairs", "starts", "stops", "seed")
+INT64 = ("row", "head", "query", "key", *STRIDES)  # strides of the caller\'s tensors
 REPRESENTATIVE, MULTIPLE, LARGE = 3, 32, 2**40 + 1  # numbers that stand for any, any multiple of 16, any of 64 bits
 
 REGISTERS = {  # most of a thread, by the blocks of 16 heads
@@ -55,13 +55,13 @@ def options_of(name: str, kind: KernelConfig) -> dict[str, int]:
 
 
 def _representative(value: object, name: str = "") -> object:
-    """Replace a value by one that stands for all, so that no kernel is compiled anew for another length or address."""
+    """Replace a value by a representative, so that other lengths and addresses do not compile a kernel again."""
     if isinstance(value, tuple):
         names = getattr(value, "_fields", [name] * len(value))
         parts = [_representative(part, part_name) for part, part_name in zip(value, names, strict=True)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, Tensor) and name in ANYWHERE:
+    if isinstance(value, Tensor) and name in UNALIGNED:
         return torch.empty(2, dtype=value.dtype)[1:]
     if isinstance(value, int):
-        return MULTIPLE if name in ALIGNED else LARGE if name in WIDE else REPRESENTATIVE
+        return MULTIPLE if name in ALIGNED else LARGE if name in INT64 else REPRESENTATIVE
     return value

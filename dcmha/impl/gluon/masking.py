@@ -194,7 +194,7 @@ def hide(scores, visible, KIND: gl.constexpr):
 
 
 @gluon.jit
-def without_hidden(tile, visible, program, KIND: gl.constexpr):
+def zero_hidden(tile, visible, program, KIND: gl.constexpr):
     """Make left operands 0 where keys are hidden: they may hold NaN, which products spread to other rows of a tile.
 
     Not with a mask that differs between heads: what is hidden from a head is composed into others.

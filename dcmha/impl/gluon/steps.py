@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from . import mixing
 from .indexing import load_statistics, load_tile, store_tile, tokens_of
 from .layouts import ACCUMULATOR, outer, times, to_left, zeros
-from .masking import HIDDEN, LOG2E, biases, drop, hide, visible_pairs, without_hidden
+from .masking import HIDDEN, LOG2E, biases, drop, hide, visible_pairs, zero_hidden
 from .mixing import compose, load_key_vectors, weighted_sums
 
 
@@ -54,14 +54,14 @@ def first_sums(at, low, start, programs, pres, PRE: gl.constexpr, KIND: gl.const
         shift = ()
         if KIND.MASK == 2:
             first = biases(tokens_of(programs[n], low), programs[n], KIND)
-            shift = finite_maxima(larger(first, biases(tokens_of(programs[n], start), programs[n], KIND), KIND), KIND)
-        y, _ = composed_scores(
-            tiles[n], vectors, start, programs[n], (shift, no_offsets(KIND)), pres[n], PRE, KIND, True
-        )
+            shift = finite_maxima(
+                elementwise_maximum(first, biases(tokens_of(programs[n], start), programs[n], KIND), KIND), KIND
+            )
+        nothing = (shift, no_offsets(KIND))
+        y, _ = composed_scores(tiles[n], vectors, start, programs[n], nothing, pres[n], PRE, KIND, True)
         largest = y
         if KIND.MASK == 2:
-            nothing = (shift, no_offsets(KIND))
-            largest = larger(y, visible_scores(at[n], low, programs[n], nothing, pres[n], PRE, KIND), KIND)
+            largest = elementwise_maximum(y, visible_scores(at[n], low, programs[n], nothing, pres[n], PRE, KIND), KIND)
         largest, exponents = finite_maxima(largest, KIND), ()
         for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
             exponents = exponents + (y[b] - largest[b],)
@@ -178,9 +178,9 @@ def composed_scores(
     tile, vectors, start, program, offsets, pre, SPEC: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
 ):
     """Compose a tile of scores: accumulators, less the offsets, `HIDDEN` where they are; the tile as taken, too."""
-    tile, bias, visible = masked(tile, start, program, KIND, MASKED)
+    tile, bias, visible = apply_mask(tile, start, program, KIND, MASKED)
     sums = weighted_sums(tile, vectors, program.ones, SPEC, KIND, 0)
-    y, wide = first_terms(offsets, bias, KIND), widened(tile, program, KIND)
+    y, wide = initial_accumulators(offsets, bias, KIND), widened(tile, program, KIND)
     y = compose(y, tile, wide, pre.matrices, vectors, sums, program.identity, SPEC, KIND, 0)
     y = add_operands(y, tile, program, KIND)
     if MASKED:
@@ -189,10 +189,10 @@ def composed_scores(
 
 
 @gluon.jit
-def masked(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Load what a floating mask adds to a tile, and find what is visible; rows that share it get 0 for hidden scores.
+def apply_mask(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
+    """Load the mask of a tile. If rows of the batch share the tile, hidden scores become 0.
 
-    Returns the tile, values to add, and what is visible, of each block; () where there is none.
+    Returns the tile, the values of a floating mask, and which pairs are visible, of each block; () without a mask.
     """
     tokens, bias, visible = tokens_of(program, start), (), ()
     if KIND.MASK == 2:
@@ -200,12 +200,12 @@ def masked(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
     if MASKED:
         visible = visible_pairs(tokens, bias, program, KIND)
         if KIND.GROUP_SLOTS < 16:
-            tile = without_hidden(tile, visible, program, KIND)
+            tile = zero_hidden(tile, visible, program, KIND)
     return tile, bias, visible
 
 
 @gluon.jit
-def first_terms(offsets, bias, KIND: gl.constexpr):
+def initial_accumulators(offsets, bias, KIND: gl.constexpr):
     """Make accumulators of what composed scores are added to: the offsets, negated, and a floating mask."""
     if KIND.MASK != 2:
         return negative(offsets[1], KIND)
@@ -388,7 +388,7 @@ def add_exponentials(total, y, KIND: gl.constexpr):
 
 
 @gluon.jit
-def larger(x, y, KIND: gl.constexpr):
+def elementwise_maximum(x, y, KIND: gl.constexpr):
     """Take the maximum of accumulators elementwise."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):

@@ -17,7 +17,7 @@ from .steps import load_gradient, no_sums, widened
 
 
 class Part(NamedTuple):
-    """What a launch computes.
+    """The part of the gradients that a launch computes.
 
     Attributes:
         FIRST, LAST: Of the blocks of 16 heads from FIRST to LAST.
@@ -49,32 +49,18 @@ def wide_key_gradients(x, d, d_key, weights, masks, sizes, KIND: gl.constexpr, S
     set, key, split = program_tile(sizes, KIND)
     vectors = load_key_vectors(key_weights(weights, set, key, sizes, SPEC, KIND), 0, SPEC, KIND)
     total = no_sums((2 * SPEC.KEY_RANK + SPEC.KEY_GATE) * (PART.LAST - PART.FIRST))
-    if KIND.BAND > 0:
-        first, last = block_range(key, sizes, KIND)
-        for block in range(first, last):
-            total = add_block(x, d, vectors, total, key, set, block, split, masks, sizes, SPEC, KIND, PART)
-    else:
-        total = add_block(x, d, vectors, total, key, set, 0, split, masks, sizes, SPEC, KIND, PART)
+    first, last = block_range(key, sizes, KIND)
+    for block in range(first, last):
+        total = add_block(x, d, vectors, total, key, set, block, split, masks, sizes, SPEC, KIND, PART)
     store_key_gradients(total, d_key, set, key, split, sizes, SPEC, KIND, PART, PART.SCALE)
 
 
 @gluon.jit
 def add_block(
-    x,
-    d,
-    vectors,
-    total,
-    key,
-    set,
-    block,
-    split,
-    masks,
-    sizes,
-    SPEC: gl.constexpr,
-    KIND: gl.constexpr,
-    PART: gl.constexpr,
-):
-    """Add what the queries of a block bring; hidden keys bring nothing, as weights and gradients there are 0."""
+    x, d, vectors, total, key, set, block, split, masks, sizes,
+    SPEC: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Add the contributions of the queries of a block; weights and gradients of hidden keys are 0."""
     low, _, high = query_range(key, set, block, split, masks, sizes, KIND)
     last = gl.maximum(high - 1, 0)
     x_tile, d_tile = load_pair(x, d, key, gl.minimum(low, last), set, block, masks, sizes, KIND, PART)
