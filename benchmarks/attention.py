@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dcmha import ComposeWeights, SideWeights, attention_flops, composed_attention, visible_pairs
 from dcmha.impl import triton
-from dctrain.environment import environment
+from dctrain.utils.environment import environment
 
 IMPLS = {"cpu": ("sdpa", "reference", "compiled", "cpu"), "cuda": ("sdpa", "compiled", "triton", "older")}
 PLAIN = ("sdpa", "flex")

@@ -22,9 +22,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerF
 from dclm import load_model
 from dclm.data.tokenizers import train_bpe
 from dclm.evaluation.scorer import Scorer
-from dctrain.environment import environment
-from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.answer_cache import Journal
 from dctrain.evaluation.ranks import Ranks
+from dctrain.utils.environment import environment
 
 KINDS = {  # answers of a question, tokens of a context, tokens of an answer
     "choices": (4, (40, 160), (4, 24)),

@@ -15,7 +15,7 @@ from measure import save
 from torch.profiler import ProfilerActivity, profile
 
 from dcmha.impl import chunks
-from dctrain.environment import environment
+from dctrain.utils.environment import environment
 
 CLOCK = 1.755e9
 KERNELS = (

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from measure import save
 from torch import Tensor
 
-from dctrain.environment import environment
+from dctrain.utils.environment import environment
 
 
 def losses(hidden: Tensor, output: Tensor, targets: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from measure import measure_singly, save, show
 
 import dclm
-from dctrain.environment import environment
+from dctrain.utils.environment import environment
 
 
 def language_parser(description: str) -> argparse.ArgumentParser:

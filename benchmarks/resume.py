@@ -15,12 +15,12 @@ import torch
 from measure import save
 
 import dclm
-from dctrain.checkpoint import check_resumable, load_checkpoint
-from dctrain.checkpoint_io import AtomicCheckpointIO
-from dctrain.environment import environment
-from dctrain.sharding.checkpoint import whole_part
-from dctrain.sharding.folders import Folders
-from dctrain.sharding.state import flatten, named_groups
+from dctrain.checkpointing.async_save import Folders
+from dctrain.checkpointing.checkpoint import check_resumable, load_checkpoint
+from dctrain.checkpointing.lightning_io import AtomicCheckpointIO
+from dctrain.checkpointing.sharded import whole_part
+from dctrain.checkpointing.training_state import flatten, named_groups
+from dctrain.utils.environment import environment
 
 
 def trained(num_layers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

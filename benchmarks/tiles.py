@@ -13,7 +13,7 @@ from kernels import KERNELS, clocks_per_second, seconds_of_kernels
 from measure import save
 
 from dcmha.impl.gluon import call, launch
-from dctrain.environment import environment
+from dctrain.utils.environment import environment
 
 REGISTERS = (None, 80, 96, 128, 168, 200)  # of a thread, at most
 PROGRAMS = (1024, 2048, 4096, 8192, 16384)

@@ -14,8 +14,8 @@ import torch
 from measure import measure, save, show, training_step
 
 import dcvision  # noqa: F401  registers the models
-from dctrain.environment import environment
-from dctrain.recompute import Recompute, set_recompute
+from dctrain.activation_checkpointing import Recompute, set_recompute
+from dctrain.utils.environment import environment
 
 
 def make_step(

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import dclm
 from dclm.parallel import split_decoder
-from dctrain.recompute import Recompute, set_recompute
-from dctrain.strategy import make_mesh, mesh_axes, shard_model
+from dctrain.activation_checkpointing import Recompute, set_recompute
+from dctrain.distributed.strategy import make_mesh, mesh_axes, shard_model
 
 
 def make_decoder(config: dclm.DecoderConfig, options: argparse.Namespace) -> dclm.Decoder:

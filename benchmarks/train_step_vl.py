@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from measure import measure, save, show, training_step
 
-from dctrain.environment import environment
+from dctrain.utils.environment import environment
 from dcvl import VisionLanguageModel
 from dcvl.contrastive import Pairs, contrastive_loss
 from dcvl.network import Texts

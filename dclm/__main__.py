@@ -1,6 +1,6 @@
 """`python -m dclm`."""
 
-from dctrain.start import dclm
+from dctrain.cli.entry_points import dclm
 
 if __name__ == "__main__":
     dclm()

@@ -5,9 +5,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from dctrain.data.sampler import SampleRef
+from dctrain.distributed.strategy import FSDP2Strategy
 from dctrain.errors import UserError, told_as
-from dctrain.order import SampleRef
-from dctrain.strategy import FSDP2Strategy
 
 from .bigram import ByteBigram
 from .data import TokenDataModule

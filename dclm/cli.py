@@ -1,8 +1,8 @@
 """Command line: `python -m dclm fit|validate|test --config FILE ...`, `generate|export|evaluate|compare|...`."""
 
-from dctrain.commands import Program
-from dctrain.named_configs import listing
-from dctrain.program import run_program
+from dctrain.cli.named_configs import listing
+from dctrain.cli.program import run_program
+from dctrain.cli.subcommands import Program
 
 from .explain import EXPLANATIONS
 

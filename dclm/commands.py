@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from dctrain.checkpoint import check_no_run, make_folder
+from dctrain.checkpointing.checkpoint import check_no_run, make_folder
 from dctrain.errors import UserError, told_as
-from dctrain.files import write_json
+from dctrain.utils.files import write_json
 
 from .data.tokenizers import BYTES, SubwordTokenizer
 from .hub import save_pretrained, why_not_published

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from dctrain.activation_checkpointing import Recompute, set_recompute
+from dctrain.checkpointing.init_from import check_initial, is_of_composition
+from dctrain.distributed.meta_init import weights_device
+from dctrain.distributed.tensor_parallel import Plan
 from dctrain.errors import UserError, told_as
-from dctrain.initial import check_initial, is_of_composition
-from dctrain.module import Example, TrainingModule
-from dctrain.recompute import Recompute, set_recompute
-from dctrain.sharding.deferred import weights_device
-from dctrain.sharding.tensor_parallel import Plan
+from dctrain.training_module import Example, TrainingModule
 
 from .config import DEFAULT_MODEL, build_config, check_same
 from .data import Batch, TokenDataModule

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from dctrain.cli import VocabularyCLI
+from dctrain.cli.lightning_cli import VocabularyCLI
 from dctrain.errors import UserError
 
 from .cli import PROGRAM

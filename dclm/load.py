@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint, map_checkpoint
-from dctrain.device import check_device
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, map_checkpoint
 from dctrain.errors import UserError, told_as
+from dctrain.utils.device import check_device
 
 from .config import DecoderConfig, build_config
 from .data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from dcmha.functional import autocast_dtype
-from dctrain.sharding.tensor_parallel import enter
+from dctrain.distributed.tensor_parallel import enter
 
 IGNORED = -100
 CHUNK_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32

@@ -4,8 +4,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dcmha.parallel import Split, split_heads
-from dctrain.sharding.layout import Share
-from dctrain.sharding.tensor_parallel import Plan
+from dctrain.distributed.layout import Share
+from dctrain.distributed.tensor_parallel import Plan
 
 from .blocks import MLP
 from .decoder import Decoder

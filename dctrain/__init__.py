@@ -1,1 +1,1 @@
-"""What both trainers share: exact order and resume, checkpoints, stops, speed, the optimiser, the command line."""
+"""Training code shared by dcvision, dclm and dcvl: checkpoints and resume, data order, strategies, command line."""

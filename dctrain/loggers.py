@@ -23,8 +23,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.utilities import rank_zero_only
 
 from .errors import UserError, told_as
-from .files import write_json, written_whole
 from .run_dir import LOGGERS, RunDir
+from .utils.files import write_json, written_whole
 
 IN_RUN = ""  # the `save_dir` of a logger of files that stands for the run's folder
 DEFAULT = {

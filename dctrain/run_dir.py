@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import is_initialized
 
 from .callbacks.costs import COSTS
-from .files import held
-from .rendezvous import watch_start
+from .distributed.rendezvous import watch_start
+from .utils.files import held
 
 LOCK = ".lock"
 CONFIG, RESUMED_CONFIG, ENVIRONMENT = "config.yaml", "config-resumed.yaml", "environment.json"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dctrain.lazy import lazily
+from dctrain.utils.lazy import lazily
 
 from . import models
 from .swap import swap_attention

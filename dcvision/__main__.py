@@ -1,6 +1,6 @@
 """`python -m dcvision`."""
 
-from dctrain.start import dcvision
+from dctrain.cli.entry_points import dcvision
 
 if __name__ == "__main__":
     dcvision()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms.v2 import MixUp
 
-from dctrain.checkpoint import make_folder
+from dctrain.activation_checkpointing import Recompute, set_recompute
+from dctrain.checkpointing.checkpoint import make_folder
+from dctrain.distributed.strategy import FSDP2Strategy
+from dctrain.distributed.tensor_parallel import Plan
 from dctrain.errors import UserError, told_as
-from dctrain.files import write_json
-from dctrain.module import Example, TrainingModule
-from dctrain.recompute import Recompute, set_recompute
-from dctrain.sharding.tensor_parallel import Plan
-from dctrain.strategy import FSDP2Strategy
-from dctrain.weighted_mean import WeightedMean
+from dctrain.training_module import Example, TrainingModule
+from dctrain.utils.files import write_json
+from dctrain.utils.weighted_mean import WeightedMean
 
 from .build import build_model, without_weights
 from .compatible import compare_heads, compare_normalisation, normalisation

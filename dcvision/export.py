@@ -5,9 +5,9 @@ from pathlib import Path
 from timm.models import save_for_hf
 from torch import nn
 
-from dctrain.checkpoint import check_no_run, find_checkpoint, load_checkpoint
+from dctrain.checkpointing.checkpoint import check_no_run, find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
-from dctrain.files import filled_whole
+from dctrain.utils.files import filled_whole
 
 from .build import build_model, without_weights
 

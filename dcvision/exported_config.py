@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from dctrain.errors import UserError, told_as
-from dctrain.json_fields import MOST_PIXELS, Checks, are_numbers, check_fields, is_count, is_fraction
+from dctrain.utils.json_fields import MOST_PIXELS, Checks, are_numbers, check_fields, is_count, is_fraction
 
 
 def check_exported_config(path: Path) -> None:

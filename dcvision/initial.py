@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.errors import told_as
-from dctrain.initial import check_initial, is_of_composition
 
 from .compatible import compare_heads, compare_normalisation
 from .export import load_network

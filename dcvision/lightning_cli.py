@@ -4,11 +4,11 @@ import csv
 import io
 from pathlib import Path
 
-from dctrain.checkpoint import make_folder
-from dctrain.cli import TrainerCLI, reading
-from dctrain.files import check_writable, relative, written_whole
-from dctrain.signals import ended_by_sigterm
-from dctrain.strategy import data_rank
+from dctrain.checkpointing.checkpoint import make_folder
+from dctrain.cli.lightning_cli import TrainerCLI, reading
+from dctrain.distributed.strategy import data_rank
+from dctrain.utils.files import check_writable, relative, written_whole
+from dctrain.utils.signals import ended_by_sigterm
 
 from . import callbacks  # noqa: F401  their names are options of --trainer.callbacks
 from .classifier import ImageClassifier

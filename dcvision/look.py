@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from dcmha import ComposedLayer, record_attention
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from .compatible import normalisation

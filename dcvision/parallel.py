@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from dcmha import DCAttention
 from dcmha.parallel import Split, split_heads
-from dctrain.sharding.tensor_parallel import Plan
+from dctrain.distributed.tensor_parallel import Plan
 
 
 def split_vit(model: nn.Module, ranks: int) -> Plan:

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dcmha.analysis import Recorded
 from dctrain.errors import UserError, told_as
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 
 from .data.decode import decode, eval_transform
 

@@ -1,6 +1,6 @@
 """`python -m dcvl`."""
 
-from dctrain.start import dcvl
+from dctrain.cli.entry_points import dcvl
 
 if __name__ == "__main__":
     dcvl()

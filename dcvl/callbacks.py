@@ -11,8 +11,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from dctrain.distributed.strategy import FSDP2Strategy
 from dctrain.errors import UserError
-from dctrain.strategy import FSDP2Strategy
 
 from .captioning import exact_matches, tell_captions
 from .data.captions import CaptionSource

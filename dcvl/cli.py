@@ -1,8 +1,8 @@
 """Command line: `python -m dcvl fit|validate|test`, `caption|look|classify|retrieve|embed|export|compare`."""
 
-from dctrain.commands import Program
-from dctrain.named_configs import listing
-from dctrain.program import run_program
+from dctrain.cli.named_configs import listing
+from dctrain.cli.program import run_program
+from dctrain.cli.subcommands import Program
 
 configs = listing("dcvl", "vl")
 

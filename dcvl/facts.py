@@ -4,7 +4,7 @@ from functools import partial
 from typing import get_args
 
 from dclm.config import MOST
-from dctrain.json_fields import MOST_PIXELS, Checks, are_numbers, is_count, is_fraction
+from dctrain.utils.json_fields import MOST_PIXELS, Checks, are_numbers, is_count, is_fraction
 
 from .contrastive import Contrastive
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from dclm.config import DecoderConfig, check_same
 from dclm.data.tokenizers import Tokenizer
 from dclm.load import load_decoder, load_model
+from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.errors import UserError
-from dctrain.initial import check_initial, is_of_composition
 from dcvision.compatible import compare_heads, compare_normalisation
 from dcvision.initial import read_initial as read_image_tower
 

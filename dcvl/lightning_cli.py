@@ -1,6 +1,6 @@
 """The subcommands of `dcvl` that train and evaluate with Lightning."""
 
-from dctrain.cli import VocabularyCLI
+from dctrain.cli.lightning_cli import VocabularyCLI
 
 from .cli import PROGRAM
 from .data import CaptionDataModule

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import dclm
 from dclm.data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
-from dctrain.device import check_device
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint
 from dctrain.errors import UserError, told_as
-from dctrain.files import filled_whole, write_json
-from dctrain.json_fields import check_fields
+from dctrain.utils.device import check_device
+from dctrain.utils.files import filled_whole, write_json
+from dctrain.utils.json_fields import check_fields
 from dcvision.build import without_weights
 from dcvision.compatible import normalisation
 from dcvision.data.decode import eval_transform

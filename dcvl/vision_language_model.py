@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dclm.config import build_config, check_same
 from dclm.loss import IGNORED
+from dctrain.activation_checkpointing import Recompute, set_recompute
 from dctrain.errors import UserError
-from dctrain.module import Example, TrainingModule
-from dctrain.recompute import Recompute, set_recompute
-from dctrain.weighted_mean import WeightedMean
+from dctrain.training_module import Example, TrainingModule
+from dctrain.utils.weighted_mean import WeightedMean
 from dcvision.build import without_weights
 from dcvision.compatible import compare_heads, compare_normalisation, normalisation
 

@@ -4,8 +4,8 @@ from functools import cached_property
 
 from torch.utils.data import DataLoader
 
-from dctrain.argument_types import check_types
-from dctrain.datamodule import ResumableDataModule
+from dctrain.cli.argument_types import check_types
+from dctrain.data.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
 
 from ..suite.stream import NAME as TASKS

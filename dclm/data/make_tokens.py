@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from dctrain.data.dataset_cache import Preparation, digest_lines, file_digest, preparing, verify_files
 from dctrain.errors import UserError, told_as
-from dctrain.files import write_json, written_whole
-from dctrain.prepared import Preparation, digest_lines, file_digest, preparing, verify_files
+from dctrain.utils.files import write_json, written_whole
 
 from .texts import SUFFIXES, Document, find_inputs, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, TOKENIZER, TOKENIZER_DIGEST, Corpus, token_dtype

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dctrain.order import SampleRef
 
 from ..loss import IGNORED
 from .idxmap import IndexedRow

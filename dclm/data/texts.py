@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dctrain.errors import UserError, told_as
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 
 JSONL = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz")
 COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")

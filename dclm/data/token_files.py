@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dctrain.data.dataset_cache import digest_lines, file_digest
 from dctrain.errors import UserError, told_as
-from dctrain.prepared import digest_lines, file_digest
 
 from .tokenizers import BYTES, Tokenizer, tokenizer_from_spec
 

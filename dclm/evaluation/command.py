@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dctrain.cli.named_configs import find_config
 from dctrain.errors import UserError
 from dctrain.evaluation.results import Results, describe
 from dctrain.evaluation.run import (
@@ -21,7 +22,6 @@ from dctrain.evaluation.run import (
     report,
     short_names,
 )
-from dctrain.named_configs import find_config
 
 from ..data.masking import check_masking
 from ..data.texts import find_inputs

@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from dctrain.errors import UserError, told_as
-from dctrain.evaluation.journal import digest
+from dctrain.evaluation.answer_cache import digest
 from dctrain.evaluation.results import QUESTIONS, Measure
 
 from ..likelihood import encode_pairs

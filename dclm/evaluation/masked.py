@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dctrain.data.dataset_cache import file_digest
 from dctrain.errors import UserError
 from dctrain.evaluation.results import Measure
-from dctrain.prepared import file_digest
 
 from ..data.masking import Masking
 from ..data.texts import find_inputs, gathered, read_documents

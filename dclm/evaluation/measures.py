@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from dctrain.data.dataset_cache import file_digest
 from dctrain.errors import UserError
 from dctrain.evaluation.results import Measure
-from dctrain.prepared import file_digest
 
 from ..data.texts import (
     RECORDS,

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
-from dctrain.evaluation.journal import Journal, digest
+from dctrain.evaluation.answer_cache import Journal, digest
 from dctrain.evaluation.ranks import Ranks
 
 from ..data.masking import Masked

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from dctrain.data.dataset_cache import file_digest
 from dctrain.evaluation.results import QUESTIONS, Measure
-from dctrain.prepared import file_digest
 
 from ..likelihood import encode_pairs
 from ..suite import TaskText, read_texts

@@ -6,7 +6,7 @@ from functools import partial
 from dctrain.evaluation.run import check_asked, check_at_least_one, find_dtype, measure_models
 from dctrain.explain.ablation import KINDS, ablations
 from dctrain.explain.ablation_report import report_ablation
-from dctrain.explain.places import check_kinds
+from dctrain.explain.selectors import check_kinds
 
 from ..evaluation.command import measure_model, named
 from ..evaluation.masked import MaskedTexts

@@ -10,13 +10,13 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, check_steps, find_dtype
 from dctrain.explain.attribution import Credits, Parts, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
-from dctrain.explain.places import check_kinds
+from dctrain.explain.selectors import check_kinds
 
 from ..data.texts import find_inputs, gathered, read_documents
 from ..decoder import Decoder

@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import find_dtype
 from dctrain.explain.breakdown_report import Pair, explain_breakdown, record_pair
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
-from dctrain.explain.places import find_layer, find_position
+from dctrain.explain.selectors import find_layer, find_position
 
 from ..load import LoadedModel, load_model
 from .prompts import encode

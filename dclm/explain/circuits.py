@@ -13,12 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dcmha.analysis import head_outputs
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.circuits_report import explain_circuits, list_written, score_head
 from dctrain.explain.explanation import origin_of, write_explanation
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 
 from ..data.tokenizers import Tokenizer
 from ..decoder import Decoder

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dcmha.analysis import measure_mixing
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.explanation import origin_of, write_explanation

@@ -7,9 +7,9 @@ from dctrain.evaluation.run import check_steps, find_dtype, name_models
 from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
+from dctrain.explain.html_report import Shown, check_size, facts_of, page_path, small_maps, write_page
 from dctrain.explain.mixing_report import explain_mixing
-from dctrain.explain.page import Shown, check_size, facts_of, page_path, small_maps, write_page
-from dctrain.files import relative
+from dctrain.utils.files import relative
 
 from ..load import LoadedModel, load_model
 from .attribute import KINDS, attribution_of

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dcmha.checks import check_factory, check_module
-from dctrain.files import filled_whole
+from dctrain.utils.files import filled_whole
 
 from ..config import DecoderConfig
 from ..decoder import Decoder

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dctrain.order import SampleRef
 
 from ..data.samples import Sample
 from ..data.tokenizers import END_TOKENS, SubwordTokenizer

@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from dctrain.errors import UserError, told_as
-from dctrain.files import check_regular, written_whole
+from dctrain.utils.files import check_regular, written_whole
 
 from .tasks import SUITE, TASKS, Cast, Task
 

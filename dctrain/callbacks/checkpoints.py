@@ -7,9 +7,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from ..distributed.strategy import FSDP2Strategy
 from ..errors import Diverged, UserError
-from ..files import remove_whole
-from ..strategy import FSDP2Strategy
+from ..utils.files import remove_whole
 
 
 class LastCheckpoint(Callback):

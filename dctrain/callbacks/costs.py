@@ -5,9 +5,9 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from ..datamodule import ResumableDataModule
-from ..files import write_json
-from ..strategy import data_rank
+from ..data.datamodule import ResumableDataModule
+from ..distributed.strategy import data_rank
+from ..utils.files import write_json
 
 COSTS = "costs.json"
 

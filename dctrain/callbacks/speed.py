@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ..flops import peak_flops
-from ..strategy import data_rank
+from ..distributed.strategy import data_rank
+from ..plan.flops import peak_flops
 from .checkpoints import is_accumulating
 
 PER_SECOND = "_per_second"  # ends the name of the curve

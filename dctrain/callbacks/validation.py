@@ -5,7 +5,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from ..checkpoint import map_checkpoint
+from ..checkpointing.checkpoint import map_checkpoint
 
 
 class DueValidation(Callback):

@@ -8,9 +8,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-from ..checkpoint import make_folder
+from ..checkpointing.checkpoint import make_folder
 from ..errors import UserError
-from ..files import held
+from ..utils.files import held
 from .experiment import Experiment, Run, experiment_of, read_experiment
 from .report import write_report
 from .results import RESULTS, Results

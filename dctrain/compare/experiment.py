@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from ..cli.named_configs import find_config
+from ..cli.safe_yaml import check_yaml_file
 from ..errors import UserError
-from ..named_configs import find_config
-from ..safe_yaml import check_yaml_file
 
 SET_PER_RUN = (
     *("config", "name", "resume", "seed_everything", "data.seed"),

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..errors import UserError
-from ..evaluation_items import read_items
-from ..markdown import markdown_table
+from ..evaluation.items import read_items
+from ..utils.markdown import markdown_table
 from .experiment import Experiment, Run
 from .results import Results
 from .scaling import Point, fit_scaling, plot_scaling, scaling_table

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ..errors import UserError, told_as
-from ..files import written_whole
+from ..utils.files import written_whole
 from .experiment import Experiment, Run, read_yaml
 
 RESULTS = "results.json"

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, ScalarFormatter
 
 from ..errors import UserError
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 
 DRAWS = 2000  # of the bootstrap
 FEWEST = 2  # sizes of a law

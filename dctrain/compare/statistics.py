@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from ..evaluation_items import Items
+from ..evaluation.items import Items
 
 CONFIDENCE = 0.95
 POWER = 0.8  # with which a difference of the size that is called detectable would have been found

@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ..callbacks.costs import COSTS
 from ..callbacks.speed import logged_speeds
-from ..checkpoint import make_folder
-from ..environment import read_environments
-from ..evaluation_items import read_items, write_items
+from ..checkpointing.checkpoint import make_folder
+from ..evaluation.items import read_items, write_items
+from ..utils.environment import read_environments
 from .experiment import Experiment, Run
 
 GO_ON = "go on with --resume"  # what a run says that was told to stop

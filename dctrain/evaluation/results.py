@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..environment import environment
 from ..errors import UserError, told_as
-from ..files import write_json, written_whole
+from ..utils.environment import environment
+from ..utils.files import write_json, written_whole
 
 FORMAT = "dcmha-evaluation-1"
 PARTS = {"model", "checkpoint", "identity", "parameters", "environment", "results"}

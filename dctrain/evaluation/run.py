@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from ..errors import UserError, told_as
-from ..files import held, relative, written_whole
-from .journal import Journal
+from ..utils.files import held, relative, written_whole
+from .answer_cache import Journal
 from .ranks import Ranks, joined_ranks
 from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table

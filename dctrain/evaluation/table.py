@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .results import QUESTIONS, Measure, Results
 
 PERCENT = ("acc", "acc_norm", "exact_match", "top1", "top5")  # metrics between 0 and 1, told in percent

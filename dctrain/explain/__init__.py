@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazily
+from ..utils.lazy import lazily
 from .diversity import diversity_command
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dcmha.analysis import Branch, attention_layers, composition_branches, scale
 from ..errors import told_as
 from ..evaluation.results import Measure
 from ..evaluation.run import Measurable
-from .places import is_composed
+from .selectors import is_composed
 
 KINDS = ("branches", "layers", "heads")
 WITHOUT, KIND = "without", "kind"  # settings that tell what was switched off

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..evaluation.results import Measure, Results
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .ablation import KIND, KINDS, WITHOUT, without_title
 from .explanation import Explanation, write_explanation
-from .maps import by_layer, draw_map
+from .heatmaps import by_layer, draw_map
 
 SPEEDS = ("images_per_second",)
 TITLES = {"branches": "a branch, in all layers", "layers": "the composition of a layer", "heads": "a head"}

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dcmha.analysis import attention_layers, composition_branches, scale_branches, scale_heads
 
 from ..errors import UserError, told_as
-from .places import is_composed
+from .selectors import is_composed
 
 Objective = Callable[[], Tensor]  # calls the model, gives a scalar
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .attribution import Attribution
 from .explanation import Explanation
-from .maps import draw_map, draw_over
+from .heatmaps import draw_map, draw_over
 
 PATCHES = "patches"  # the kind whose parts are places of an image, by rows and columns
 SHOWN = 8  # of the parts of a kind, in the printed table

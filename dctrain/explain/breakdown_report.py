@@ -13,9 +13,9 @@ from dcmha.analysis import Breakdown, Recorded, record_attention
 from dcmha.analysis.breakdown import ITSELF
 from dcmha.impl.reference import compose
 
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .explanation import Explanation
-from .maps import draw_map
+from .heatmaps import draw_map
 
 PAPER = {"query projection": "o_qp", "query gate": "o_qg", "key projection": "o_kp", "key gate": "o_kg"}
 TOKENS = 48  # that are drawn: those which the query looks at most

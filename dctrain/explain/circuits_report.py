@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..errors import UserError
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .explanation import Explanation
-from .maps import draw_heads
+from .heatmaps import draw_heads
 
 SHOWN = 10  # heads in the printed tables
 

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from dcmha.analysis import Diversity, attention_layers, head_diversity
 
-from ..checkpoint import make_folder
+from ..checkpointing.checkpoint import make_folder
 from ..errors import told_as
 from ..evaluation.run import name_models
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .explanation import Explanation, Origin, origin_of, write_explanation
 
 KINDS = {"qk": "QK", "ov": "OV"}

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from torch import nn
 
-from ..environment import environment
 from ..errors import told_as
 from ..evaluation.results import checksum
-from ..files import relative, write_json, written_whole
+from ..utils.environment import environment
+from ..utils.files import relative, write_json, written_whole
 
 DPI = 120
 

@@ -10,7 +10,7 @@ from matplotlib.image import AxesImage
 
 from dcmha.analysis import BRANCHES, Mixing, MixingMeter
 
-from ..markdown import markdown_table
+from ..utils.markdown import markdown_table
 from .explanation import Explanation
 
 SHARES = ("static", "query", "key")

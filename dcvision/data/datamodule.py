@@ -7,9 +7,9 @@ from itertools import zip_longest
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from dctrain.argument_types import check_types
+from dctrain.cli.argument_types import check_types
+from dctrain.distributed.strategy import FSDP2Strategy
 from dctrain.errors import UserError, told_as
-from dctrain.strategy import FSDP2Strategy
 
 from .decode import MAX_PIXELS, MOST_PIXELS, eval_transform, train_transform
 from .fields import Fields

@@ -11,7 +11,7 @@ from torchvision.io import encode_png
 from webdataset import TarWriter
 
 from dcmha.cache_dirs import cache_dir
-from dctrain.files import written_whole
+from dctrain.utils.files import written_whole
 
 NUM_SHARDS = {"train": 8, "val": 4}
 NUM_VALIDATION = 360

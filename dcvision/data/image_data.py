@@ -5,7 +5,7 @@ from collections.abc import Callable, Sized
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from dctrain.datamodule import ResumableDataModule
+from dctrain.data.datamodule import ResumableDataModule
 from dctrain.errors import UserError
 
 from .bad_images import BadImages

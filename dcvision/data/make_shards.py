@@ -16,9 +16,9 @@ import numpy as np
 from tqdm import tqdm
 from webdataset import TarWriter
 
+from dctrain.data.dataset_cache import digest_lines, file_digest, preparing, verify_files
 from dctrain.errors import UserError, told_as
-from dctrain.files import written_whole
-from dctrain.prepared import digest_lines, file_digest, preparing, verify_files
+from dctrain.utils.files import written_whole
 
 from .decode import BadImage, decode
 from .layouts import Image, class_folders, validation_images

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError, reason
-from dctrain.order import SampleRef
 
 from .decode import BadImage, Transform, decode, sample_rng
 from .sources import Source

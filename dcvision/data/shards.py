@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from dcmha.cache_dirs import cache_dir
 from dctrain.errors import UserError, told_as
-from dctrain.files import written_whole
+from dctrain.utils.files import written_whole
 
 from .fields import USUAL, SampleFields
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from dctrain.errors import UserError, told_as
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 
 from .digits import digit_shards
 from .fields import USUAL, SampleFields

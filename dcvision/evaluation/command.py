@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dctrain.argument_types import check_workers
+from dctrain.cli.argument_types import check_workers
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.results import Results, describe
 from dctrain.evaluation.run import (

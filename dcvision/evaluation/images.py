@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from dctrain.data.dataset_cache import file_digest
 from dctrain.errors import UserError, told_as
-from dctrain.evaluation.journal import Journal, digest
+from dctrain.evaluation.answer_cache import Journal, digest
 from dctrain.evaluation.ranks import Ranks
 from dctrain.evaluation.results import Measure
-from dctrain.prepared import file_digest
 
 from ..data.decode import BadImage
 from ..data.sources import Source, open_source

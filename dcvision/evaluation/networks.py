@@ -11,7 +11,7 @@ from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, to_pil_image
 
-from dctrain.checkpoint import find_checkpoint, map_checkpoint
+from dctrain.checkpointing.checkpoint import find_checkpoint, map_checkpoint
 from dctrain.errors import told_as
 
 from ..compatible import normalisation

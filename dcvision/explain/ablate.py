@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from dctrain.argument_types import check_workers
+from dctrain.cli.argument_types import check_workers
 from dctrain.evaluation.run import (
     check_asked,
     check_at_least_one,
@@ -13,7 +13,7 @@ from dctrain.evaluation.run import (
 )
 from dctrain.explain.ablation import KINDS, ablations
 from dctrain.explain.ablation_report import report_ablation
-from dctrain.explain.places import check_kinds
+from dctrain.explain.selectors import check_kinds
 
 from ..evaluation.command import measure_network
 from ..evaluation.images import ImageSet

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one, check_steps
 from dctrain.explain.attribution import Credits, Parts, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
-from dctrain.explain.places import check_kinds
+from dctrain.explain.selectors import check_kinds
 
 from ..evaluation.images import readable_images
 from ..evaluation.networks import Network

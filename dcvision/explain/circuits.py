@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcmha.analysis import attention_layers, head_outputs
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.circuits_report import Score, Written, explain_circuits, list_written, score_head

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dctrain.device import check_device
 from dctrain.errors import told_as
-from dctrain.files import check_regular
+from dctrain.utils.device import check_device
+from dctrain.utils.files import check_regular
 
 from ..evaluation.networks import Network, load_classifier
 

@@ -6,7 +6,7 @@ import torch
 from tqdm import tqdm
 
 from dcmha.analysis import measure_mixing
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import told_as
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.explanation import origin_of, write_explanation

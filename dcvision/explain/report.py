@@ -12,9 +12,9 @@ from dctrain.evaluation.run import check_steps, name_models
 from dctrain.explain.attribution import Credits
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
+from dctrain.explain.html_report import Maps, Shown, check_size, facts_of, page_path, small_maps, write_page
 from dctrain.explain.mixing_report import explain_mixing
-from dctrain.explain.page import Maps, Shown, check_size, facts_of, page_path, small_maps, write_page
-from dctrain.files import relative
+from dctrain.utils.files import relative
 
 from ..evaluation.networks import Network
 from ..pictures import View, patch_grid, prefix_tokens, read_image

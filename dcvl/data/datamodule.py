@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dclm.data.tokenizers import Tokenizer, open_tokenizer
-from dctrain.argument_types import check_types
+from dctrain.cli.argument_types import check_types
+from dctrain.data.sampler import Permutation
 from dctrain.errors import UserError, told_as
-from dctrain.order import Permutation
 from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
 from dcvision.data.image_data import ImageData
 from dcvision.data.samples import Skipped, make_image

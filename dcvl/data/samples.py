@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from dclm.data.tokenizers import Tokenizer
 from dclm.loss import IGNORED
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import reason, told_as
-from dctrain.order import SampleRef
 from dcvision.data.decode import Transform
 from dcvision.data.samples import Skipped, make_image
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 from dcvision.data.decode import BadImage
 from dcvision.data.sources import Source, open_source
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.files import written_whole
+from dctrain.utils.files import written_whole
 
 from ..load import load_pair
 from .pictures import embed_pictures, find_pictures

@@ -2,7 +2,7 @@
 
 import torch
 
-from dctrain.checkpoint import make_folder
+from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from ..captioning import tell_captions

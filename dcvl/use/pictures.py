@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 from dcvision.data.layouts import EXTENSIONS
 
 from ..load import LoadedPair

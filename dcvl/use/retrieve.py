@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dctrain.errors import UserError, told_as
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.files import check_regular
+from dctrain.utils.files import check_regular
 
 from ..load import load_pair
 from .pictures import embed_pictures, embed_texts, find_pictures

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import dcvision.cli
+from dctrain.cli.named_configs import FOLDER, find_config
+from dctrain.cli.safe_yaml import check_yaml_file
 from dctrain.errors import UserError
-from dctrain.named_configs import FOLDER, find_config
-from dctrain.safe_yaml import check_yaml_file
 from tests.dclm.commands import run as run_dclm
 from tests.dcvision.commands import run as run_dcvision
 from tests.faults.drill import mistake

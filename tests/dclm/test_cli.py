@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dclm
 from dclm.bigram import ByteBigram
 from dclm.data.token_files import Corpus
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
-from dctrain.evaluation_items import read_items
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.evaluation.items import read_items
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dclm
 from dclm.loss import token_loss
 from dcmha import resolve_impl
-from dctrain.recompute import set_recompute
+from dctrain.activation_checkpointing import set_recompute
 from tests.dcmha.inputs import relative_error
 
 SMALL = {"vocab_size": 61, "dim": 32, "num_heads": 4, "num_layers": 3, "mlp_dim": 48, "context_length": 24}

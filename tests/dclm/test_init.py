@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dclm
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from tests.faults.drill import mistake
 
 from .commands import run, small, spawn

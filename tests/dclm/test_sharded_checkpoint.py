@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dctrain.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
-from dctrain.checkpoint_io import AtomicCheckpointIO
+from dctrain.checkpointing import async_save
+from dctrain.checkpointing.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.lightning_io import AtomicCheckpointIO
+from dctrain.checkpointing.sharded import whole_part
 from dctrain.errors import UserError
-from dctrain.sharding import folders
-from dctrain.sharding.checkpoint import whole_part
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_last_whole(corpus, tmp_path, capsys, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*args, **kwargs)
 
-    owner, name = (dcp.FileSystemWriter, "write_data") if where == "tensors" else (folders, "written_whole")
+    owner, name = (dcp.FileSystemWriter, "write_data") if where == "tensors" else (async_save, "written_whole")
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, full)
     with pytest.raises(SystemExit) as exit_info:
@@ -199,11 +199,11 @@ def test_one_of_weights_alone_is_read(corpus, tmp_path, capsys):
 def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):
     """However late it is written."""
     go_on = threading.Event()
-    begin = folders._begin
-    monkeypatch.setattr(folders, "_begin", lambda *args: go_on.wait(30) and begin(*args))
+    begin = async_save._begin
+    monkeypatch.setattr(async_save, "_begin", lambda *args: go_on.wait(30) and begin(*args))
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
-        saving = folders.Folders(in_background=True)
+        saving = async_save.Folders(in_background=True)
         x, meta = torch.ones(3), {"best": {"a": 1}, "optimizer_states": [{"param_groups": []}]}
         saving.save(tmp_path / "a.ckpt", {"state_dict.x": whole_part(x)}, meta)
         x.zero_(), meta["best"].clear()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 

@@ -13,8 +13,8 @@ from dclm.data.samples import collate
 from dclm.loss import IGNORED
 from dclm.suite import make_suite, read_texts, words
 from dclm.suite.stream import CAST, DRAWN_TASKS, ENDLESS, HELD_OUT, TRAINED, UNSEEN, TaskStream, task_tokenizer
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dctrain.order import SampleRef
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 

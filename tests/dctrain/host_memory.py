@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import dclm
-from dctrain.sharding.deferred import deferred_weights, draw_shards, weights_device
-from dctrain.sharding.layout import Layout
-from dctrain.strategy import make_mesh, mesh_axes, shard_blocks
+from dctrain.distributed.layout import Layout
+from dctrain.distributed.meta_init import deferred_weights, draw_shards, weights_device
+from dctrain.distributed.strategy import make_mesh, mesh_axes, shard_blocks
 
 dist.init_process_group("gloo")
 config = dclm.decoder_config("dcformer_pp_405m", num_layers=int(sys.argv[1]), vocab_size=257)

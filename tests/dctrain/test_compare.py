@@ -21,7 +21,7 @@ from dctrain.compare.results import Results
 from dctrain.compare.statistics import ItemNoise, item_noise, paired_difference
 from dctrain.compare.training import environments, items_of
 from dctrain.errors import UserError
-from dctrain.evaluation_items import ItemRecorder, Items, read_items, write_items
+from dctrain.evaluation.items import ItemRecorder, Items, read_items, write_items
 from tests.dctrain.commands import ROOT
 from tests.dcvision.commands import run
 

@@ -7,8 +7,8 @@ from importlib import import_module
 
 import pytest
 
-from dctrain.commands import imported
-from dctrain.start import help_path
+from dctrain.cli.entry_points import help_path
+from dctrain.cli.subcommands import imported
 from tests.dcvision.commands import run, small
 
 
@@ -56,14 +56,14 @@ def test_written_help_is_that_of_the_parser(program, capsys, monkeypatch):
 
 @pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])
 def test_help_of_a_script_imports_no_library(program):
-    code = f"import sys; sys.argv = [{program!r}, '--help']; from dctrain.start import {program}; {program}(); "
-    code += "print(sorted({'torch', 'lightning', 'timm', 'numpy'} & set(sys.modules)))"
+    code = f"import sys; sys.argv = [{program!r}, '--help']; from dctrain.cli import entry_points; "
+    code += f"entry_points.{program}(); print(sorted({{'torch', 'lightning', 'timm', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == help_path(program).read_text() + "[]\n"
 
 
 def test_interrupt_during_imports_is_one_word():
-    code = "import os, signal; import dctrain.start as start; "
+    code = "import os, signal; import dctrain.cli.entry_points as start; "
     code += "start.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT); start.start('dclm')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dclm
 from dcmha import DCAttention, DCCrossAttention, attention_flops, visible_pairs
-from dctrain.flops import forward_flops
+from dctrain.plan.flops import forward_flops
 
 
 def test_an_image_model_counts_as_the_dense_reference():

@@ -6,9 +6,9 @@ from torch import nn
 
 import dclm
 from dclm.cli import main
+from dctrain.distributed.meta_init import deferred_weights
 from dctrain.errors import UserError
-from dctrain.memory import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel, share_of_a_rank
-from dctrain.sharding.deferred import deferred_weights
+from dctrain.plan.memory import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel, share_of_a_rank
 
 CONFIG = ["plan", "--config", "configs/lm/dcpythia_6b9.yaml"]
 

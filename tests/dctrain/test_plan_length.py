@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dclm.cli import main as dclm_main
 from dctrain.errors import UserError
-from dctrain.plan_length import Length, count_steps, describe_time, measured_speed, stated_speed
+from dctrain.plan.length import Length, count_steps, describe_time, measured_speed, stated_speed
 from dcvision.cli import main
 from dcvl.cli import main as dcvl_main
 

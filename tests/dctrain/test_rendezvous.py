@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dctrain.rendezvous import watch
+from dctrain.distributed.rendezvous import watch
 
 QUICK = {"interval": 0.01, "notice_seconds": 0.05, "limit_seconds": 0.2}
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dctrain.weighted_mean import WeightedMean
+from dctrain.utils.weighted_mean import WeightedMean
 
 
 def test_batches_weigh_what_they_hold():

@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dcmha import DCAttention
-from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
 from dcvision.build import build_model
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
@@ -276,7 +276,7 @@ def test_weight_decay_groups():
 
 
 def test_schedule():
-    from dctrain.module import warmup_cosine
+    from dctrain.training_module import warmup_cosine
 
     factors = [warmup_cosine(step, 10, 110, 0.1) for step in range(111)]
     assert factors[:10] == pytest.approx([i / 10 for i in range(1, 11)])

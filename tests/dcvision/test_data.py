@@ -135,7 +135,7 @@ def test_loading_leaves_the_training_generator_alone(shards):
 
 
 def test_padding_is_marked_and_masked():
-    from dctrain.order import SampleRef
+    from dctrain.data.sampler import SampleRef
     from dcvision.data.samples import ImageSamples
 
     data = ImageDataModule()

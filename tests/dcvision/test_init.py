@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from dcvision.compatible import normalisation
 from tests.faults.drill import mistake
 

@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint, run_folder
-from dctrain.checkpoint_io import AtomicCheckpointIO
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint, run_folder
+from dctrain.checkpointing.lightning_io import AtomicCheckpointIO
 from dctrain.errors import UserError
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read

@@ -5,7 +5,7 @@ import timm
 import torch
 
 import dcvision  # noqa: F401
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from dcvision.parallel import split_vit
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read

@@ -8,7 +8,7 @@ import torch
 from timm.models._features_fx import create_feature_extractor
 
 import dcvision  # noqa: F401
-from dctrain.recompute import set_recompute
+from dctrain.activation_checkpointing import set_recompute
 
 FIRST = ["dcvit_digits_patch2_8", "mhavit_tiny_patch16_224"]
 NAMES = [

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dctrain.order import SampleRef
 from dcvision.build import build_model
 from dcvl import CaptionDataModule, ImageText
 from dcvl.captioning import exact_matches, tell_captions

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dclm
-from dctrain.checkpoint import find_checkpoint, load_checkpoint
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint
 from tests.dcvision.commands import run as run_vision
 from tests.faults.drill import mistake
 

@@ -8,7 +8,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
 from dcvl import CaptionDataModule
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import losses, read

@@ -9,7 +9,7 @@ import pytest
 
 import dcvl.cli
 from dclm.language_model import LanguageModel
-from dctrain.checkpoint import newest_checkpoint
+from dctrain.checkpointing.checkpoint import newest_checkpoint
 from dcvision.classifier import ImageClassifier
 from tests.dclm.commands import run as run_dclm
 from tests.dclm.commands import small as small_dclm

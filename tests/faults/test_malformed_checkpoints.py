@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dctrain.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
 from tests.conftest import numbered_samples, write_shard
 from tests.dclm.commands import run as run_dclm

@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from dctrain.checkpoint import load_checkpoint
-from dctrain.module import MAX_SKIPPED
+from dctrain.checkpointing.checkpoint import load_checkpoint
+from dctrain.training_module import MAX_SKIPPED
 from dcvision import ImageClassifier, ImageDataModule
 from tests.dctrain.commands import record
 from tests.dcvision.commands import run, small, spawn

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from dctrain.environment import add_environment, read_environments
+from dctrain.cli.safe_yaml import check_yaml_file
 from dctrain.errors import UserError
-from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.answer_cache import Journal
 from dctrain.evaluation.ranks import Ranks
 from dctrain.evaluation.results import read_results
 from dctrain.loggers import _read_ids, _rows_until
-from dctrain.safe_yaml import check_yaml_file
+from dctrain.utils.environment import add_environment, read_environments
 
 MEASURE = {
     **{"name": "a", "metric": "loss", "value": 1.0, "stderr": None, "higher_is_better": False},

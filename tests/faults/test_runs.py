@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
 from dctrain.errors import UserError
 from dctrain.run_dir import LOCK, new_run
 from tests.dctrain.commands import ROOT, record

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dctrain.callbacks.checkpoints import LastCheckpoint
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import Killed, read
 from tests.dcvision.commands import run, small, spawn

@@ -6,8 +6,8 @@ import pytest
 from dclm.data import TokenDataModule
 from dclm.data.masking import Masking
 from dclm.loss import IGNORED
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dctrain.order import SampleRef
 
 from .corpora import numbered_corpus
 

@@ -9,9 +9,9 @@ import torch
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.data.token_files import Corpus
-from dctrain.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
+from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dctrain.order import SampleRef
 
 from .corpora import jsonl, numbered_corpus, prepared, texts, write_texts
 

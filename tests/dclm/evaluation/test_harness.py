@@ -113,7 +113,7 @@ def test_answers_equal_those_of_the_harnesss_own_model(tasks, tmp_path):
     from dclm import load_model
     from dclm.evaluation.harness import Model
     from dclm.evaluation.scorer import Scorer
-    from dctrain.evaluation.journal import Journal
+    from dctrain.evaluation.answer_cache import Journal
     from dctrain.evaluation.ranks import Ranks
 
     folder, alone = pythia(tmp_path), Ranks(0, 1, 0)

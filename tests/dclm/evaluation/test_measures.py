@@ -9,7 +9,7 @@ import dclm
 from dclm.evaluation.measures import windows
 from dclm.evaluation.scorer import Prompt, Scorer
 from dclm.sampling import Sampling
-from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.answer_cache import Journal
 from dctrain.evaluation.ranks import Ranks
 
 from ..commands import run

@@ -15,7 +15,7 @@ from dclm.load import load_scored
 from dclm.sampling import Sampling
 from dclm.suite import TASKS, make_suite, write_texts
 from dctrain.errors import UserError
-from dctrain.evaluation.journal import Journal
+from dctrain.evaluation.answer_cache import Journal
 from dctrain.evaluation.ranks import Ranks
 
 from ..commands import run

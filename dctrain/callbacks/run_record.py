@@ -1,0 +1,53 @@
+"""What a run was configured with and where it runs, written into its folder."""
+
+from pathlib import Path
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser
+
+from ..loggers import record_ids
+from ..run_dir import CONFIG, ENVIRONMENT, RESUMED_CONFIG
+from ..utils.environment import add_environment, environment
+from ..utils.files import written_whole
+
+
+class RunRecord(Callback):
+    """Writes what a run is into its folder.
+
+    - `config.yaml`, which serves every subcommand;
+    - `environment.json`, a list of where the run was trained, as a resumed run may continue elsewhere;
+    - `loggers.json`, the ids that loggers gave the run;
+    - at the end `items-rankN.npz`, what the last validation found of each item, for comparisons of models.
+
+    Args:
+        parser: Parser of the configuration.
+        config: The configuration as it was given; the one-off `resume` is left out.
+        is_resumed: Whether the run has a configuration already, which is kept.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, is_resumed: bool) -> None:
+        config = config.clone()
+        config.pop("resume", None)
+        self.name = RESUMED_CONFIG if is_resumed else CONFIG
+        self.content = parser.dump(config, skip_none=False)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write the configuration and the environment."""
+        folder = Path(trainer.log_dir)  # a broadcast: all ranks ask
+        if not trainer.is_global_zero:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with written_whole(folder / self.name) as file:
+            file.write(self.content.encode())
+        place = environment(trainer.strategy.root_device) | {"devices": trainer.world_size}
+        add_environment(folder / ENVIRONMENT, place)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the ids of loggers."""
+        record_ids(trainer.loggers, Path(trainer.log_dir))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the items of the last validation; every rank writes its own."""
+        pl_module.items.write(Path(trainer.log_dir), trainer.global_rank, trainer.world_size)

@@ -1,0 +1,34 @@
+"""How Lightning writes and reads checkpoints of one process."""
+
+from pathlib import Path
+
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from ..utils.files import remove_whole
+from .checkpoint import load_checkpoint
+from .single_file import write_file
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint of one process whole or not at all, and reads either kind.
+
+    Args:
+        reads_optimizer: Read the optimiser's state too.
+    """
+
+    def __init__(self, *, reads_optimizer: bool = True) -> None:
+        self.reads_optimizer = reads_optimizer
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        """Save `checkpoint` to the local file `path`."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(checkpoint, path)
+
+    def load_checkpoint(self, path, map_location=None, weights_only: bool | None = None) -> dict:
+        """Load the checkpoint `path` to the CPU."""
+        return load_checkpoint(Path(path), with_optimizer=self.reads_optimizer)
+
+    def remove_checkpoint(self, path) -> None:
+        """Remove a checkpoint."""
+        remove_whole(Path(path))

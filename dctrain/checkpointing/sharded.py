@@ -1,0 +1,236 @@
+"""Checkpoints of many ranks: a folder to which each writes what it holds, by `torch.distributed.checkpoint`.
+
+Tensors are stored with the shape and order of unsharded parameters, so a different mesh, or one process, can read them.
+The folder also holds the index of the tensors (`sharded_index`) and `meta.pt`, with everything that is not a tensor of
+the model or its optimiser. No file of the folder can run code when it is read.
+"""
+
+import io
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..distributed.layout import Block
+from ..errors import UserError
+from ..utils.files import told_by_the_system
+from .sharded_index import INDEX, read_index, write_index
+
+META = "meta.pt"
+
+
+class Part(NamedTuple):
+    """What a rank holds of a stored tensor.
+
+    Attributes:
+        local: The rank's tensor.
+        shape: Shape of the whole.
+        blocks: Where it lies in the whole.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    blocks: list[Block]
+
+
+def whole_part(x: Tensor) -> Part:
+    """All of a tensor."""
+    start = (0,) * x.dim()
+    return Part(x, x.shape, [Block(start, start, tuple(x.shape))])
+
+
+def is_sharded(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint of many ranks."""
+    return (path / INDEX).is_file()
+
+
+def write_parts(folder: Path, parts: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> None:
+    """Write what this rank holds; all ranks of the group call it.
+
+    Raises:
+        OSError: If a rank cannot write.
+    """
+    planner = _SavePlanner(parts)
+    try:
+        dcp.save({}, storage_writer=_Writer(folder), planner=planner, process_group=group)
+    except dcp.api.CheckpointException as error:
+        raise _cause(error, folder) from error
+
+
+def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) -> None:
+    """Fill this rank's tensors; all ranks call it, unless each reads `alone`.
+
+    Raises:
+        OSError: If a rank cannot read.
+        UserError: If the folder is no whole checkpoint.
+    """
+    stored = [entry for item, entry in read_index(folder).storage_data.items() if item.fqn in parts]
+    _check_sums(folder, stored, alone)
+    reader, planner = _Reader(folder), _LoadPlanner(parts)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=alone)
+    except dcp.api.CheckpointException as error:
+        raise _cause(error, folder) from error
+
+
+def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Read whole tensors, in a process of its own accord.
+
+    Raises:
+        UserError: If the folder is no whole checkpoint.
+    """
+    stored = read_index(folder).state_dict_metadata
+    found = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    read_parts(folder, {name: whole_part(x) for name, x in found.items()}, alone=True)
+    return found
+
+
+def _check_sums(folder: Path, stored: list, alone: bool) -> None:
+    """Compare the checksums of stored entries, for torch does not look at them; ranks share the work.
+
+    Raises:
+        UserError: If something is not what was written.
+    """
+    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    entries = sorted(stored, key=lambda entry: (entry.relative_path, entry.offset))
+    damaged = [_first_damaged(folder, entries[rank::ranks])]
+    if not alone:
+        found = [None] * ranks
+        dist.all_gather_object(found, damaged[0])
+        damaged = found
+    for said in filter(None, damaged):
+        raise UserError(f"{folder} is damaged: its file {said}.")
+
+
+def _first_damaged(folder: Path, entries: list) -> str | None:
+    """Tell which file has the first entry, a zip archive by itself, that cannot be read or whose CRC-32 is another."""
+    for entry in entries:
+        try:
+            with open(folder / entry.relative_path, "rb") as file:
+                file.seek(entry.offset)
+                content = io.BytesIO(file.read(entry.length))
+        except OSError as error:  # told, not raised: the other ranks wait for what this one has found
+            return f"{entry.relative_path} cannot be read ({error.strerror})"
+        try:
+            with zipfile.ZipFile(content) as archive:
+                is_damaged = archive.testzip() is not None
+        except zipfile.BadZipFile:
+            is_damaged = True
+        if is_damaged:
+            return f"{entry.relative_path} is not what was written"
+    return None
+
+
+def read_meta(folder: Path) -> dict:
+    """Read what lies beside the tensors.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    try:
+        return torch.load(folder / META, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's message advises to load it unsafely
+        raise UserError(f"{folder / META} is no readable part of a checkpoint ({type(error).__name__}).") from error
+
+
+def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
+    """Find what went wrong first, on whichever rank."""
+    first = next(iter(error.failures.values()))[0]
+    if isinstance(first, OSError):
+        return OSError(first.errno, first.strerror, first.filename or str(folder))
+    return UserError(f"{folder}: {first}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads our index; torch's is a pickle, which can run code."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Read the index."""
+        return read_index(Path(self.path))
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes our index, and raises torch's error of a full disk as the system's."""
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
+        """Write what this rank was given."""
+        with told_by_the_system(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, on the first rank."""
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        write_index(Path(self.path), metadata)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Stores the blocks of parts."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts = parts
+        self.views = _views(parts)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to write each block."""
+        items = [self._item(index, view) for index, view in self.views.items()]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _item(self, index: MetadataIndex, view: Tensor) -> WriteItem:
+        chunk = ChunkStorageMetadata(index.offset, view.shape)
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), self.parts[index.fqn].shape)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Find a block to write."""
+        return self.views[index]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Fills the blocks of parts."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.views = _views(parts)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read each block, from whatever blocks are stored."""
+        return LoadPlan([item for index, view in self.views.items() for item in self._items(index, view)])
+
+    def _items(self, index: MetadataIndex, view: Tensor) -> list[ReadItem]:
+        stored = self.metadata.state_dict_metadata[index.fqn]
+        return create_read_items_for_chunk_list(index.fqn, stored, [ChunkStorageMetadata(index.offset, view.shape)])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Find a block to fill."""
+        return self.views[index]
+
+
+def _views(parts: Mapping[str, Part]) -> dict[MetadataIndex, Tensor]:
+    """View each block in the rank's tensors."""
+    return {
+        MetadataIndex(name, torch.Size(block.offset)): block.of_local(part.local)
+        for name, part in parts.items()
+        for block in part.blocks
+    }

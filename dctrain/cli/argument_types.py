@@ -1,0 +1,51 @@
+"""Checks of arguments that several entry points share: their types, which a call from Python leaves unchecked, and the
+number of loader processes.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin
+
+from ..errors import UserError
+
+MOST_WORKERS = 512  # loader processes of a rank
+ACCEPTS: dict[type, Callable[[object], bool]] = {
+    NoneType: lambda value: value is None,
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, Real) and not isinstance(value, bool),
+    str: lambda value: isinstance(value, str),
+}
+
+
+def check_types(function: Callable, values: Mapping[str, object]) -> None:
+    """Check arguments against the annotations of a function's parameters: those of plain types, and unions of them.
+
+    Args:
+        function: The function.
+        values: Arguments by name.
+
+    Raises:
+        UserError: If one is of another type.
+    """
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = parameter.annotation
+        kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        is_plain = all(isinstance(kind, type) and kind in ACCEPTS for kind in kinds)  # no choices, lists, mappings
+        if name not in values or not is_plain:
+            continue
+        if not any(ACCEPTS[kind](values[name]) for kind in kinds):
+            words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise UserError(f"{name}={values[name]!r} must be of type {words}.")
+
+
+def check_workers(num_workers: int) -> None:
+    """Check the number of loader processes.
+
+    Raises:
+        UserError: If it is negative, or more than any machine has a use for.
+    """
+    if not 0 <= num_workers <= MOST_WORKERS:
+        raise UserError(f"num_workers={num_workers}: expected 0 to {MOST_WORKERS}.")

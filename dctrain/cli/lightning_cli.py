@@ -1,0 +1,459 @@
+"""The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
+
+import gc
+import inspect
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from ..callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from ..callbacks.console import RunProgressBar
+from ..callbacks.costs import CostRecord
+from ..callbacks.preemption import GracefulStop
+from ..callbacks.run_record import RunRecord
+from ..callbacks.speed import SpeedMonitor
+from ..callbacks.steps import StepAxis
+from ..callbacks.validation import DueValidation, is_validation_due
+from ..checkpointing.checkpoint import (
+    CHECKPOINTS,
+    LATEST,
+    check_resumable,
+    check_weights,
+    find_checkpoint,
+    map_checkpoint,
+    newest_checkpoint,
+    run_folder,
+)
+from ..checkpointing.lightning_io import AtomicCheckpointIO
+from ..distributed.meta_init import deferred_weights
+from ..distributed.rendezvous import mark_launcher
+from ..distributed.slurm import cluster_plugins
+from ..distributed.strategy import check_strategy, is_sharding
+from ..errors import UserError, reason, told_as
+from ..explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
+from ..loggers import DEFAULT, IN_RUN, finish, keep_curves, place_loggers
+from ..loggers import describe as describe_logger
+from ..plan.command import Planning
+from ..run_dir import RunDir, RunTrainer, locked_run, new_run
+from ..utils.files import relative
+from ..utils.signals import EndAtOnce, ended_by_sigterm
+from .subcommands import Program, ShortErrors, check_not_empty, first_line, first_lines, format_help, imported
+from .trainer_args import check_callbacks, check_devices, check_environment, check_trainer, plain_values
+
+RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+PLAN = "plan"
+NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
+OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of the alternatives that were not meant
+NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that name files or folders
+LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
+OF_FILES = ("CSVLogger", "TensorBoardLogger")
+A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
+
+
+class TrainerParser(ShortErrors, LightningArgumentParser):
+    """Parses the arguments of a Lightning subcommand."""
+
+
+class TrainerCLI(LightningCLI):
+    """LightningCLI with `--resume` and `--checkpoint`, and this project's logger, checkpoints and callbacks.
+
+    Args:
+        args: Arguments of the command.
+        module_class: The LightningModule.
+        datamodule_class: The LightningDataModule.
+    """
+
+    program: Program
+    linked: tuple[str, ...]
+    monitor: str
+    monitor_mode: str
+    best_name: str
+    init_sources: str
+
+    def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
+        check_environment()
+        self._is_init_given = any(arg.split("=")[0] == "--init" for arg in args)  # and not by a run's config.yaml
+        self.resume_from: Path | None = None
+        self.resumed_step = 0
+        with ExitStack() as self._held:  # the run's folder, until it has ended
+            super().__init__(
+                module_class,
+                datamodule_class,
+                args=_with_folders(args),
+                parser_class=TrainerParser,
+                trainer_class=RunTrainer,
+                save_config_callback=None,  # `RunRecord` does it
+                seed_everything_default=0,
+                auto_configure_optimizers=False,
+                trainer_defaults={
+                    "use_distributed_sampler": False,
+                    "logger": [DEFAULT],
+                    "enable_model_summary": False,  # `CostRecord` prints the model's size and FLOPs
+                },
+                parser_kwargs={
+                    "prog": self.program.name,
+                    "allow_abbrev": False,
+                    "description": self.program.description,
+                },
+            )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands; `--resume` and `--checkpoint` take the place of Lightning's `--ckpt_path`."""
+        return {name: skipped | {"ckpt_path", "weights_only"} for name, skipped in LightningCLI.subcommands().items()}
+
+    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        option, said = ("--checkpoint", f"evaluate {A_CHECKPOINT}")
+        if subcommand == "fit":
+            option, said = "--resume", f"go on exactly from {A_CHECKPOINT}; {LATEST!r}: of --name's runs, or a new run"
+        parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=said)
+        return parser
+
+    def add_arguments_to_parser(self, parser) -> None:
+        """Add the run's own arguments and link what model and data must agree on."""
+        parser.add_argument("--name", type=str, default=self.program.name, help="Folder of the experiment's runs.")
+        parser.add_argument(
+            "--checkpoint_every_n_steps", type=int, default=500, help="Optimiser steps between full checkpoints."
+        )
+        said = f"Weights that a new run starts from: {self.init_sources}."
+        parser.add_argument("--init", type=str | None, default=None, metavar="WEIGHTS", help=said)
+        for name in self.linked:
+            parser.link_arguments(f"data.{name}", f"model.{name}")
+
+    def instantiate_classes(self) -> None:
+        """Open the run's folder, and build trainer, model and data; of a callback's error keep the error alone."""
+        self.config = plain_values(self.config)
+        trainer = self._get(self.config, "trainer")
+        check_trainer(trainer)
+        check_devices(trainer)
+        self.check_named()
+        root = Path(trainer.default_root_dir or "runs").resolve()
+        self.run_dir = None if trainer.get("fast_dev_run") else self._open_run(root)
+        self.given = self.config[self.subcommand].clone()
+        if self.run_dir is not None:
+            trainer.logger = place_loggers(trainer.get("logger"), self.run_dir)
+        try:
+            with deferred_weights() if is_sharding(trainer.get("strategy")) else nullcontext():
+                super().instantiate_classes()
+        except ValueError as error:
+            raise _told_of_instance(error) from error
+
+    def check_named(self) -> None:
+        """Check the name of the run, and refuse empty paths.
+
+        Raises:
+            UserError: If its folder would not lie below the root, or a path is empty.
+        """
+        check_not_empty({name: self._get(self.config, name, default=None) for name in NAMED})
+        for group in ("data", "trainer"):
+            values = vars(self._get(self.config, group))
+            check_not_empty({f"{group}.{name}": value for name, value in values.items()})
+        _check_name(self._get(self.config, "name"))
+        root = str(self._get(self.config, "trainer").default_root_dir or "")
+        if "://" in root:
+            raise UserError(f"trainer.default_root_dir={root}: expected a folder of this machine, such as a mount.")
+
+    def _open_run(self, root: Path) -> RunDir:
+        """Find or claim the folder of the run: of `fit` the run itself, of evaluations a folder in their run."""
+        name = self._get(self.config, "name")
+        if self.subcommand != "fit":
+            named = self._get(self.config, "checkpoint", default=None)
+            run = None if named is None else run_folder(find_checkpoint(named).resolve())
+            if run is not None:
+                return RunDir(run / self.subcommand, root, run.parent.name, f"{run.name}/{self.subcommand}")
+            run = self._held.enter_context(new_run(root / name))
+            return RunDir(run, root, name, run.name)
+        self.resume_from = self._find_resumed(root)
+        if self.resume_from is not None:
+            # fail now, with one message, rather than on every rank
+            self.resumed_step = check_resumable(self.resume_from)
+        run = None if self.resume_from is None else run_folder(self.resume_from)
+        if run is None:
+            run = self._held.enter_context(new_run(root / name, self._has_trained))
+            return RunDir(run, root, name, run.name)
+        self._held.enter_context(locked_run(run))
+        return RunDir(run, root, run.parent.name, run.name, is_resumed=True)
+
+    def _set_seed(self) -> None:
+        if isinstance(self._get(self.config, "seed_everything"), bool):
+            raise UserError("seed_everything: expected a number, which the run's config.yaml then records.")
+        with told_as("seed_everything"):
+            super()._set_seed()
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration alone: Lightning would let the checkpoint's hyperparameters override it."""
+
+    def instantiate_trainer(self, **kwargs) -> L.Trainer:
+        """Build the trainer with our checkpoint writer and callbacks."""
+        config = self._get(self.config_init, "trainer")
+        check_strategy(config.get("strategy") or "auto")
+        root = config.get("default_root_dir") or "runs"
+        kwargs["default_root_dir"] = root
+        plugins = _as_list(config.get("plugins"))
+        plugins += cluster_plugins(plugins, Path(root), self.resume_from is not None)
+        kwargs["plugins"] = [*plugins, AtomicCheckpointIO(reads_optimizer=self.subcommand == "fit")]
+        of_user = _as_list(config.get("callbacks"))
+        check_callbacks(of_user)
+        kwargs["callbacks"] = self._callbacks(config, self._placed(of_user))
+        with told_as("trainer"):
+            trainer = super().instantiate_trainer(**kwargs)
+        trainer.run_dir = self.run_dir
+        mark_launcher()
+        self._held.callback(finish, trainer.loggers)
+        if self.run_dir is not None and self.run_dir.is_resumed:
+            keep_curves(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
+        return trainer
+
+    def _placed(self, callbacks: list[Callback]) -> list[Callback]:
+        """Let a user's `ModelCheckpoint` without a folder write beside ours: Lightning would ask the first logger."""
+        for callback in callbacks if self.run_dir is not None else ():
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str((self.run_dir.path / CHECKPOINTS).resolve())
+        return callbacks
+
+    def _find_resumed(self, root: Path) -> Path | None:
+        """Find the checkpoint that `--resume` names."""
+        named = self._get(self.config, "resume", default=None)
+        if named != LATEST:
+            return None if named is None else find_checkpoint(named).resolve()
+        found = newest_checkpoint(root / self._get(self.config, "name"))
+        if found is None:
+            self.config[self.subcommand]["resume"] = None  # a new run, with a configuration of its own
+        return found
+
+    def _has_trained(self) -> bool:
+        return getattr(self, "trainer", None) is not None and self.trainer.global_step > self.resumed_step
+
+    def _callbacks(self, config: dict, of_user: list[Callback]) -> list[Callback]:
+        """List the callbacks.
+
+        The last step is validated before others end the run; its place in the curves is set before a stop logs it.
+        """
+        if self.subcommand != "fit":
+            return [*of_user, EndAtOnce()]
+        if config.get("fast_dev_run"):
+            return of_user
+        if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
+            of_user = [*of_user, RunProgressBar()]
+        last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
+        due = DueValidation()
+        record = RunRecord(self._parser(self.subcommand), self.given, self.run_dir.is_resumed)
+        callbacks = [StepAxis(), due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
+        if config.get("enable_checkpointing") is not False:
+            callbacks.append(
+                BestCheckpoint(
+                    dirpath=self.run_dir.path / CHECKPOINTS,
+                    monitor=self.monitor,
+                    mode=self.monitor_mode,
+                    filename=self.best_name,
+                    auto_insert_metric_name=False,
+                    enable_version_counter=False,
+                    save_on_train_epoch_end=False,  # but when a validation ends, wherever in an epoch that is
+                )
+            )
+        return callbacks
+
+    def describe_score(self, score: float) -> str:
+        """Write the best value of the monitored metric for the last line of a run."""
+        raise NotImplementedError
+
+    def fit(self, model: L.LightningModule, **kwargs) -> None:
+        """Train, from where `--resume` says, from the weights of `--init`, or from random ones."""
+        source = self._get(self.config, "init")
+        if source is not None and self.resume_from is None:
+            self.check_init(source)
+            model.start_from(source)
+        elif source is not None and self.trainer.is_global_zero:
+            print(f"init={source} is not used: the run goes on from {relative(self.resume_from)}", flush=True)
+        if self.resume_from is not None:
+            self._check_position(self.resume_from)
+        with reading(self.resume_from):
+            self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
+
+    def check_init(self, source: str) -> None:
+        """Refuse weights that do not go with the data; a subclass knows which."""
+
+    def _check_position(self, checkpoint: Path) -> None:
+        """Refuse to resume from a checkpoint whose place in the data is not known: they would begin anew."""
+        name = type(self.datamodule).__qualname__
+        if name not in map_checkpoint(checkpoint):
+            raise UserError(
+                f"{checkpoint} cannot be resumed from: it has no {name}, which tells the place in the data."
+            )
+
+    def after_fit(self) -> None:
+        """Say in one line what came out and where it is."""
+        log_dir = self.trainer.log_dir  # a broadcast: all ranks ask
+        if not self.trainer.is_global_zero or self.trainer.fast_dev_run:
+            return
+        best = next((one for one in self.trainer.checkpoint_callbacks if isinstance(one, BestCheckpoint)), None)
+        result = ""
+        if best is not None and best.best_model_score is not None:
+            result = f"best {self.monitor} {self.describe_score(float(best.best_model_score))} | "
+            result += f"checkpoint {relative(best.best_model_path)} | "
+        if self.trainer.global_step == self.resumed_step > 0:
+            print(f"nothing was trained: the run has come to its end, step {self.resumed_step}, before")
+        shown = [describe_logger(logger, relative) for logger in self.trainer.loggers] or [f"run {relative(log_dir)}"]
+        print(f"{result}{' | '.join(shown)}")
+
+    def validate(self, model: L.LightningModule, **kwargs) -> None:
+        """Evaluate a checkpoint on the validation data."""
+        path = self.evaluated_checkpoint()
+        with reading(path), ended_by_sigterm():
+            self.trainer.validate(model, ckpt_path=path, **kwargs)
+
+    def test(self, model: L.LightningModule, **kwargs) -> None:
+        """Evaluate a checkpoint, logged as `test/...`."""
+        path = self.evaluated_checkpoint()
+        with reading(path), ended_by_sigterm():
+            self.trainer.test(model, ckpt_path=path, **kwargs)
+
+    def has_weights(self) -> bool:
+        """Tell whether the configured model brings trained weights of its own."""
+        return False
+
+    def evaluated_checkpoint(self) -> Path | None:
+        """Find what `--checkpoint` names; refuse to evaluate random weights, or a file that is no checkpoint."""
+        named = self._get(self.config, "checkpoint", default=None)
+        init = self._get(self.config, "init", default=None)
+        if init is not None and self._is_init_given:
+            raise UserError(f"init={init}: {self.subcommand} takes its weights from --checkpoint; accepted with fit.")
+        limit = LIMITS[self.subcommand]
+        if self._get(self.config, "trainer").get(limit) == 0:
+            raise UserError(f"trainer.{limit}=0 leaves nothing to {self.subcommand}.")
+        if named is None and not self.has_weights():
+            raise UserError(f"--checkpoint must name {A_CHECKPOINT} (or the model bring weights of its own).")
+        if named is None:
+            return None
+        path = find_checkpoint(named)
+        check_weights(path)
+        return path
+
+
+class VocabularyCLI(TrainerCLI):
+    """The command line of a model of text: the data tell how many embedding rows it has, and there is nothing to
+    `predict`.
+    """
+
+    vocabulary_rows: Callable[..., int]  # counts them; its parameters are options of the data
+
+    def add_arguments_to_parser(self, parser) -> None:
+        """Also give the model as many embedding rows as the tokenizer needs."""
+        super().add_arguments_to_parser(parser)
+        sources = tuple(f"data.{name}" for name in inspect.signature(self.vocabulary_rows).parameters)
+        parser.link_arguments(sources, "model.vocab_size", compute_fn=self.vocabulary_rows)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """List the subcommands."""
+        commands = TrainerCLI.subcommands()
+        del commands["predict"]
+        return commands
+
+
+def _told_of_instance(error: ValueError) -> Exception:
+    """Find what a class said when it could not be made of its arguments, among what the parser says of all types."""
+    listed = str(error).partition("Errors:\n")[2].partition("\nGiven value")[0]
+    found = [" ".join(said.split()) for said in re.split(r"^  - ", listed, flags=re.M)]
+    found = [said for said in found if said and not said.startswith(OF_UNIONS)]
+    return UserError(found[0]) if found else error
+
+
+def _check_name(name: str) -> None:
+    """Check the name of an experiment.
+
+    Raises:
+        UserError: If its folder would not lie below the root.
+    """
+    if not name or Path(name).is_absolute() or {".", ".."} & set(name.split("/")):
+        raise UserError(f"name={name!r} must be the name of a folder below trainer.default_root_dir.")
+
+
+@contextmanager
+def reading(checkpoint: Path | None) -> Iterator[None]:
+    """Turn errors while Lightning restores a checkpoint into a `UserError`: the file's content is malformed."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        names = [(f.f_globals.get("__name__"), f.f_code.co_name) for f, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(module == RESTORES and "restore" in name for module, name in names):
+            raise
+        raise UserError(f"{checkpoint} cannot be read: {type(error).__name__}: {reason(error)}") from error
+
+
+def _with_folders(args: list[str]) -> list[str]:
+    """Let loggers of files write into the run's folder: `save_dir` is required; a later argument may set another."""
+    completed = []
+    for before, arg in zip(["", *args], args, strict=False):
+        completed.append(arg)
+        option, _, value = arg.partition("=")
+        named = value if option in NAMES_LOGGER else arg if before in NAMES_LOGGER else ""
+        if named.split(".")[-1] in OF_FILES:
+            completed.append(f"{SAVE_DIR}={IN_RUN}")
+    return completed
+
+
+def _as_list(value) -> list:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
+    """Run a Lightning subcommand and end its process groups."""
+    for noise in (
+        *(".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"),
+        ".*callbacks used to create the checkpoint need to be provided.*",
+        ".*your dataloader is not resumable.*",  # it has no state because it needs none: steps tell its position
+    ):
+        warnings.filterwarnings("ignore", noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    make_cli()
+    if torch.distributed.is_initialized():
+        gc.collect()  # sharded parameters hold their process groups, whose threads must end before the interpreter does
+        torch.distributed.destroy_process_group()
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()
+
+
+def run_trainer(program: Program, args: list[str]) -> None:
+    """Run what needs Lightning: a subcommand of its own, `plan`, or the help that lists all subcommands.
+
+    Args:
+        program: The program.
+        args: The arguments.
+
+    Raises:
+        UserError: If the subcommand is unknown, or its arguments are wrong.
+    """
+    cli = imported(program.trainer)
+    trained = {name: first_line(getattr(cli, name)) for name in cli.subcommands()}
+    trained[PLAN] = "Tell what `fit` would need, and train nothing."
+    if args in (["-h"], ["--help"]):
+        commands = trained | first_lines(program.functions)
+        return print(format_help(program.name, program.description, commands), end="")
+    _check_subcommand(program, [*trained, *program.functions], args)
+    if args[0] == PLAN:
+        return run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
+    run_lightning(lambda: cli(args))
+
+
+def _check_subcommand(program: Program, names: list[str], args: list[str]) -> None:
+    if not args:
+        raise UserError(f"{program.name} needs a subcommand; accepted: {', '.join(names)}. --help says more.")
+    if not args[0].startswith("-") and args[0] not in names:
+        raise UserError(f"{args[0]!r} is no subcommand of {program.name}; accepted: {', '.join(names)}.")

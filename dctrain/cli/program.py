@@ -1,0 +1,80 @@
+"""Running a program: one of its functions, or Lightning, which is imported only then, for it takes seconds."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import RunStopped, UserError, is_of_another_rank, reason
+from ..utils.files import relative
+from .named_configs import with_config_paths
+from .subcommands import Program, run_named
+
+MENDABLE = (UserError, OSError, UnicodeDecodeError, MemoryError, torch.OutOfMemoryError)
+OF_LIGHTNING, OF_LOGGERS = "lightning.", ("wandb.", "mlflow.")
+
+
+def run_program(program: Program, args: list[str] | None) -> None:
+    """Run a program: one of its functions, or a Lightning subcommand.
+
+    Mistakes that a user can mend end in one message and exit status 2.
+
+    Args:
+        program: The program.
+        args: The arguments; those of the process if None.
+    """
+    args = sys.argv[1:] if args is None else args
+    try:
+        args = with_config_paths(args)
+        with _telling_what_runs():
+            if args and args[0] in program.functions:
+                run_named(program.name, program.functions, args)
+            else:
+                from .lightning_cli import run_trainer  # imports Lightning
+
+                run_trainer(program, args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except RunStopped as stop:
+        go_on = "nothing was trained yet"
+        if stop.checkpoint is not None and stop.checkpoint.exists():
+            go_on = f"go on with --resume {relative(stop.checkpoint)}"
+        print(f"{stop}; {go_on}")
+    except Exception as error:
+        if not _is_mendable(error):
+            raise
+        print(f"error: {reason(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def _telling_what_runs() -> Iterator[None]:
+    """Let the first process say which implementation of attention runs, and what is compiled for it."""
+    logger, handler = logging.getLogger("dcmha"), logging.StreamHandler()
+    if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _is_mendable(error: Exception) -> bool:
+    """Tell whether a user can do something about an error: ours, those of files, disks and memory, the death of a
+    loader process or of another rank, and what Lightning itself says of its arguments.
+    """
+    is_of_others = str(error).startswith("DataLoader worker (pid") or is_of_another_rank(error)
+    if isinstance(error, MENDABLE) or is_of_others or type(error).__module__.startswith((OF_LIGHTNING, *OF_LOGGERS)):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_of_lightning = frame.f_globals.get("__name__", "").startswith(OF_LIGHTNING)
+    return is_of_lightning and isinstance(error, ValueError | RuntimeError)

@@ -1,0 +1,82 @@
+"""Refusing YAML that is small as a file and without bound once it is read."""
+
+from pathlib import Path
+
+import yaml
+
+from ..errors import UserError
+
+GROUPS = ("model", "data", "trainer")
+MOST_BYTES, MOST_NODES, MOST_DEPTH, MOST_DIGITS = 2**20, 100_000, 100, 300
+
+
+def check_yaml_file(path: Path) -> None:
+    """Check that a YAML file can be read by parsers that copy what aliases repeat.
+
+    Raises:
+        UserError: If it is too large, too deep, refers to itself, or grows without bound by aliases.
+    """
+    if path.stat().st_size > MOST_BYTES:
+        raise UserError(
+            f"{path} has {path.stat().st_size:,} bytes; expected a configuration of at most {MOST_BYTES:,}."
+        )
+    try:
+        root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply; expected at most {MOST_DEPTH} levels.") from error
+    except yaml.YAMLError:
+        return  # the parser says where
+    if root is not None:
+        _count(root, path, {}, 0)
+        _check_groups(root, path)
+
+
+def _check_groups(root: yaml.Node, path: Path) -> None:
+    """Refuse a group of settings that is no mapping, which the parser would pass over.
+
+    Raises:
+        UserError: If there is one.
+    """
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        is_null = isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null"
+        if key.value in GROUPS and not isinstance(value, yaml.MappingNode) and not is_null:
+            raise UserError(f"{path}: {key.value} must be a mapping of settings.")
+
+
+def _check_keys(node: yaml.MappingNode, path: Path) -> None:
+    """Refuse a key that stands twice, of which the parser would drop the first.
+
+    Raises:
+        UserError: If there is one.
+    """
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}, line {node.start_mark.line + 1}: {twice!r} stands twice.")
+
+
+def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> int:
+    """Count the nodes below and with one, each as often as it is repeated.
+
+    Raises:
+        UserError: As `check_yaml_file`.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    if depth > MOST_DEPTH:  # a node that refers to itself has no end
+        raise UserError(f"{path} is nested too deeply; expected at most {MOST_DEPTH} levels.")
+    if isinstance(node, yaml.ScalarNode):
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and len(node.value) > MOST_DIGITS:
+            raise UserError(f"{path} has a number of {len(node.value)} digits; expected at most {MOST_DIGITS}.")
+        return 1
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node, path)
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    total = 1
+    for part in parts:
+        total += _count(part, path, known, depth + 1)
+        if total > MOST_NODES:
+            raise UserError(f"{path} has more than {MOST_NODES:,} values once its aliases are read; expected fewer.")
+    known[id(node)] = total
+    return total

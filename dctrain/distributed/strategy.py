@@ -1,0 +1,253 @@
+"""FSDP2Strategy: weights, gradients and optimiser state sharded over all ranks, or over groups of them, and layers
+split over heads.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from ..checkpointing.async_save import Folders, open_checkpoint
+from ..checkpointing.training_state import MODEL, make_states, named_groups, own_parts, set_groups
+from ..errors import UserError
+from .layout import HEADS, REPLICAS, SHARDS, Layout, Share
+from .meta_init import draw_shards
+from .tensor_parallel import Plan, split_model
+
+POPEN = "popen"  # how Lightning starts the processes of a machine: each runs the command again
+HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def mesh_axes(world: int, *, replicas: int = 1, tensor_parallel: int = 1) -> dict[str, int]:
+    """Size the axes of a mesh of all ranks; what replicas and heads leave are shards.
+
+    Raises:
+        UserError: If the sizes do not divide the world.
+    """
+    sizes = {"replicas": replicas, "tensor_parallel": tensor_parallel}
+    for name, size in sizes.items():
+        if size < 1 or world % size:
+            raise UserError(f"trainer.strategy.{name}={size} must be a divisor of the {world} ranks.")
+    if world % (replicas * tensor_parallel):
+        raise UserError(
+            f"trainer.strategy.replicas={replicas} times tensor_parallel={tensor_parallel} must be a divisor of the "
+            f"{world} ranks."
+        )
+    return {REPLICAS: replicas, SHARDS: world // (replicas * tensor_parallel), HEADS: tensor_parallel}
+
+
+def make_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """Arrange ranks as [replicas, shards, heads]; an axis of one rank is left out, but for that of shards."""
+    names = tuple(name for name, size in axes.items() if name == SHARDS or size > 1)
+    return init_device_mesh(device_type, tuple(map(axes.get, names)), mesh_dim_names=names)
+
+
+def shard_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None
+) -> None:
+    """Shard a model in place, each block by itself, so that one block at a time is gathered."""
+    mesh = mesh[tuple(axis for axis in mesh.mesh_dim_names if axis != HEADS)]
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+
+
+SplitsModel = Callable[[int, int], Plan]
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    precision: str,
+    split: SplitsModel,
+    device: torch.device,
+) -> Layout:
+    """Split a model over heads and shard it, in place, and draw its weights if it has none yet.
+
+    Args:
+        model: The network.
+        blocks: Its blocks, each of which is gathered by itself.
+        mesh: Of `make_mesh`.
+        precision: A trainer's. Autocast says what a forward pass does in 32 bits; inputs stay as they come.
+        split: Tells the model to compute the share of a rank, of so many, and how it is split then.
+        device: Where the parts shall lie.
+
+    Returns:
+        Which parts this rank has.
+    """
+    splits = {}
+    if HEADS in mesh.mesh_dim_names:
+        plan = split(mesh.get_local_rank(HEADS), mesh[HEADS].size())
+        split_model(model, plan, mesh[HEADS])
+        splits = plan.splits
+    layout = Layout(mesh, splits)
+    reduced = torch.float32 if "16" in precision else None
+    shard_blocks(model, blocks, mesh, MixedPrecisionPolicy(HALVES.get(precision), reduced, cast_forward_inputs=False))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        draw_shards(model, layout, device)
+    return layout
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shards over all ranks (`fully_shard`): `--trainer.strategy fsdp2`.
+
+    Under a mixed precision parameters are gathered in 16 bits and gradients reduced in 32, once a step: an accumulated
+    step keeps whole gradients until then. A checkpoint is a folder to which each rank writes what it holds; any mesh,
+    and one process, go on from it.
+
+    Args:
+        replicas: Groups of ranks that each hold the whole model, sharded within (HSDP); 1 shards over all ranks.
+        tensor_parallel: Neighbouring ranks that split each layer among them, by groups of heads (paper, section 3.2),
+            and take the same data. What is left of the world size are shards; each takes its own part of the data.
+        async_save: Go on training while a checkpoint is written, from a copy in the memory of the host.
+    """
+
+    def __init__(self, replicas: int = 1, tensor_parallel: int = 1, async_save: bool = False) -> None:
+        super().__init__(tensor_parallel_size=1)
+        self.replicas, self.tensor_parallel = replicas, tensor_parallel
+        self.folders = Folders(async_save)
+
+    def setup_environment(self) -> None:
+        """Connect the processes."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+        axes = mesh_axes(self.world_size, replicas=self.replicas, tensor_parallel=self.tensor_parallel)
+        self.mesh = make_mesh(self.root_device.type, axes)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Over how many ranks the data are split, and which of them this is."""
+        ranks = self.world_size // self.tensor_parallel
+        return {"num_replicas": ranks, "rank": self.global_rank // self.tensor_parallel}
+
+    def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str, split: SplitsModel) -> None:
+        """Split a model over heads and shard it, in place; arguments as of `shard_model`."""
+        self.layout = shard_model(model, blocks, self.mesh, precision, split, self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Reduce no gradients for the body, which is a batch whose step is still to come."""
+        sharded = [module for module in self.lightning_module.children() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True)
+
+    def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:
+        """Leave the weights to `save_checkpoint`; let go of those that validation has gathered."""
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, list[dict]]:
+        """Leave the optimiser's tensors to `save_checkpoint`."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return {"param_groups": named_groups(self.lightning_module, optimizer)}
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
+        """Save the folder `filepath`: each rank what it holds. An error of one is an error of all."""
+        optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
+        self.folders.save(Path(filepath), own_parts(self.lightning_module, optimizer, self.layout), checkpoint)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, once what is being saved is there."""
+        self.folders.finish()
+        super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
+        """Fill the shards of weights and optimiser from a checkpoint of either kind; return what else it holds."""
+        module, optimizer = self.lightning_module, next(iter(self.optimizers), None)
+        groups = [] if optimizer is None else named_groups(module, optimizer)
+        stored = open_checkpoint(Path(checkpoint_path), groups)
+        of_model = {name.removeprefix(MODEL): s for name, s in stored.shapes.items() if name.startswith(MODEL)}
+        module.check_architecture(of_model, stored.meta.get("hyper_parameters", {}))
+        if optimizer is not None:
+            make_states(module, optimizer, stored.shapes)
+            set_groups(optimizer, stored.groups)
+        stored.fill(own_parts(module, optimizer, self.layout))
+        return stored.meta
+
+    def teardown(self) -> None:
+        """Finish saving, and end."""
+        self.folders.finish()
+        super().teardown()
+
+    def training_step(self, *args, **kwargs) -> STEP_OUTPUT:
+        """Take a training step; a loss over a split vocabulary is computed in parts."""
+        with loss_parallel():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args, **kwargs) -> STEP_OUTPUT:
+        """Validate a batch, likewise."""
+        with loss_parallel():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args, **kwargs) -> STEP_OUTPUT:
+        """Test a batch, likewise."""
+        with loss_parallel():
+            return super().test_step(*args, **kwargs)
+
+    def backward(self, *args, **kwargs) -> torch.Tensor:
+        """Differentiate, likewise."""
+        with loss_parallel():
+            return super().backward(*args, **kwargs)
+
+
+StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks.")
+
+
+def data_rank(trainer: L.Trainer | None) -> Share:
+    """Tell which part of the data a process trains on, of how many."""
+    split = None if trainer is None else trainer.distributed_sampler_kwargs
+    return Share(0, 1) if split is None else Share(split["rank"], split["num_replicas"])
+
+
+def is_sharding(strategy: object) -> bool:
+    """Tell whether a configured strategy, a name or a class with options, is FSDP2Strategy."""
+    named = strategy if isinstance(strategy, str) or strategy is None else strategy.get("class_path")
+    return named is not None and named.split(".")[-1] in ("fsdp2", FSDP2Strategy.__name__)
+
+
+def check_strategy(strategy: str | type | Strategy) -> None:
+    """Refuse a strategy that is none of one device, DDP and FSDP2: what others train would be something else.
+
+    Args:
+        strategy: One, its class, or its name; names that nobody knows are left to Lightning.
+
+    Raises:
+        UserError: If it is so.
+    """
+    kind = strategy if isinstance(strategy, type) else type(strategy)
+    start = getattr(strategy, "_start_method", POPEN)
+    if isinstance(strategy, str) and strategy in StrategyRegistry:
+        kind = StrategyRegistry[strategy]["strategy"]
+        start = StrategyRegistry[strategy]["init_params"].get("start_method", POPEN)
+    known = SingleDeviceStrategy | DDPStrategy | FSDP2Strategy
+    is_known = not issubclass(kind, Strategy) or (issubclass(kind, known) and not issubclass(kind, DeepSpeedStrategy))
+    if not is_known or start != POPEN:
+        name = strategy if isinstance(strategy, str) else kind.__name__
+        how = f" with start_method={start!r}, whose processes do not parse the command line," if is_known else ""
+        raise UserError(
+            f"trainer.strategy {name}{how} is not supported; accepted: auto, ddp, fsdp2, or, with options, "
+            "FSDP2Strategy."
+        )

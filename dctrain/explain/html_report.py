@@ -1,0 +1,209 @@
+"""`explain report`: explanations as one HTML page that needs nothing else: figures as SVG, tables that sort, attention
+that follows the pointer.
+"""
+
+# T tokens, H heads
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from dcmha.analysis import Recorded
+
+from ..checkpointing.checkpoint import make_folder
+from ..errors import UserError, told_as
+from ..utils.files import written_whole
+from .explanation import Explanation, Origin
+from .markup import figure_svg, table_html, text_html
+
+ROWS = 1000  # of a table; more are left out, and that is said
+LEVELS = 127
+MOST_BYTES = 64 * 2**20  # of maps in a page
+
+
+def check_size(heads: int, tokens: int) -> None:
+    """Check that the maps of all heads of a model make a page that a browser opens.
+
+    Raises:
+        UserError: If not.
+    """
+    most = int((MOST_BYTES / (2 * max(1, heads))) ** 0.5)
+    if tokens > most:
+        raise UserError(f"{tokens} tokens are too many for a page of {heads} heads; accepted: at most {most}.")
+
+
+class Maps(NamedTuple):
+    """The attention of one layer on one sequence, small enough for a page.
+
+    Attributes:
+        before: What it would be without any composition, int8 [H, T, T], over 127 in units of `before_scale`.
+        before_scale: The largest value of each query [H, T].
+        after: What it is, int8.
+        after_scale: As `before_scale`.
+    """
+
+    before: Tensor
+    before_scale: Tensor
+    after: Tensor
+    after_scale: Tensor
+
+
+def facts_of(origin: Origin, model: nn.Module) -> str:
+    """Say in a line what a model is, and where it was looked at."""
+    parameters, where = sum(parameter.numel() for parameter in model.parameters()), origin.environment
+    what = f"{origin.checkpoint}, {parameters:,} parameters, {origin.dtype}, weights {origin.weights_crc32:08x}"
+    return f"{what}; commit {where['commit']}, torch {where['torch']}, {where['device']}."
+
+
+def small_maps(recorded: Recorded) -> Maps:
+    """Keep of a recorded call what a page shows of its first sequence.
+
+    Raises:
+        UserError: If it is not finite.
+    """
+    if not recorded.maps.composed_weights.isfinite().all():
+        raise UserError("attention is not finite: the weights are damaged, or too large for their dtype.")
+    return Maps(*_quantised(recorded.uncomposed_weights[0]), *_quantised(recorded.maps.composed_weights[0]))
+
+
+class Shown(NamedTuple):
+    """What attention is shown on.
+
+    Attributes:
+        words: Tokens [T].
+        grid: Rows and columns of the patches of an image, None for a text.
+        prefix: Tokens before the patches.
+        pixels: The image, uint8 [3, height, width]; None for a text.
+    """
+
+    words: Sequence[str]
+    grid: tuple[int, int] | None = None
+    prefix: int = 0
+    pixels: Tensor | None = None
+
+
+def page_path(out: str) -> Path:
+    """Tell which file `--out` names: the one that ends in .html, or else the index.html of a folder; make its folder.
+
+    Raises:
+        UserError: If the folder cannot be made.
+    """
+    path = Path(out)
+    if path.suffix.lower() not in (".html", ".htm"):
+        path = path / "index.html"
+    make_folder(str(path.parent))
+    return path
+
+
+def write_page(
+    path: Path, title: str, facts: str, shown: Shown, maps: dict[str, Maps], found: Sequence[Explanation]
+) -> None:
+    """Write the page.
+
+    Args:
+        path: Where.
+        title: What is explained.
+        facts: What is to be known of it, in a line.
+        shown: What attention is shown on.
+        maps: Attention of each layer, by name.
+        found: All else.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    sections = [("attention", "Where heads look", _attention(shown, maps))]
+    sections += [(f"part-{number}", one.title, _section(one)) for number, one in enumerate(found)]
+    links = "".join(f'<a href="#to-{anchor}">{html.escape(name)}</a>' for anchor, name, _ in sections)
+    body = "".join(f'<h2 id="to-{anchor}">{html.escape(name)}</h2>{content}' for anchor, name, content in sections)
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_resource('page.css')}</style></head><body>"
+        f'<h1>{html.escape(title)}</h1><p class="note">{html.escape(facts)}</p>'
+        f"<nav>{links}</nav>{body}"
+        f"<script>{_resource('page.js')}</script></body></html>\n"
+    )
+    with told_as(f"{path} cannot be written"), written_whole(path) as file:
+        file.write(page.encode())
+
+
+def _resource(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Round maps [H, T, T] to int8, each query of each head by its largest value."""
+    scale = values.abs().amax(2)
+    rounded = values / scale.clamp(min=torch.finfo(values.dtype).tiny)[..., None] * LEVELS
+    return rounded.round().to(torch.int8).cpu(), scale.cpu()
+
+
+def _attention(shown: Shown, maps: dict[str, Maps]) -> str:
+    if not maps:
+        return '<p class="note">The model has no attention layers that can be recorded.</p>'
+    layers = [
+        {
+            "name": name,
+            "heads": len(one.before),
+            "before": _base64(one.before.numpy().tobytes()),
+            "before_scale": one.before_scale.tolist(),
+            "after": _base64(one.after.numpy().tobytes()),
+            "after_scale": one.after_scale.tolist(),
+        }
+        for name, one in maps.items()
+    ]
+    content = {"words": list(shown.words), "layers": layers, "grid": shown.grid, "prefix": shown.prefix}
+    content["is_spaced"] = not any(word[:1].isspace() for word in shown.words[1:])
+    content["picture"] = None if shown.pixels is None else _inline(_png(shown.pixels))
+    said = (
+        "How much the chosen token or patch attends to each other one, in one head, before and after composition, and "
+        "below in all heads of the layer. Point at a head, or tap it, to choose it; click a token or a patch to see "
+        "where that looks. Red is positive and blue is negative."
+    )
+    script = json.dumps(content).replace("<", "\\u003c")
+    return (
+        f'<p class="note">{said}</p><div id="attention"></div>'
+        f'<script type="application/json" id="attention-data">{script}</script>'
+    )
+
+
+def _section(found: Explanation) -> str:
+    pictures = "".join(figure_svg(figure, f"{found.title}: {name}") for name, figure in found.pictures.items())
+    tables = "".join(_table(name, rows) for name, rows in found.tables.items())
+    return f'<p class="note">{html.escape(found.reading)}</p>{text_html(found.text)}{pictures}{tables}'
+
+
+def _table(name: str, rows: Sequence[NamedTuple]) -> str:
+    """Write all numbers of an explanation, as far as a page can hold them."""
+    header = [field.replace("_", " ") for field in rows[0]._fields]
+    is_numeric = [all(isinstance(value, int | float | None) for value in column) for column in zip(*rows, strict=True)]
+    rest = f", the first {ROWS}" if len(rows) > ROWS else ""
+    table = table_html(header, [[_cell(value) for value in row] for row in rows[:ROWS]], is_numeric)
+    return f"<details><summary>all numbers: {html.escape(name)}, {len(rows)} lines{rest}</summary>{table}</details>"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _png(pixels: Tensor) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _inline(png: bytes) -> str:
+    return f"data:image/png;base64,{_base64(png)}"
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()

@@ -1,0 +1,1 @@
+"""`plan`: memory, FLOPs, time and cost of a run, computed without a device."""

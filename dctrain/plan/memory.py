@@ -1,0 +1,181 @@
+"""The bytes of a rank: weights, gradients, optimiser and activations, counted without any device."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dcmha import ComposedLayer, ComposeWeights
+
+from ..activation_checkpointing import Recompute, set_recompute
+from ..distributed.layout import WHOLE, Share, split_blocks
+from ..distributed.strategy import make_mesh, mesh_axes, shard_blocks
+from ..errors import UserError
+from ..training_module import TrainingModule
+from .flops import in_dtype
+
+GIB = 2**30
+GATHERED_BLOCKS = 2  # the one that computes, and the next
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank, about.
+
+    Attributes:
+        weights: Parameters in 32 bits, and what is gathered or cast of them.
+        gradients: Theirs, in 32 bits.
+        optimizer: Adam's two moments.
+        activations: What is kept for the backward pass of a batch.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Be rank 0 of a process group that does not exist."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def share_of_a_rank(module: TrainingModule, ranks: int) -> TrainingModule:
+    """Copy a module, its network being one rank's share under tensor parallelism: parameters of its shapes, no values.
+
+    Args:
+        module: The module, whose network is on the meta device.
+        ranks: Ranks that split each layer.
+
+    Raises:
+        UserError: If it cannot be split.
+    """
+    module = copy.deepcopy(module)
+    splits = module.split_model(0, ranks).splits
+    for name, whole in list(module.model.named_parameters()):
+        blocks = split_blocks(whole.shape, splits.get(name, WHOLE), Share(0, ranks))
+        part = torch.cat([block.of_whole(whole.detach()) for block in blocks], splits.get(name, WHOLE).dim or 0)
+        owner, _, key = name.rpartition(".")
+        module.model.get_submodule(owner)._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    return module
+
+
+def sharded_numel(model: nn.Module, shards: int) -> int:
+    """Count the parameters that a rank keeps under `FSDP2Strategy`: those of the largest shards.
+
+    Args:
+        model: The network, on the meta device.
+        shards: Ranks that it is sharded over.
+    """
+    with fake_world(shards):
+        model = copy.deepcopy(model)
+        shard_blocks(model, getattr(model, "blocks", ()), make_mesh("cpu", mesh_axes(shards)))
+        return sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def activation_bytes(
+    model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype, recompute: Recompute = "none"
+) -> int:
+    """Count the bytes that a forward pass keeps for the backward pass, as the fused kernels run it.
+
+    Args:
+        model: The network.
+        args: Its inputs, on the meta device.
+        kwargs: More of them.
+        dtype: Dtype of what is computed.
+        recompute: What is recomputed; what one block keeps meanwhile is added.
+    """
+    model = copy.deepcopy(model).to(device="meta", dtype=dtype).train()
+    set_recompute(model, recompute)
+    kept = _kept_bytes(model, args, kwargs, dtype)
+    if recompute != "none":
+        set_recompute(model, "none")
+        kept += (_kept_bytes(model, args, kwargs, dtype) - kept) // len(model.blocks)
+    return kept
+
+
+def _kept_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
+    for module in model.modules():
+        if isinstance(module, ComposedLayer):
+            module.attend = partial(_attend, module)
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept.setdefault(x.untyped_storage()._cdata, x)
+        return x
+
+    args = in_dtype(args, dtype)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(*args, **kwargs)
+    return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in parameters)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what the fused kernels keep: the operands, the output, and one number a row."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, *rest: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, *rest, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+
+def _attend(layer: ComposedLayer, q: Tensor, k: Tensor, v: Tensor, pre, post, *_, **__) -> Tensor:
+    def parts(weights: ComposeWeights | None) -> list[Tensor]:
+        return [] if weights is None else [x for x in (*weights.query, *weights.key, weights.base) if x is not None]
+
+    return _Attention.apply(q, k, v, *parts(pre), *parts(post))
+
+
+def ddp_memory(model: nn.Module, activations: int, *, is_mixed: bool, world: int) -> Memory:
+    """Count what a rank holds of a model that is whole on every rank; several add the buckets that they reduce."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return Memory((4 + 2 * is_mixed) * numel, (4 + 4 * (world > 1)) * numel, 8 * numel, activations)
+
+
+def fsdp2_memory(model: nn.Module, activations: int, *, is_mixed: bool, shards: int, accumulate: int) -> Memory:
+    """Count what a rank holds of a model that is sharded; accumulated gradients are whole until they are reduced."""
+    blocks = list(getattr(model, "blocks", ()))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    block = max((sum(parameter.numel() for parameter in b.parameters()) for b in blocks), default=0)
+    rest = whole - sum(parameter.numel() for b in blocks for parameter in b.parameters())
+    shard = sharded_numel(model, shards)
+    gathered = GATHERED_BLOCKS * block + rest
+    reduced = whole if accumulate > 1 else block + rest
+    return Memory(4 * shard + (2 if is_mixed else 4) * gathered, 4 * (shard + reduced), 8 * shard, activations)
+
+
+def check_fits(memory: Memory, gpu_memory: float) -> None:
+    """Refuse a run that a GPU has no room for.
+
+    Args:
+        memory: What it needs.
+        gpu_memory: Of a GPU, in GiB.
+
+    Raises:
+        UserError: If it does not fit; the message says what would.
+    """
+    if memory.total <= gpu_memory * GIB:
+        return
+    largest = max(memory._fields, key=lambda name: getattr(memory, name))
+    mend = "a smaller data.batch_size, or model.recompute" if largest == "activations" else "fsdp2 on more ranks"
+    raise UserError(
+        f"a rank needs about {memory.total / GIB:.1f} GiB of {gpu_memory:g}, most of it for {largest} "
+        f"({getattr(memory, largest) / GIB:.1f}); what would help: {mend}."
+    )

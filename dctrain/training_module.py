@@ -1,0 +1,387 @@
+"""TrainingModule: the optimiser, its schedule and the step's random numbers, for every network trained here."""
+
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import NamedTuple
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from dcmha import ComposedLayer
+from dcmha.weights import ComposeProjection
+
+from .cli.argument_types import check_types
+from .distributed.grad_norm import total_norm
+from .distributed.meta_init import fill_shards
+from .distributed.strategy import FSDP2Strategy, data_rank
+from .distributed.tensor_parallel import Plan
+from .errors import Diverged, UserError, told_as
+from .evaluation.items import ItemRecorder
+from .plan.flops import forward_flops
+from .run_length import count_run_steps, is_set
+
+WARMUP_OF_SHORT_RUNS = 10  # which part of a run is warm-up where it has fewer steps than its recipe's warm-up
+MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
+    """Return the learning rate's factor: linear from 0 over the warm-up, then a cosine to `final_fraction`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+MOST_RATE = 1e6  # of learning and of decay; the optimiser computes in 32 bits
+TOLD_OTHERWISE = ("num_workers", "batch_size")  # of the data: without effect, and told as a global batch
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Name the settings that are others than before, with both values."""
+    return [
+        f"{prefix}{name} {before[name]!r} -> {now[name]!r}"
+        for name in before
+        if name in now and _plain(before[name]) != _plain(now[name])
+    ]
+
+
+def _plain(value: object) -> object:
+    """Make of a setting what a checkpoint holds of it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Check the state of an optimiser that a checkpoint has filled.
+
+    Raises:
+        UserError: If a tensor is missing, or of another shape than its parameter.
+    """
+    for parameter, state in optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = getattr(state.get(name), "shape", None) if isinstance(state, Mapping) else None
+            if found != parameter.shape:
+                shapes = f"{None if found is None else list(found)}, not {list(parameter.shape)}"
+                raise UserError(f"the checkpoint cannot be resumed from: {name} of a parameter is of shape {shapes}.")
+        if not torch.is_tensor(state.get("step")):
+            raise UserError("the checkpoint cannot be resumed from: the optimiser's step of a parameter is missing.")
+
+
+class Example(NamedTuple):
+    """Inputs of a network on the meta device, and how many units (images, tokens) they are."""
+
+    args: tuple
+    kwargs: dict[str, torch.Tensor]
+    units: int
+
+
+class TrainingModule(L.LightningModule):
+    """AdamW with warm-up and cosine by steps, for the network in `self.model`.
+
+    A subclass saves the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction`,
+    `compile` and `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
+
+    Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same; ranks of the
+    same data draw the same.
+
+    A step whose loss or gradient is not finite, on whichever rank, changes nothing: it is counted, logged and skipped.
+    After `MAX_SKIPPED` of them in a row the run ends with `Diverged`.
+
+    Attributes:
+        skipped: Steps skipped so far.
+        skipped_in_a_row: The last of them, up to now.
+        items: What the newest evaluation found of each item.
+    """
+
+    speed_unit: str
+    forward_flops: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped = self.skipped_in_a_row = 0
+        self.items = ItemRecorder()
+        self._trained: dict[str, object] = {}  # hyperparameters of the checkpoint that was loaded
+        self._trained_data: dict[str, object] = {}  # those of its data
+        self._initial: dict[str, torch.Tensor] = {}  # weights for a model that has none before it is sharded
+
+    def count_units(self, batch) -> int:
+        """Count the units (images, tokens) that one rank trains on in a batch."""
+        raise NotImplementedError
+
+    def example(self, batch_size: int) -> Example:
+        """Make inputs of `self.model` of a batch, on the meta device."""
+        raise NotImplementedError
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Tell how many optimiser steps the warm-up takes."""
+        raise NotImplementedError
+
+    def read_initial(self, source: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Read the weights that `self.model` is to start from, and the names of those that are drawn anew.
+
+        Raises:
+            UserError: If there are none, or they do not fit.
+        """
+        raise NotImplementedError
+
+    def start_from(self, source: str) -> None:
+        """Take other weights for those that were drawn, before training begins.
+
+        Args:
+            source: Where they are.
+
+        Raises:
+            UserError: If there are none, or they do not fit.
+        """
+        weights, drawn = self.read_initial(source)
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            self._initial = weights
+        else:
+            self.model.load_state_dict(weights, strict=False)
+        said = f"; {len(drawn)} tensors are drawn anew, the first is {drawn[0]}" if drawn else ""
+        rank_zero_only(print)(f"starts from {source}{said}", flush=True)
+
+    def split_model(self, rank: int, ranks: int) -> Plan:
+        """Tell `self.model` to compute a rank's share of each layer; return how it is split then."""
+        raise UserError(f"trainer.strategy.tensor_parallel={ranks}: model {self.hparams.model!r} cannot be split.")
+
+    def check_ranges(self) -> None:
+        """Check the hyperparameters that every module has.
+
+        Raises:
+            UserError: If one is out of range.
+        """
+        hp = self.hparams
+        check_types(type(self).__init__, hp)
+        for name in ("lr", "weight_decay"):
+            if not 0 <= hp[name] <= MOST_RATE:
+                raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MOST_RATE:g}.")
+        if not 0 <= hp.final_lr_fraction <= 1:
+            raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
+        is_pair = isinstance(hp.betas, list | tuple) and len(hp.betas) == 2
+        if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in hp.betas):
+            raise UserError(f"betas={hp.betas!r}: expected two numbers in [0, 1).")
+        if not 0 <= hp.seed < 2**32:
+            raise UserError(f"seed={hp.seed} must be in [0, 2^32).")
+
+    def count_flops(self, model: nn.Module, *example: object) -> int:
+        """Count the FLOPs of a forward pass, and check that the model takes the example and runs on this device.
+
+        Args:
+            model: The network.
+            *example: Its arguments, on the meta device; the first is a tensor.
+
+        Raises:
+            UserError: If it does not.
+        """
+        name = self.hparams.get("model", type(self.model).__name__)
+        with told_as(f"model {name!r} cannot take inputs of shape {list(example[0].shape)}"):
+            flops = forward_flops(model, *example)
+        device = self.trainer.strategy.root_device
+        for layer in self.model.modules():
+            if isinstance(layer, ComposedLayer) and layer.options.is_composed:
+                with told_as("model"):
+                    layer.check_device(device)
+        return flops
+
+    def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
+        """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for; where
+        parameters are gathered between the blocks, those alone.
+        """
+        compiled = [self.model]
+        if isinstance(self.trainer.strategy, FSDP2Strategy):
+            self._refuse_batch_norm()
+            strategy = self.trainer.strategy
+            strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
+            fill_shards(self.model, strategy.layout, self._initial)
+            self._initial = {}
+            compiled = blocks
+        for module in compiled if self.hparams.compile else ():
+            module.compile()
+
+    def _refuse_batch_norm(self) -> None:
+        """Refuse a model whose ranks would each keep statistics of their own, which FSDP2 does not bring together."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                raise UserError(f"trainer.strategy: {name} of the model is a batch norm, which FSDP2 lacks; use ddp.")
+
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
+        """Seed this step's random numbers, and tell the loggers its number, which Lightning counts one too high after
+        some resumes.
+        """
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+        step = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        key = np.random.SeedSequence([self.hparams.seed, step, data_rank(self.trainer).rank])
+        torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
+
+    def on_train_start(self) -> None:
+        """Let the settings of a resumed run hold where they are others than before, and say so."""
+        if not self._trained:
+            return
+        others = _changed(self._trained, self.hparams)
+        if self.trainer.datamodule is not None:
+            others += _changed(self._trained_data, self.trainer.datamodule.hparams, "data.")
+        if others and self.trainer.is_global_zero:
+            print(f"resumed with other settings: {', '.join(others)}", flush=True)
+        optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        _check_moments(optimizer)
+        for group, ours in zip(optimizer.param_groups, self._parameter_groups(), strict=True):
+            group["initial_lr"], group["betas"] = self.hparams.lr, tuple(self.hparams.betas)
+            group["weight_decay"] = ours["weight_decay"]
+            group["lr"] = self.hparams.lr * schedule.lr_lambdas[0](schedule.last_epoch)
+        schedule.base_lrs = [self.hparams.lr for _ in optimizer.param_groups]
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+    def on_validation_start(self) -> None:
+        """Forget what the evaluation before found of items."""
+        self.items.clear()
+
+    def on_test_start(self) -> None:
+        """Forget it too."""
+        self.items.clear()
+
+    def log_step(self, loss: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """Log the loss and the learning rate of a training step, and return the loss to be differentiated.
+
+        One that is not finite makes all gradients so, by which all ranks know of it.
+        """
+        self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
+        self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=batch_size)
+        return loss * (1 + 0 * loss.detach())
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Clip the global norm (`trainer.gradient_clip_val`) and log what it was; skip the step if it is not finite."""
+        if gradient_clip_algorithm not in (None, "norm"):
+            got = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = total_norm([p.grad for p in parameters])
+        nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val or math.inf, norm)
+        self.log("train/grad_norm", norm)
+        if norm.isfinite():
+            self.skipped_in_a_row = 0
+        elif not self._is_rescaling():
+            self._skip_step(optimizer)
+        self.log("train/skipped_steps", float(self.skipped))
+
+    def _is_rescaling(self) -> bool:
+        """Tell whether a gradient scaler will skip this step by itself, for its factor was too large."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return scaler is not None and scaler.get_scale() > 1
+
+    def _skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave nothing to step with, count it, and end the run after too many.
+
+        Raises:
+            Diverged: If it is so.
+        """
+        optimizer.zero_grad(set_to_none=True)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        said = f"step {self.trainer.global_step}: the loss or its gradient is not finite"
+        if self.skipped_in_a_row > MAX_SKIPPED:
+            raise Diverged(f"{said}, nor were those of the {MAX_SKIPPED} steps before; training has diverged.")
+        if self.trainer.is_global_zero:
+            print(f"{said}; the step is skipped ({self.skipped_in_a_row} in a row, at most {MAX_SKIPPED}).", flush=True)
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Keep the counts of skipped steps."""
+        checkpoint["skipped_steps"] = [self.skipped, self.skipped_in_a_row]
+
+    def configure_optimizers(self) -> dict:
+        """AdamW; warm-up and cosine per step."""
+        hp = self.hparams
+        total_steps = self._total_steps()
+        warmup_steps = self.warmup_steps(total_steps)
+        if warmup_steps >= total_steps:
+            shortened = total_steps // WARMUP_OF_SHORT_RUNS
+            said = f"warm-up of {warmup_steps} steps shortened to {shortened}: the run has {total_steps} steps"
+            rank_zero_only(print)(said, flush=True)
+            warmup_steps = shortened
+        optimizer = torch.optim.AdamW(
+            self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas), fused=self._is_fused() or None
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_cosine(step, warmup_steps, total_steps, hp.final_lr_fraction)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _is_fused(self) -> bool:
+        """Tell whether the optimiser's step is one kernel: on a GPU, unless a gradient scaler unscales before it."""
+        has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        return self.trainer.strategy.root_device.type == "cuda" and not has_scaler
+
+    def _total_steps(self) -> int:
+        """Count the optimiser steps of the whole run.
+
+        Not by `trainer.estimated_stepping_batches`: it starts the training loader before a checkpoint's position is
+        known.
+        """
+        trainer, steps_per_epoch = self.trainer, None
+        if is_set(trainer.max_epochs):
+            if trainer.datamodule is None:  # loaders of others have no position
+                return int(trainer.estimated_stepping_batches)
+            steps_per_epoch = -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
+        return count_run_steps(trainer.max_steps, trainer.max_epochs, steps_per_epoch)
+
+    def _parameter_groups(self) -> list[dict]:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        gates = {id(m.gate) for m in self.model.modules() if isinstance(m, ComposeProjection)}
+
+        def decays(p: nn.Parameter) -> bool:
+            return self.hparams.decay_all or (p.ndim > 1 and id(p) not in gates)
+
+        groups = [
+            {"params": [p for p in trained if decays(p)], "weight_decay": self.hparams.weight_decay},
+            {"params": [p for p in trained if not decays(p)], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Refuse a checkpoint of another architecture with one message, before torch lists every key; take up the
+        counts of skipped steps.
+        """
+        self.skipped, self.skipped_in_a_row = checkpoint.get("skipped_steps", (0, 0))
+        trained = checkpoint.get("hyper_parameters", {})
+        self._trained = {name: trained[name] for name in self.hparams if name in trained}
+        data = checkpoint.get("datamodule_hyper_parameters", {})
+        self._trained_data = {name: data[name] for name in data if name not in TOLD_OTHERWISE}
+        is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
+            raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
+        if is_resumed:
+            self._check_averaging("averaging_state" in checkpoint)
+        if "state_dict" in checkpoint:  # else it is sharded, and has been compared
+            self.check_architecture({key: x.shape for key, x in checkpoint["state_dict"].items()}, trained)
+
+    def _check_averaging(self, was_averaged: bool) -> None:
+        """Refuse to resume with weight averaging a run without, or without it a run with: weights would be lost."""
+        averages = any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks)
+        if averages != was_averaged:
+            names = ("without", "with") if averages else ("with", "without")
+            raise UserError(f"trainer.callbacks: the run was trained {names[0]} weight averaging, not {names[1]} it.")
+
+    def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
+        """Compare a checkpoint's tensors with this module's.
+
+        Args:
+            theirs: Shapes of the checkpoint's tensors.
+            trained: Its hyperparameters.
+
+        Raises:
+            UserError: If they are of another architecture.
+        """
+        ours = {key: x.shape for key, x in self.state_dict().items()}
+        different = sorted(ours.keys() ^ theirs.keys()) or sorted(key for key in ours if ours[key] != theirs[key])
+        if different:
+            others = {name: value for name, value in self.hparams.items() if _plain(trained.get(name)) != _plain(value)}
+            said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
+            raise UserError(
+                f"the checkpoint is of another architecture: {len(different)} tensors differ, the first is "
+                f"{different[0]}; it was trained with {said or 'the same hyperparameters'}."
+            )
