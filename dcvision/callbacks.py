@@ -7,9 +7,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from dcmha import record_attention
 from dctrain.errors import UserError
 
+from .attention_plots import draw_attention, log_pictures, read_image
 from .classifier import ImageClassifier
-from .look import check_layers, make_view
-from .pictures import draw_attention, log_pictures, read_image
+from .visualize import check_layers, make_view
 
 
 class AttentionImages(Callback):

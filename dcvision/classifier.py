@@ -24,11 +24,11 @@ from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.files import write_json
 from dctrain.utils.weighted_mean import WeightedMean
 
-from .build import build_model, without_weights
-from .compatible import compare_heads, compare_normalisation, normalisation
+from .compat_checks import compare_heads, compare_normalisation, normalisation
 from .data import Batch
 from .data.samples import as_batch
-from .parallel import split_vit
+from .factory import build_model, without_weights
+from .tensor_parallel import split_vit
 
 
 class ImageClassifier(TrainingModule):
@@ -152,7 +152,7 @@ class ImageClassifier(TrainingModule):
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read the weights of a run, of an exported folder, or timm's own."""
-        from .initial import read_initial  # which loads runs, by what is defined here
+        from .init_from import read_initial  # which loads runs, by what is defined here
 
         return read_initial(source, self.model)
 

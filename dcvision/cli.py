@@ -17,7 +17,7 @@ PROGRAM = Program(
         "configs": "dcvision.cli:configs",
         "compare": "dcvision.comparison:compare",
         "explain": EXPLANATIONS,
-        "look": "dcvision.look:look",
+        "look": "dcvision.visualize:look",
         "shards": "dcvision.data.make_shards:make_shards",
         "verify": "dcvision.data.make_shards:verify",
     },

@@ -9,7 +9,7 @@ from dctrain.checkpointing.checkpoint import check_no_run, find_checkpoint, load
 from dctrain.errors import UserError, told_as
 from dctrain.utils.files import filled_whole
 
-from .build import build_model, without_weights
+from .factory import build_model, without_weights
 
 
 def export(checkpoint: str, out: str, raw: bool = False) -> Path:

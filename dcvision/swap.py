@@ -15,8 +15,8 @@ from dcmha import DCAttention
 from dcmha.checks import check_module
 from dcmha.options import check_names
 
-from .adopted import FAMILIES, Adopted, AdoptedPooling
 from .families import CONVOLUTIONS, FAMILIES_BY_PARTS, LEFT, ComposedParts, composed_class
+from .timm_attention import FAMILIES, Adopted, AdoptedPooling
 
 SUPPORTED = (
     "ViT, DeiT, BEiT, CLIP, SigLIP, DINO, EVA, NaFlexViT, Swin, SAM, CaiT, TNT, CrossViT, NesT, GC ViT, PVT v2, Twins, "

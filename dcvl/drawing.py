@@ -12,7 +12,7 @@ from torch import Tensor
 from dclm.data.tokenizers import Tokenizer
 from dcmha.analysis import Recorded, record_attention
 from dctrain.errors import UserError
-from dcvision.pictures import prefix_tokens
+from dcvision.attention_plots import prefix_tokens
 
 from .data.samples import EncodedCaption
 from .network import ImageText, Texts

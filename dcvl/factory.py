@@ -7,7 +7,7 @@ from torch import nn
 from dclm import Decoder
 from dclm.config import build_config
 from dctrain.errors import UserError, told_as
-from dcvision.build import build_model
+from dcvision.factory import build_model
 
 from .contrastive import Contrastive
 from .network import ImageText

@@ -10,8 +10,8 @@ from dclm.data.tokenizers import Tokenizer
 from dclm.load import load_decoder, load_model
 from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.errors import UserError
-from dcvision.compatible import compare_heads, compare_normalisation
-from dcvision.initial import read_initial as read_image_tower
+from dcvision.compat_checks import compare_heads, compare_normalisation
+from dcvision.init_from import read_initial as read_image_tower
 
 from .load import is_pair, load_pair
 from .network import ImageText

@@ -19,10 +19,10 @@ from dctrain.errors import UserError, told_as
 from dctrain.utils.device import check_device
 from dctrain.utils.files import filled_whole, write_json
 from dctrain.utils.json_fields import check_fields
-from dcvision.build import without_weights
-from dcvision.compatible import normalisation
+from dcvision.compat_checks import normalisation
 from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
+from dcvision.factory import without_weights
 from dcvision.pretrained import load_pretrained
 
 from .data.captions import TEMPLATE

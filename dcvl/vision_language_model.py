@@ -18,8 +18,8 @@ from dctrain.activation_checkpointing import Recompute, set_recompute
 from dctrain.errors import UserError
 from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.weighted_mean import WeightedMean
-from dcvision.build import without_weights
-from dcvision.compatible import compare_heads, compare_normalisation, normalisation
+from dcvision.compat_checks import compare_heads, compare_normalisation, normalisation
+from dcvision.factory import without_weights
 
 from .contrastive import Contrastive, Pairs, contrastive_loss
 from .data import Batch

@@ -21,7 +21,7 @@ from dctrain.errors import UserError, told_as
 from dctrain.utils.files import written_whole
 
 from .decode import BadImage, decode
-from .layouts import Image, class_folders, validation_images
+from .imagenet import Image, class_folders, validation_images
 
 
 def make_shards(

@@ -14,7 +14,7 @@ from torchvision.transforms.v2.functional import normalize, to_pil_image
 from dctrain.checkpointing.checkpoint import find_checkpoint, map_checkpoint
 from dctrain.errors import told_as
 
-from ..compatible import normalisation
+from ..compat_checks import normalisation
 from ..data.decode import Transform, decode, eval_transform
 from ..export import load_network
 from ..pretrained import is_exported, load_pretrained

@@ -20,9 +20,9 @@ from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.selectors import check_kinds
 
+from ..attention_plots import patch_grid, read_image
 from ..evaluation.images import readable_images
 from ..evaluation.networks import Network
-from ..pictures import patch_grid, read_image
 from .images import load_on, load_with_image
 
 KINDS = ("branches", "heads", "patches")

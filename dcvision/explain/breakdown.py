@@ -12,8 +12,8 @@ from dctrain.explain.breakdown_report import Pair, explain_breakdown, record_pai
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.selectors import find_layer, find_position
 
+from ..attention_plots import View, patch_grid, prefix_tokens
 from ..evaluation.networks import Network
-from ..pictures import View, patch_grid, prefix_tokens
 from .images import load_with_image
 
 

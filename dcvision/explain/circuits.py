@@ -18,8 +18,8 @@ from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.circuits_report import Score, Written, explain_circuits, list_written, score_head
 from dctrain.explain.explanation import origin_of, write_explanation
 
+from ..attention_plots import prefix_tokens
 from ..evaluation.images import readable_images
-from ..pictures import prefix_tokens
 from .images import load_on
 
 RELATION = "the image's own class"

@@ -16,8 +16,8 @@ from dctrain.explain.html_report import Maps, Shown, check_size, facts_of, page_
 from dctrain.explain.mixing_report import explain_mixing
 from dctrain.utils.files import relative
 
+from ..attention_plots import View, patch_grid, prefix_tokens, read_image
 from ..evaluation.networks import Network
-from ..pictures import View, patch_grid, prefix_tokens, read_image
 from .attribute import KINDS, attribution_of, find_class
 from .breakdown import breakdown_of, token_names
 from .images import load_with_image

@@ -33,9 +33,9 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import nn
 
-from . import biases, mobile, offsets, parts, plain, pooled, talking_heads, windows
-from .left import CONVOLUTIONS, LEFT
-from .parts import ComposedParts, Family, Parts, composed_class
+from . import base, biases, mobile, offsets, plain, pooled, talking_heads, windows
+from .base import ComposedParts, Family, Parts, composed_class
+from .unsupported import CONVOLUTIONS, LEFT
 
 FAMILIES_BY_PARTS: dict[type[nn.Module], Family] = {
     SwinV2Attention: windows.SWIN_V2,
@@ -70,6 +70,6 @@ FAMILIES_BY_PARTS: dict[type[nn.Module], Family] = {
     MultiQueryAttention2d: mobile.MULTI_QUERY,
     ImageAttention: mobile.OF_IMAGES,
 }
-parts.FAMILIES.update(FAMILIES_BY_PARTS)
+base.FAMILIES.update(FAMILIES_BY_PARTS)
 
 __all__ = ["CONVOLUTIONS", "FAMILIES_BY_PARTS", "LEFT", "ComposedParts", "Family", "Parts", "composed_class"]

@@ -6,7 +6,7 @@ from timm.layers import apply_rot_embed_cat
 from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, as_tokens, conv_output, one_width, output, project, split_by_order
+from .base import Family, Parts, Widths, as_tokens, conv_output, one_width, output, project, split_by_order
 
 
 def _sam(module: nn.Module, x: Tensor) -> Parts:

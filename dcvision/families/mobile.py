@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, as_image, as_tokens, conv_output, heads, join, split_by_order
+from .base import Family, Parts, Widths, as_image, as_tokens, conv_output, heads, join, split_by_order
 
 
 def _multi_query(module: nn.Module, x: Tensor, attn_mask: Tensor | None = None) -> Parts:

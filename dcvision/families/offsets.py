@@ -7,7 +7,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, as_image, as_tokens, heads, join
+from .base import Family, Parts, Widths, as_image, as_tokens, heads, join
 from .talking_heads import constant_of, static_mixing
 
 

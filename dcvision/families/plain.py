@@ -7,7 +7,7 @@ from functools import partial
 from timm.models.gemma4_vit import apply_multidimensional_rope
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, as_image, as_tokens, conv_output, heads, join, one_width, output, project
+from .base import Family, Parts, Widths, as_image, as_tokens, conv_output, heads, join, one_width, output, project
 
 
 def _metaformer(module: nn.Module, x: Tensor) -> Parts:

@@ -6,7 +6,7 @@ from functools import partial
 from timm.models.mvitv2 import cal_rel_pos_type, reshape_post_pool, reshape_pre_pool
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, as_image, as_tokens, heads, join, output, project
+from .base import Family, Parts, Widths, as_image, as_tokens, heads, join, output, project
 
 
 def _of_reduced(module: nn.Module, x: Tensor, reduced: Tensor) -> Parts:

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .parts import Family, Parts, Widths, heads, one_width, output, project
+from .base import Family, Parts, Widths, heads, one_width, output, project
 
 
 def _cait(module: nn.Module, x: Tensor) -> Parts:

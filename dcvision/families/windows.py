@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .parts import Family, Parts, heads, join, one_width, output, project
+from .base import Family, Parts, heads, join, one_width, output, project
 
 MOST_LOG_SCALE = math.log(100.0)  # of cosine attention
 

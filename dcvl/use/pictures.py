@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from dctrain.errors import UserError, told_as
 from dctrain.utils.files import check_regular
-from dcvision.data.layouts import EXTENSIONS
+from dcvision.data.imagenet import EXTENSIONS
 
 from ..load import LoadedPair
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dcmha import DCAttention
 from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, newest_checkpoint
-from dcvision.build import build_model
+from dcvision.factory import build_model
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 

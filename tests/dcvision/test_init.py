@@ -5,7 +5,7 @@ import timm
 import torch
 
 from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
-from dcvision.compatible import normalisation
+from dcvision.compat_checks import normalisation
 from tests.faults.drill import mistake
 
 from .commands import run

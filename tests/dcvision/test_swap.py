@@ -342,8 +342,8 @@ def test_bad_input_leaves_the_model_as_it_was(make, options, message):
 
 @pytest.mark.long
 def test_the_table_of_families_says_what_swap_attention_does():
-    """Of the timm that is installed; `python -m dcvision.families.survey` prints it."""
-    from dcvision.families.survey import survey, table
+    """Of the timm that is installed; `python -m dcvision.families.support_table` prints it."""
+    from dcvision.families.support_table import survey, table
 
     readme = (Path(__file__).parents[2] / "dcvision/families/README.md").read_text()
     assert readme.endswith(table(survey()))

@@ -6,7 +6,7 @@ import torch
 
 import dcvision  # noqa: F401
 from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
-from dcvision.parallel import split_vit
+from dcvision.tensor_parallel import split_vit
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
 

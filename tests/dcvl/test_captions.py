@@ -14,7 +14,7 @@ from dclm.data.tokenizers import ByteTokenizer
 from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
-from dcvision.build import build_model
+from dcvision.factory import build_model
 from dcvl import CaptionDataModule, ImageText
 from dcvl.captioning import exact_matches, tell_captions
 from dcvl.data.captions import open_captions

@@ -13,8 +13,8 @@ from dclm.data.tokenizers import ByteTokenizer
 from dcmha import DCAttention, analysis, split_heads
 from dctrain.errors import UserError
 from dcvision import ImageClassifier, ImageDataModule
+from dcvision.attention_plots import read_image
 from dcvision.data.sources import FolderSource
-from dcvision.pictures import read_image
 from dcvl import CaptionDataModule, VisionLanguageModel
 from dcvl.load import LoadedPair
 from dcvl.use.pictures import batches

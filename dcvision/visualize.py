@@ -10,9 +10,9 @@ from dcmha import ComposedLayer, record_attention
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 
-from .compatible import normalisation
+from .attention_plots import View, draw_attention, log_pictures, patch_grid, prefix_tokens, read_image
+from .compat_checks import normalisation
 from .export import load_network
-from .pictures import View, draw_attention, log_pictures, patch_grid, prefix_tokens, read_image
 
 
 def look(checkpoint: str, image: str, out: str, query: int | None = None) -> list[Path]:

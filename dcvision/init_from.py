@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.errors import told_as
 
-from .compatible import compare_heads, compare_normalisation
+from .compat_checks import compare_heads, compare_normalisation
 from .export import load_network
 from .pretrained import is_exported, load_pretrained
 from .swap import fit_weights

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.io import decode_image
 
 from dctrain.errors import UserError
-from dcvision import callbacks, look
+from dcvision import callbacks, visualize
 from tests.dcvision.commands import run
 
 SHORT = [
@@ -39,7 +39,7 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
     log = EventAccumulator(str(folder)).Reload()
     assert sorted(log.Tags()["images"]) == [f"attention/{name}" for name in names]
     with pytest.raises(UserError, match="image.png cannot be made"):
-        look.look(checkpoint, image, image)
+        visualize.look(checkpoint, image, image)
     for arguments, message in (
         (
             [f"--checkpoint={checkpoint}", f"--image={image}", "--query=16"],
@@ -122,17 +122,17 @@ def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
 
 def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch):
     """The image as the network is given it in training, of the weights that are evaluated."""
-    seen, draw = [], look.draw_attention
+    seen, draw = [], visualize.draw_attention
 
     def spy(recorded, view):
         seen.append(dict(recorded))
         return draw(recorded, view)
 
-    for module in (look, callbacks):
+    for module in (visualize, callbacks):
         monkeypatch.setattr(module, "draw_attention", spy)
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     run("fit", *SHORT, *callback, "--model.ema_decay=0.5", f"--trainer.default_root_dir={tmp_path}")
-    look.look(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
+    visualize.look(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
     assert len(seen) == 3 and seen[1].keys() == seen[2].keys()
     for name, one in seen[2].items():
         torch.testing.assert_close(one.maps.composed_weights, seen[1][name].maps.composed_weights)

@@ -7,7 +7,7 @@ from timm.layers.attention import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 from torch import nn
 
-from dcvision.adopted import FAMILIES, AdoptedPooling
+from dcvision.timm_attention import FAMILIES, AdoptedPooling
 
 B, T, C, H, D = 2, 7, 48, 6, 8
 PREFIX = 2

@@ -20,7 +20,7 @@ from dcmha import COMPOSE_OPTIONS, DCAttention, DCCrossAttention, compose_option
 from dcmha.cross import SidedProjection
 from dcmha.options import check_names
 
-from .families.parts import share
+from .families.base import share
 
 
 class Adopted(DCAttention):

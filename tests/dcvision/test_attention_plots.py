@@ -10,7 +10,7 @@ from dcmha import ComposeWeights
 from dcmha.analysis import Recorded
 from dcmha.impl.reference import AttentionMaps
 from dctrain.errors import UserError
-from dcvision.pictures import View, draw_attention, patch_grid, read_image
+from dcvision.attention_plots import View, draw_attention, patch_grid, read_image
 
 HEADS, PREFIX, GRID = 3, 1, (2, 4)
 TOKENS = PREFIX + GRID[0] * GRID[1]

@@ -1,4 +1,4 @@
-"""What `swap_attention` says of every family of timm: `python -m dcvision.families.survey` prints README.md's table."""
+"""What `swap_attention` says of every family of timm: `python -m dcvision.families.support_table` prints README.md's table."""
 
 from importlib.util import find_spec
 
