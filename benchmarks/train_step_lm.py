@@ -18,7 +18,7 @@ from models import compare, language_parser
 from torch.distributed.tensor.parallel import loss_parallel
 
 import dclm
-from dclm.parallel import split_decoder
+from dclm.tensor_parallel import split_decoder
 from dctrain.activation_checkpointing import Recompute, set_recompute
 from dctrain.distributed.strategy import make_mesh, mesh_axes, shard_model
 

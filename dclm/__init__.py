@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from dctrain.utils.lazy import lazily
 
-from .beams import beam_search
+from .beam_search import beam_search
 from .config import CONFIGS, DecoderConfig, decoder_config
 from .decoder import Decoder
 from .generate import generate

@@ -14,7 +14,7 @@ from .data import TokenDataModule
 from .data.samples import collate
 from .generate import generate
 from .sampling import Sampling
-from .suite.stream import TaskStream
+from .synthetic_tasks.stream import TaskStream
 
 BASELINE_TOKENS = 2**23
 

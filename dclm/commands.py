@@ -13,10 +13,10 @@ from .data.tokenizers import BYTES, SubwordTokenizer
 from .hub import save_pretrained, why_not_published
 from .load import load_model
 from .sampling import Sampling
-from .suite import TASKS, make_suite, write_texts
-from .suite.stream import CAST, TRAINED, UNSEEN
-from .suite.tasks import SUITE
-from .text import continue_text
+from .synthetic_tasks import TASKS, make_suite, write_texts
+from .synthetic_tasks.stream import CAST, TRAINED, UNSEEN
+from .synthetic_tasks.tasks import SUITE
+from .text_generation import continue_text
 
 
 def generate(

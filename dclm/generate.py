@@ -14,8 +14,8 @@ from dcmha.checks import check_integers, check_module, is_integer
 from .blocks import Context
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
-from .growing_text import GrowingText
 from .sampling import Sampling
+from .stop_strings import GrowingText
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 Watch = Callable[[list[int]], list[bool]]

@@ -23,7 +23,7 @@ from .data.samples import as_batch
 from .decoder import Decoder
 from .load import load_decoder
 from .loss import IGNORED, Likelihood
-from .parallel import split_decoder
+from .tensor_parallel import split_decoder
 
 
 def _may_be_drawn(name: str) -> bool:

@@ -9,7 +9,7 @@ from .cli import PROGRAM
 from .config import DEFAULT_MODEL
 from .data import TokenDataModule
 from .data.datamodule import check_same_tokenizer, embedding_rows, open_corpus
-from .derived import derive_model
+from .derived_config import derive_model
 from .language_model import LanguageModel, check_objective
 from .load import load_tokenizer
 

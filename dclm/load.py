@@ -67,7 +67,7 @@ def load_scored(
     if is_ours:
         return load_model(checkpoint, tokenizer, dtype=dtype, device=device)
     try:
-        from .huggingface.scored import ScoredModel
+        from .huggingface.hf_scorer import ScoredModel
     except ModuleNotFoundError as error:
         raise UserError(f'{folder} needs transformers: pip install "dcmha[huggingface]" ({error})') from error
     return _with_tokenizer(ScoredModel(folder, dtype), partial(_tokenizer_in, folder), checkpoint, tokenizer, device)

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from dclm.beams import beam_search
+from dclm.beam_search import beam_search
 from dclm.data.tokenizers import Tokenizer
 from dclm.generate import generate
 

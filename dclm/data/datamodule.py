@@ -8,10 +8,10 @@ from dctrain.cli.argument_types import check_types
 from dctrain.data.datamodule import ResumableDataModule
 from dctrain.errors import UserError, told_as
 
-from ..suite.stream import NAME as TASKS
-from ..suite.stream import TaskStream, TaskTexts
-from .idxmap import PREFIX, IndexedCorpus
+from ..synthetic_tasks.stream import NAME as TASKS
+from ..synthetic_tasks.stream import TaskStream, TaskTexts
 from .masking import Masking, check_masking
+from .megatron_indexed import PREFIX, IndexedCorpus
 from .samples import TokenSamples, collate
 from .stdlib import stdlib_corpus
 from .token_files import Corpus
@@ -76,7 +76,7 @@ class TokenDataModule(ResumableDataModule):
     Args:
         tokens: Folder that `dclm tokens` made; "stdlib": the Python sources of the standard library;
             "idxmap:PREFIX": tokens in Megatron's indexed format, all for training; or "tasks": the synthetic tasks of
-            `dclm.suite`, drawn without end, of which the answers alone count.
+            `dclm.synthetic_tasks`, drawn without end, of which the answers alone count.
         validation: Where validation tokens come from, likewise: a folder's split "val", or all of an "idxmap:PREFIX".
             None for those of `tokens`, if it is a folder.
         tokenizer: That made an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders say it themselves.

@@ -14,8 +14,8 @@ from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
 
 from ..loss import IGNORED
-from .idxmap import IndexedRow
 from .masking import Masking
+from .megatron_indexed import IndexedRow
 from .token_files import TokenRow
 
 

@@ -30,8 +30,8 @@ from ..load import load_scored
 from .masked import MaskedTexts
 from .measures import PILE_KEY, SpanFile, TextSet
 from .scorer import Scorer
-from .suite_pictures import draw_suites
-from .suites import SuiteFile
+from .synthetic_plots import draw_suites
+from .synthetic_tasks import SuiteFile
 
 
 def evaluate(

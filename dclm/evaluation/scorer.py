@@ -16,11 +16,11 @@ from dctrain.evaluation.ranks import Ranks
 
 from ..data.masking import Masked
 from ..generate import check_prompts, stream
-from ..growing_text import GrowingText
 from ..likelihood import Pair, batches, cut_left, score, score_masked
 from ..load import LoadedModel
 from ..loss import Likelihood
 from ..sampling import Sampling
+from ..stop_strings import GrowingText
 
 
 class Score(NamedTuple):

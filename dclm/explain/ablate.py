@@ -11,7 +11,7 @@ from dctrain.explain.selectors import check_kinds
 from ..evaluation.command import measure_model, named
 from ..evaluation.masked import MaskedTexts
 from ..evaluation.measures import PILE_KEY, TextSet
-from ..evaluation.suites import SuiteFile
+from ..evaluation.synthetic_tasks import SuiteFile
 
 
 def ablate(

@@ -24,7 +24,7 @@ from ..evaluation.measures import PILE_KEY, text_windows
 from ..likelihood import Pair, Text, arrange, batches, cut_left, encode_pairs
 from ..load import LoadedModel, load_model
 from ..loss import token_loss
-from ..suite import read_texts
+from ..synthetic_tasks import read_texts
 from .prompts import Question, ask
 
 KINDS = ("branches", "heads", "tokens")

@@ -22,7 +22,7 @@ from dctrain.utils.files import filled_whole
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
-from . import baselines
+from . import neox_llama
 from .native import NATIVE_TYPE, config_from_native, config_to_native
 from .published_config import config_from_hub, config_to_hub
 from .published_weights import COMPOSE, DERIVED, compare_derived, join_qkv, weights_from_hub, weights_to_hub
@@ -62,13 +62,13 @@ PUBLISHED = Format(
     _published_weights,
 )
 NEOX = Format(
-    baselines.neox_config,
-    baselines.prepare,
-    baselines.weights_to_huggingface,
+    neox_llama.neox_config,
+    neox_llama.prepare,
+    neox_llama.weights_to_huggingface,
     lambda config: (),
-    baselines.weights_from_huggingface,
+    neox_llama.weights_from_huggingface,
 )
-LLAMA = NEOX._replace(read_config=baselines.llama_config)
+LLAMA = NEOX._replace(read_config=neox_llama.llama_config)
 NATIVE = Format(
     config_from_native,
     lambda tensors, config, content: None,

@@ -5,7 +5,7 @@ import torch
 
 import dclm
 from dclm.blocks import Context
-from dclm.parallel import split_decoder
+from dclm.tensor_parallel import split_decoder
 
 OVERRIDES = {"dim": 32, "num_layers": 3, "num_heads": 4, "mlp_dim": 48, "vocab_size": 23, "context_length": 16}
 LOOKS = {"context_dim": 12, "cross_layers": 2}

@@ -10,7 +10,7 @@ from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from tests.faults.drill import mistake
 
 from .commands import run, small, spawn
-from .hub.test_baselines import saved
+from .hub.test_neox_llama import saved
 from .test_decoder import ids
 from .test_decoder import small as small_decoder
 

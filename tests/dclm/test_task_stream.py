@@ -11,8 +11,17 @@ from dclm.callbacks import UnseenAccuracy
 from dclm.data import TokenDataModule
 from dclm.data.samples import collate
 from dclm.loss import IGNORED
-from dclm.suite import make_suite, read_texts, words
-from dclm.suite.stream import CAST, DRAWN_TASKS, ENDLESS, HELD_OUT, TRAINED, UNSEEN, TaskStream, task_tokenizer
+from dclm.synthetic_tasks import make_suite, read_texts, words
+from dclm.synthetic_tasks.stream import (
+    CAST,
+    DRAWN_TASKS,
+    ENDLESS,
+    HELD_OUT,
+    TRAINED,
+    UNSEEN,
+    TaskStream,
+    task_tokenizer,
+)
 from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
 from tests.dctrain.commands import record

@@ -8,7 +8,7 @@ import torch
 from torchvision.io import decode_image
 
 import dclm
-from dclm.suite import TASKS, make_suite, read_texts, write_texts
+from dclm.synthetic_tasks import TASKS, make_suite, read_texts, write_texts
 
 from ..commands import run
 from .models import numbers, small_folder

@@ -61,7 +61,7 @@ def saved(folder, model_type="gpt_neox"):
         config = SIZES | {"hidden_size": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "pretraining_tp": 1}
         decoder = dclm.Decoder(dclm.decoder_config("transformer_pp_debug", **shape(config)))
         top = ("model.embed_tokens", "model.norm", "lm_head")
-    from dclm.hub.baselines import weights_to_huggingface
+    from dclm.hub.neox_llama import weights_to_huggingface
 
     weights = weights_to_huggingface(decoder.state_dict(), decoder.config)
     assert {f"{name}.weight" for name in top} <= set(weights)

@@ -10,7 +10,7 @@ from dctrain.data.dataset_cache import file_digest
 from dctrain.evaluation.results import QUESTIONS, Measure
 
 from ..likelihood import encode_pairs
-from ..suite import TaskText, read_texts
+from ..synthetic_tasks import TaskText, read_texts
 from .measures import perplexity_of, standard_error
 from .scorer import Score, Scorer
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dclm.data import TokenDataModule
-from dclm.data.idxmap import IndexedCorpus
+from dclm.data.megatron_indexed import IndexedCorpus
 from dclm.data.tokenizers import ByteTokenizer
 from dctrain.errors import UserError
 

@@ -5,7 +5,7 @@ import torch
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
-from dclm.growing_text import GrowingText
+from dclm.stop_strings import GrowingText
 
 from .test_decoder import ids, small
 

@@ -11,8 +11,8 @@ from dctrain.errors import told_as
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
 from .generate import check_prompts, stream
-from .growing_text import GrowingText
 from .sampling import Sampling
+from .stop_strings import GrowingText
 
 
 def continue_text(

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from dclm.cli import main
-from dclm.suite import TASKS, TaskText, make_suite, make_text, read_texts, write_texts
-from dclm.suite.tasks import DOMAINS, Task
+from dclm.synthetic_tasks import TASKS, TaskText, make_suite, make_text, read_texts, write_texts
+from dclm.synthetic_tasks.tasks import DOMAINS, Task
 from dctrain.errors import UserError
 
 HAS = re.compile(r"(\w+) has the (\w+)\.")

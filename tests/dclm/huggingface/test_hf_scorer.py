@@ -13,7 +13,7 @@ from dclm.data.tokenizers import train_bpe
 from dclm.evaluation.scorer import Prompt, Scorer
 from dclm.load import load_scored
 from dclm.sampling import Sampling
-from dclm.suite import TASKS, make_suite, write_texts
+from dclm.synthetic_tasks import TASKS, make_suite, write_texts
 from dctrain.errors import UserError
 from dctrain.evaluation.answer_cache import Journal
 from dctrain.evaluation.ranks import Ranks
