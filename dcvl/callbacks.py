@@ -14,10 +14,10 @@ from torch import Tensor
 from dctrain.distributed.strategy import FSDP2Strategy
 from dctrain.errors import UserError
 
+from .caption_plots import beside, draw_captions, draw_words
 from .captioning import exact_matches, tell_captions
 from .data.captions import CaptionSource
 from .data.datamodule import CaptionDataModule
-from .drawing import beside, draw_captions, draw_words
 
 SHOWN, IN_TERMINAL = 8, 2  # pictures
 

@@ -10,7 +10,7 @@ PROGRAM = Program(
     name="dcvl",
     description="Images and texts with DCMHA.",
     functions={
-        **{use: f"dcvl.use.{use}:{use}" for use in ("caption", "classify", "retrieve", "embed", "look")},
+        **{use: f"dcvl.commands.{use}:{use}" for use in ("caption", "classify", "retrieve", "embed", "look")},
         "export": "dcvl.load:export",
         "configs": "dcvl.cli:configs",
         "compare": "dcvl.comparison:compare",

@@ -5,7 +5,7 @@ from dctrain.cli.lightning_cli import VocabularyCLI
 from .cli import PROGRAM
 from .data import CaptionDataModule
 from .data.datamodule import vocabulary_rows
-from .initial import check_tokenizer
+from .init_from import check_tokenizer
 from .vision_language_model import VisionLanguageModel
 
 

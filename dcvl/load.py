@@ -28,7 +28,7 @@ from dcvision.pretrained import load_pretrained
 from .data.captions import TEMPLATE
 from .data.samples import CaptionEncoder, black
 from .factory import build_pair
-from .facts import FACTS, REQUIRED
+from .metadata import FACTS, REQUIRED
 from .network import ImageText
 
 FORMAT = "dcvl-1"

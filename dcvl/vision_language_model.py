@@ -24,7 +24,7 @@ from dcvision.factory import without_weights
 from .contrastive import Contrastive, Pairs, contrastive_loss
 from .data import Batch
 from .factory import build_pair, image_tower
-from .initial import read_initial
+from .init_from import read_initial
 from .network import Outputs, Texts
 from .retrieval import RetrievalAt1
 

@@ -10,7 +10,7 @@ from dctrain.cli.safe_yaml import check_yaml_file
 from dctrain.errors import UserError
 from tests.dclm.commands import run as run_dclm
 from tests.dcvision.commands import run as run_dcvision
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

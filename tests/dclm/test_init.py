@@ -7,7 +7,7 @@ import torch
 
 import dclm
 from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import run, small, spawn
 from .hub.test_neox_llama import saved

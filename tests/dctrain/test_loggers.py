@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dctrain.loggers import finish, keep_curves, record_ids
 from tests.dcvision.commands import run, small
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import record
 from .recorder import read

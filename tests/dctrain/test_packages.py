@@ -90,7 +90,9 @@ def test_implementations_never_import_each_other(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", ["dcvision.cli, dcvision.visualize", "dclm.cli, dclm.commands, dcvl.use.caption"])
+@pytest.mark.parametrize(
+    "modules", ["dcvision.cli, dcvision.visualize", "dclm.cli, dclm.commands, dcvl.commands.caption"]
+)
 def test_what_does_not_train_does_without_lightning(modules):
     """Importing it takes seconds."""
     code = f"import sys, {modules}; print('lightning' in sys.modules)"

@@ -12,7 +12,7 @@ from timm.data import create_transform, resolve_data_config
 from timm.models import save_for_hf
 
 from dcvision.evaluation import images as evaluation
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import run
 from .test_init import common

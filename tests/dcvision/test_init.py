@@ -6,7 +6,7 @@ import torch
 
 from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
 from dcvision.compat_checks import normalisation
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import run
 

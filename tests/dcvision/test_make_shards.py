@@ -16,7 +16,7 @@ from dcvision.data.decode import decode
 from dcvision.data.shards import ShardSource, expand_urls
 from tests.conftest import encode
 from tests.dctrain.commands import ROOT
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import run
 

@@ -16,13 +16,13 @@ from dctrain.data.sampler import SampleRef
 from dctrain.errors import UserError
 from dcvision.factory import build_model
 from dcvl import CaptionDataModule, ImageText
+from dcvl.caption_plots import draw_words
 from dcvl.captioning import exact_matches, tell_captions
 from dcvl.data.captions import open_captions
 from dcvl.data.samples import CaptionedSamples, CaptionEncoder
 from dcvl.data.scenes import RELATIONS, Scene, SceneSource, Thing, scene_tokenizer
-from dcvl.drawing import draw_words
 from tests.conftest import write_shard
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import run, small
 

@@ -6,7 +6,7 @@ import torch
 import dclm
 from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint
 from tests.dcvision.commands import run as run_vision
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import other_words, run, small
 

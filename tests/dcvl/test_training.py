@@ -12,7 +12,7 @@ from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, n
 from dcvl import CaptionDataModule
 from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import losses, read
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import captioned_shard, other_words, run, small, spawn
 

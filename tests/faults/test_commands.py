@@ -13,7 +13,7 @@ from tests.dclm.commands import run as run_dclm
 from tests.dclm.commands import small as small_lm
 from tests.dcvision.commands import run, small
 
-from .drill import image_folder, mistake
+from .fault_injection import image_folder, mistake
 
 FIT_IMAGES = [
     ("--trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0 must be at least 1"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dclm.commands import run, small
 
-from .drill import mistake
+from .fault_injection import mistake
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.dclm.commands import small as small_lm
 from tests.dctrain.commands import spawn
 from tests.dcvision.commands import small
 
-from .drill import image_folder
+from .fault_injection import image_folder
 
 
 def fail(program: str, limit: int, *args: str) -> str:

@@ -26,7 +26,7 @@ from dcvision.data.shards import ShardSource, index_shard
 from tests.conftest import encode, numbered_samples, write_shard
 from tests.dcvision.commands import run, small
 
-from .drill import mistake
+from .fault_injection import mistake
 
 PLAIN = {"image_size": 8, "min_crop_area": 1.0, "horizontal_flip": False, "crop_fraction": 1.0}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from dcvl.commands.images import batches
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
@@ -17,12 +18,11 @@ from dcvision.attention_plots import read_image
 from dcvision.data.sources import FolderSource
 from dcvl import CaptionDataModule, VisionLanguageModel
 from dcvl.load import LoadedPair
-from dcvl.use.pictures import batches
 from tests.dclm.commands import run as run_dclm
 from tests.dcvision.commands import run, small
 from tests.dcvl.commands import run as run_dcvl
 
-from .drill import image_folder, mistake
+from .fault_injection import image_folder, mistake
 
 NAMED = [
     (run, ["evaluate", "--checkpoint=a", "--images=digits"], ("compare", "real", "out", "device")),

@@ -17,7 +17,7 @@ from tests.dclm.data.corpora import numbered_corpus
 from tests.dcvision.commands import run as run_dcvision
 from tests.dcvision.commands import small as small_dcvision
 
-from .drill import mistake
+from .fault_injection import mistake
 
 Change = Callable[[dict], object]
 HP, LOOPS = "hyper_parameters", "loops"

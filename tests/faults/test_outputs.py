@@ -7,7 +7,7 @@ from tests.dclm.commands import run as run_dclm
 from tests.dclm.commands import small as small_lm
 from tests.dcvision.commands import run, small
 
-from .drill import mistake
+from .fault_injection import mistake
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.dctrain.commands import ROOT, record
 from tests.dctrain.recorder import read
 from tests.dcvision.commands import run, small, spawn
 
-from .drill import mistake
+from .fault_injection import mistake
 from .test_images import folders
 
 

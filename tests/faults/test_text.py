@@ -9,7 +9,7 @@ from dclm import TokenDataModule
 from tests.dclm.commands import run, small
 from tests.dclm.data.corpora import prepared, write_texts
 
-from .drill import mistake
+from .fault_injection import mistake
 
 DOCUMENTS = [f"Some   WORDS {'and   spaces   ' * i}\n\n" for i in range(60)]
 

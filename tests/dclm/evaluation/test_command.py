@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dclm.evaluation import scorer
 from tests.dctrain.commands import ROOT
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 from .models import SOURCES, numbers, pile, small_folder, spans, write_records

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 from .models import numbers, small_folder, write_records

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dclm
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 from ..evaluation.models import SOURCES, numbers, write_records

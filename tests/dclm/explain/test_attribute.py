@@ -7,7 +7,7 @@ import torch
 
 import dclm
 from dclm.load import load_model
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 from ..evaluation.models import SOURCES, write_records

@@ -7,7 +7,7 @@ import torch
 
 from dclm.load import load_model
 from dcmha import record_attention
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 

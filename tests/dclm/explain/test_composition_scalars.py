@@ -10,7 +10,7 @@ from dclm import LanguageModel
 from dcmha.analysis import measure_mixing
 from dctrain.errors import UserError
 from dctrain.explain import CompositionScalars
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run, small
 

@@ -11,7 +11,7 @@ import torch
 from dclm.load import load_model
 from dcmha import record_attention
 from tests.dctrain.explain.browser import PHONE, needs_browser, opened, title
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 from ..evaluation.models import small_folder

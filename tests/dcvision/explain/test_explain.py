@@ -17,7 +17,7 @@ from dcmha.analysis import measure_mixing
 from dcvision.evaluation.images import readable_images
 from dcvision.evaluation.networks import load_classifier
 from tests.dctrain.explain.browser import needs_browser, opened
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from ..commands import run
 

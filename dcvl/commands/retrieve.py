@@ -12,7 +12,7 @@ from dctrain.evaluation.run import check_at_least_one
 from dctrain.utils.files import check_regular
 
 from ..load import load_pair
-from .pictures import embed_pictures, embed_texts, find_pictures
+from .images import embed_pictures, embed_texts, find_pictures
 
 
 def retrieve(

@@ -18,7 +18,7 @@ from dclm.loss import IGNORED
 from dctrain.errors import UserError
 from dcvl.data.scenes import SceneSource, scene_tokenizer
 from dcvl.load import load_pair
-from tests.faults.drill import mistake
+from tests.faults.fault_injection import mistake
 
 from .commands import run, small
 from .test_training import validated
@@ -177,7 +177,9 @@ def test_a_model_that_has_seen_black_sees_black(trained, tmp_path, capsys):
 def test_a_told_caption_that_does_not_end_is_drawn_whole(trained, tmp_path, monkeypatch, capsys):
     """It is as long as the context takes."""
     drawn = []
-    monkeypatch.setattr(import_module("dcvl.use.look"), "draw_words", lambda *args: drawn.append(args[3]) or {})
+    monkeypatch.setattr(
+        import_module("dcvl.commands.visualize"), "draw_words", lambda *args: drawn.append(args[3]) or {}
+    )
     monkeypatch.setattr(dcvl.captioning, "generate", endless)
     run("look", f"--checkpoint={trained / 't/version_0'}", f"--image={pictures(trained)[0]}", f"--out={tmp_path}")
     assert not drawn[0].is_cut and int((drawn[0].targets != IGNORED).sum()) == 15 + 1  # and the end

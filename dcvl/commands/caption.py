@@ -8,7 +8,7 @@ from dctrain.evaluation.run import check_at_least_one
 
 from ..captioning import tell_captions
 from ..load import load_pair
-from .pictures import batches, check_tells, find_pictures
+from .images import batches, check_tells, find_pictures
 
 
 def caption(

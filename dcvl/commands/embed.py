@@ -11,7 +11,7 @@ from dctrain.evaluation.run import check_at_least_one
 from dctrain.utils.files import written_whole
 
 from ..load import load_pair
-from .pictures import embed_pictures, find_pictures
+from .images import embed_pictures, find_pictures
 
 
 def embed(

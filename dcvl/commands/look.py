@@ -5,11 +5,11 @@ import torch
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 
+from ..caption_plots import draw_words
 from ..captioning import tell_captions
 from ..data.samples import CaptionEncoder
-from ..drawing import draw_words
 from ..load import load_pair
-from .pictures import batches, check_tells, find_pictures
+from .images import batches, check_tells, find_pictures
 
 
 def look(checkpoint: str, image: str, out: str, text: str | None = None, device: str = "cpu") -> None:

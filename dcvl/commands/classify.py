@@ -18,7 +18,7 @@ from dcvision.data.sources import Source, open_source
 
 from ..data.captions import TEMPLATE, check_templates, in_template
 from ..load import LoadedPair, load_pair
-from .pictures import check_contrasts, embed_texts
+from .images import check_contrasts, embed_texts
 
 
 def classify(
