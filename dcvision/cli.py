@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|evaluate|compare|look|...`."""
+"""Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|evaluate|compare|visualize|...`."""
 
 from dctrain.cli.named_configs import listing
 from dctrain.cli.program import run_program
@@ -17,7 +17,7 @@ PROGRAM = Program(
         "configs": "dcvision.cli:configs",
         "compare": "dcvision.comparison:compare",
         "explain": EXPLANATIONS,
-        "look": "dcvision.visualize:look",
+        "visualize": "dcvision.visualize:visualize",
         "shards": "dcvision.data.make_shards:make_shards",
         "verify": "dcvision.data.make_shards:verify",
     },

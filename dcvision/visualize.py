@@ -1,4 +1,4 @@
-"""`dcvision look`: shows what composition does to an image."""
+"""`dcvision visualize`: shows what composition does to an image."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from .compat_checks import normalisation
 from .export import load_network
 
 
-def look(checkpoint: str, image: str, out: str, query: int | None = None) -> list[Path]:
+def visualize(checkpoint: str, image: str, out: str, query: int | None = None) -> list[Path]:
     """Draw what composition does to an image.
 
     Args:

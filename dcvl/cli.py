@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvl fit|validate|test`, `caption|look|classify|retrieve|embed|export|compare`."""
+"""Command line: `python -m dcvl fit|validate|test`, `caption|visualize|classify|retrieve|embed|export|compare`."""
 
 from dctrain.cli.named_configs import listing
 from dctrain.cli.program import run_program
@@ -10,7 +10,7 @@ PROGRAM = Program(
     name="dcvl",
     description="Images and texts with DCMHA.",
     functions={
-        **{use: f"dcvl.commands.{use}:{use}" for use in ("caption", "classify", "retrieve", "embed", "look")},
+        **{use: f"dcvl.commands.{use}:{use}" for use in ("caption", "classify", "retrieve", "embed", "visualize")},
         "export": "dcvl.load:export",
         "configs": "dcvl.cli:configs",
         "compare": "dcvl.comparison:compare",

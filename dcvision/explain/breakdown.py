@@ -30,7 +30,7 @@ def breakdown(
     """Break what composition makes of the attention from one patch to another into its terms, head by head.
 
     The terms are those of equation 7; with the weights that the two patches bring, and what the heads look at before
-    and after (figures 7 and 8). `look` draws the same attention on the image.
+    and after (figures 7 and 8). `dcvision visualize` draws the same attention on the image.
 
     Args:
         checkpoint: A model, as `evaluate` takes it.

@@ -1,4 +1,7 @@
-"""What `swap_attention` says of every family of timm: `python -m dcvision.families.support_table` prints README.md's table."""
+"""Table of the timm model families that `swap_attention` supports, as in README.md.
+
+Command: `python -m dcvision.families.support_table`.
+"""
 
 from importlib.util import find_spec
 

@@ -91,7 +91,7 @@ def test_implementations_never_import_each_other(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "modules", ["dcvision.cli, dcvision.visualize", "dclm.cli, dclm.commands, dcvl.commands.caption"]
+    "modules", ["dcvision.cli, dcvision.visualize", "dclm.cli, dclm.commands", "dcvl.commands.caption"]
 )
 def test_what_does_not_train_does_without_lightning(modules):
     """Importing it takes seconds."""

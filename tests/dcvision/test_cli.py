@@ -116,7 +116,7 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
     tuned = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_1")))["state_dict"]
     assert all(torch.equal(value, state[key]) for key, value in tuned.items() if key.startswith("model."))
     Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
-    run("look", f"--checkpoint={checkpoint}", f"--image={tmp_path}/image.png", f"--out={tmp_path}/pictures")
+    run("visualize", f"--checkpoint={checkpoint}", f"--image={tmp_path}/image.png", f"--out={tmp_path}/pictures")
     assert (tmp_path / "pictures/blocks.1.attn.png").exists()
 
 
@@ -128,7 +128,7 @@ def test_a_swapped_family_is_looked_at_and_explained(shards, tmp_path):
     run_folder = tmp_path / "t/version_0"
     Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
     of = [f"--checkpoint={run_folder}", f"--image={tmp_path}/image.png"]
-    run("look", *of, f"--out={tmp_path}/pictures")
+    run("visualize", *of, f"--out={tmp_path}/pictures")
     assert (tmp_path / "pictures/blocks.1.attn.png").exists()
     run("explain", "report", *of, f"--out={tmp_path}/page", "--steps=2")
     page = (tmp_path / "page/index.html").read_text()

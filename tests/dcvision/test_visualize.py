@@ -29,7 +29,7 @@ def image(tmp_path):
 def test_pictures_of_every_layer(tmp_path, image, capsys):
     run("fit", *SHORT, f"--trainer.default_root_dir={tmp_path}")
     checkpoint, folder = str(tmp_path / "t/version_0"), tmp_path / "pictures"
-    run("look", f"--checkpoint={checkpoint}", f"--image={image}", f"--out={folder}", "--query=3")
+    run("visualize", f"--checkpoint={checkpoint}", f"--image={image}", f"--out={folder}", "--query=3")
     names = ["blocks.0.attn", "blocks.1.attn", "compositions"]
     out = capsys.readouterr().out
     for name in names:
@@ -39,7 +39,7 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
     log = EventAccumulator(str(folder)).Reload()
     assert sorted(log.Tags()["images"]) == [f"attention/{name}" for name in names]
     with pytest.raises(UserError, match="image.png cannot be made"):
-        visualize.look(checkpoint, image, image)
+        visualize.visualize(checkpoint, image, image)
     for arguments, message in (
         (
             [f"--checkpoint={checkpoint}", f"--image={image}", "--query=16"],
@@ -49,7 +49,7 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
         ([f"--checkpoint={tmp_path}/nowhere", f"--image={image}"], "no checkpoint"),
     ):
         with pytest.raises(SystemExit) as exit_info:
-            run("look", *arguments, f"--out={folder}")
+            run("visualize", *arguments, f"--out={folder}")
         assert exit_info.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -57,7 +57,7 @@ def test_a_model_without_composition_layers(tmp_path, image, capsys):
     model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     run("fit", *SHORT[:-2], *model, "--name=t", f"--trainer.default_root_dir={tmp_path}")
     with pytest.raises(SystemExit):
-        run("look", f"--checkpoint={tmp_path}/t/version_0", f"--image={image}", f"--out={tmp_path}/pictures")
+        run("visualize", f"--checkpoint={tmp_path}/t/version_0", f"--image={image}", f"--out={tmp_path}/pictures")
     assert "VisionTransformer has no DCAttention" in capsys.readouterr().err
 
 
@@ -132,7 +132,7 @@ def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch)
         monkeypatch.setattr(module, "draw_attention", spy)
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     run("fit", *SHORT, *callback, "--model.ema_decay=0.5", f"--trainer.default_root_dir={tmp_path}")
-    visualize.look(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
+    visualize.visualize(str(tmp_path / "t/version_0"), image, str(tmp_path / "pictures"))
     assert len(seen) == 3 and seen[1].keys() == seen[2].keys()
     for name, one in seen[2].items():
         torch.testing.assert_close(one.maps.composed_weights, seen[1][name].maps.composed_weights)

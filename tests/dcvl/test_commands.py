@@ -93,10 +93,10 @@ def test_where_words_look(trained, checkpoint, tmp_path, capsys):
     run("caption", checkpoint, "--images", picture)
     told = capsys.readouterr().out.splitlines()[-1].split("\t")[1]
     for asked, text in (([], told), (["--text=two small sixes"], "two small sixes")):
-        run("look", checkpoint, f"--image={picture}", f"--out={tmp_path / 'look'}", *asked)
+        run("visualize", checkpoint, f"--image={picture}", f"--out={tmp_path / 'look'}", *asked)
         assert capsys.readouterr().out.splitlines()[-2:] == [text, str(tmp_path / "look/text.blocks.1.cross.png")]
         assert (tmp_path / "look/text.blocks.1.cross.png").stat().st_size > 10_000
-    said = mistake(capsys, run, "look", checkpoint, f"--image={trained / 'set'}", f"--out={tmp_path / 'look'}")
+    said = mistake(capsys, run, "visualize", checkpoint, f"--image={trained / 'set'}", f"--out={tmp_path / 'look'}")
     assert "holds 5 pictures; accepted: one" in said
 
 
@@ -181,7 +181,7 @@ def test_a_told_caption_that_does_not_end_is_drawn_whole(trained, tmp_path, monk
         import_module("dcvl.commands.visualize"), "draw_words", lambda *args: drawn.append(args[3]) or {}
     )
     monkeypatch.setattr(dcvl.captioning, "generate", endless)
-    run("look", f"--checkpoint={trained / 't/version_0'}", f"--image={pictures(trained)[0]}", f"--out={tmp_path}")
+    run("visualize", f"--checkpoint={trained / 't/version_0'}", f"--image={pictures(trained)[0]}", f"--out={tmp_path}")
     assert not drawn[0].is_cut and int((drawn[0].targets != IGNORED).sum()) == 15 + 1  # and the end
     assert capsys.readouterr().out.splitlines()[-1] == " ".join(["small"] * 15)
 
@@ -201,8 +201,14 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
         (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
         (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
         (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; accepted: a file whose name ends in .npy"),
-        (["look", "--image=bad.png", "--out=o", f"--text={' '.join(['small'] * 20)}"], "longer than the 16 tokens"),
-        (["look", "--image=bad.png", "--out=o", "--text=a small dog"], "holds what the tokenizer has no token for"),
+        (
+            ["visualize", "--image=bad.png", "--out=o", f"--text={' '.join(['small'] * 20)}"],
+            "longer than the 16 tokens",
+        ),
+        (
+            ["visualize", "--image=bad.png", "--out=o", "--text=a small dog"],
+            "holds what the tokenizer has no token for",
+        ),
         (["classify", "--images=digits", "--classes=ten.txt"], "'a photo of a a' holds what the tokenizer has no"),
         (["classify", "--images=digits", "--classes=gap.txt"], "classes=gap.txt holds an empty line"),
         (["retrieve", "--images=bad.png"], "text and texts: accepted: one of the two"),
@@ -232,7 +238,7 @@ def test_mistakes_of_models(trained, tmp_path, capsys):
     matcher = f"--checkpoint={tmp_path / 't/version_1'}"
     assert "tells no captions" in mistake(capsys, run, "caption", matcher, "--images", source)
     picture = f"--image={pictures(trained)[0]}"
-    assert "tells no captions" in mistake(capsys, run, "look", matcher, picture, f"--out={tmp_path / 'look'}")
+    assert "tells no captions" in mistake(capsys, run, "visualize", matcher, picture, f"--out={tmp_path / 'look'}")
     out = f"--out={trained / 'exported'}"
     assert "exists already; nothing was overwritten" in mistake(capsys, run, "export", matcher, out)
     config = json.loads((trained / "exported/config.json").read_text())

@@ -87,7 +87,7 @@ def doors_of_dcvision(checkpoint: Path, shards: str, image: str, root: Path) -> 
         ["predict", *small_dcvision(shards, root), read],
         ["export", read, out],
         ["evaluate", read, f"--images=shards:{shards}", out],
-        ["look", read, f"--image={image}", out],
+        ["visualize", read, f"--image={image}", out],
         ["explain", "report", read, f"--image={image}", out],
     ]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from dcvl.commands.images import batches
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
@@ -17,6 +16,7 @@ from dcvision import ImageClassifier, ImageDataModule
 from dcvision.attention_plots import read_image
 from dcvision.data.sources import FolderSource
 from dcvl import CaptionDataModule, VisionLanguageModel
+from dcvl.commands.images import batches
 from dcvl.load import LoadedPair
 from tests.dclm.commands import run as run_dclm
 from tests.dcvision.commands import run, small

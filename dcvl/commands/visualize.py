@@ -1,4 +1,4 @@
-"""`dcvl look`: draws where each word of a caption looks when it is told."""
+"""`dcvl visualize`: draws where each word of a caption looks when it is told."""
 
 import torch
 
@@ -12,7 +12,7 @@ from ..load import load_pair
 from .images import batches, check_tells, find_pictures
 
 
-def look(checkpoint: str, image: str, out: str, text: str | None = None, device: str = "cpu") -> None:
+def visualize(checkpoint: str, image: str, out: str, text: str | None = None, device: str = "cpu") -> None:
     """Draw where each word of a caption looks in the picture, per head, before and after composition.
 
     Args:
