@@ -22,7 +22,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerF
 from dclm import load_model
 from dclm.data.tokenizers import train_bpe
 from dclm.evaluation.scorer import Scorer
-from dctrain.evaluation.answer_cache import Journal
+from dctrain.evaluation.answer_cache import AnswerCache
 from dctrain.evaluation.ranks import Ranks
 from dctrain.utils.environment import environment
 
@@ -94,7 +94,7 @@ def main() -> None:
                 asked = [((str(number), str(i)), *pair) for i, pair in enumerate(pairs)]
                 expected = theirs._loglikelihood_tokens(asked, disable_tqdm=True)
                 middle = time.perf_counter()
-                journal = Journal(path, f"{kind}{number}", {}, alone)
+                journal = AnswerCache(path, f"{kind}{number}", {}, alone)
                 found = Scorer(model, alone, journal, options.batch_size, 2048).score(pairs)
                 end = time.perf_counter()
                 if number:  # the first warms up

@@ -41,13 +41,13 @@ def seconds_of_kernels(call: Callable[[], None], repeats: int) -> tuple[dict[str
         torch.cuda.synchronize()
     seconds, launches = Counter(), Counter()
     for event in profiler.key_averages():
-        name = kind_of(event.key)
+        name = kernel_config(event.key)
         seconds[name] += event.self_device_time_total / 1e6 / repeats
         launches[name] += event.count // repeats
     return seconds, launches
 
 
-def kind_of(name: str) -> str:
+def kernel_config(name: str) -> str:
     """Tell what a GPU's kernel belongs to."""
     for kernel in KERNELS:
         if kernel in name:

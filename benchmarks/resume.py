@@ -15,10 +15,10 @@ import torch
 from measure import save
 
 import dclm
-from dctrain.checkpointing.async_save import Folders
+from dctrain.checkpointing.async_save import ShardedCheckpointWriter
 from dctrain.checkpointing.checkpoint import check_resumable, load_checkpoint
 from dctrain.checkpointing.lightning_io import AtomicCheckpointIO
-from dctrain.checkpointing.sharded import whole_part
+from dctrain.checkpointing.sharded import as_local_shard
 from dctrain.checkpointing.training_state import flatten, named_groups
 from dctrain.utils.environment import environment
 
@@ -47,7 +47,7 @@ def measure_size(num_layers: int, folder: Path) -> dict:
     rest = dict.fromkeys(("lr_schedulers", "loops", "global_step", "epoch"), 0)
     content = rest | {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
     groups = named_groups(module, optimizer)
-    parts = {name: whole_part(x) for name, x in flatten(content, groups).items()}
+    parts = {name: as_local_shard(x) for name, x in flatten(content, groups).items()}
     meta = rest | {"state_dict": {}, "optimizer_states": [{"param_groups": groups}]}
 
     def load(path: Path) -> None:
@@ -57,7 +57,7 @@ def measure_size(num_layers: int, folder: Path) -> dict:
 
     saving = {
         "file": lambda path: AtomicCheckpointIO().save_checkpoint(content, path),
-        "folder": lambda path: Folders().save(path, parts, meta),
+        "folder": lambda path: ShardedCheckpointWriter().save(path, parts, meta),
     }
     row = {"layers": num_layers, "bytes": sum(part.local.nbytes for part in parts.values())}
     for kind, write in saving.items():

@@ -13,7 +13,7 @@ from measure import measure, save, show, training_step
 
 from dctrain.utils.environment import environment
 from dcvl import VisionLanguageModel
-from dcvl.contrastive import Pairs, contrastive_loss
+from dcvl.contrastive import ContrastiveBatch, contrastive_loss
 from dcvl.network import Texts
 
 PLAIN = {"pre_compose": False, "post_compose": False}
@@ -44,7 +44,7 @@ def make_step(options: argparse.Namespace, is_composed: bool) -> Callable[[], No
 
     def compute_loss() -> torch.Tensor:
         outputs = model(images, texts)
-        pairs = Pairs(outputs.images, outputs.texts, ids, torch.ones_like(owners, dtype=torch.bool))
+        pairs = ContrastiveBatch(outputs.images, outputs.texts, ids, torch.ones_like(owners, dtype=torch.bool))
         return contrastive_loss("sigmoid", pairs, outputs.scale, outputs.bias) + outputs.caption_loss / ids.numel()
 
     return training_step(model, compute_loss, options.device, getattr(torch, options.dtype))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dctrain.utils.lazy import lazily
+from dctrain.utils.lazy import lazy_exports
 
 from .beam_search import beam_search
 from .config import CONFIGS, DecoderConfig, decoder_config
@@ -34,4 +34,4 @@ __all__ = [
     "save_pretrained",
     "swap_attention",
 ]
-__getattr__, __dir__ = lazily(__name__, {"LanguageModel": "language_model", "TokenDataModule": "data.datamodule"})
+__getattr__, __dir__ = lazy_exports(__name__, {"LanguageModel": "language_model", "TokenDataModule": "data.datamodule"})

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dcmha.checks import check_integers, check_module, check_numbers
 
-from .blocks import Context
+from .blocks import CrossContext
 from .decoder import Decoder
 from .generate import check_prompts
 
-MOST_BEAMS, MOST_PENALTY = 1024, 20.0
+MAX_BEAMS, MAX_LENGTH_PENALTY = 1024, 20.0
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def beam_search(
     *,
     length_penalty: float = 1.0,
     stop_tokens: Sequence[int] = (),
-    context: Context | None = None,
+    context: CrossContext | None = None,
 ) -> list[Tensor]:
     """Find a continuation of each prompt whose log-probability over (number of new tokens)^`length_penalty` is highest.
 
@@ -53,9 +53,9 @@ def beam_search(
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"input_ids: {error}; accepted: prompts of one length [B, T].") from error
     check_integers(num_beams=num_beams, max_new_tokens=max_new_tokens)
-    if num_beams > MOST_BEAMS:
-        raise ValueError(f"{num_beams=} must be at least 1 and at most {MOST_BEAMS}.")
-    check_numbers(low=0, high=MOST_PENALTY, length_penalty=length_penalty)
+    if num_beams > MAX_BEAMS:
+        raise ValueError(f"{num_beams=} must be at least 1 and at most {MAX_BEAMS}.")
+    check_numbers(low=0, high=MAX_LENGTH_PENALTY, length_penalty=length_penalty)
     prompts = torch.stack(check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)).to(decoder.device)
     cache = decoder.make_cache(prompts.shape[1] + max_new_tokens, context=context)
     beams = _Beams(len(prompts), num_beams, max_new_tokens, length_penalty, stop_tokens, decoder.device)

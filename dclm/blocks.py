@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcmha import DCAttention, DCCrossAttention, SeenContext, compose_options_of
+from dcmha import ContextKV, DCAttention, DCCrossAttention, compose_options_of
 from dcmha.attention import AttentionCache, Rope
 from dcmha.impl.masking import Documents
 
@@ -52,7 +52,7 @@ class MLP(nn.Module):
         return self.down(hidden)
 
 
-class Context(NamedTuple):
+class CrossContext(NamedTuple):
     """Another sequence that is looked at.
 
     Attributes:
@@ -64,7 +64,7 @@ class Context(NamedTuple):
     mask: Tensor | None = None
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One layer of a decoder.
 
     Args:
@@ -74,7 +74,7 @@ class Block(nn.Module):
         **dd: Device and dtype of the parameters.
     """
 
-    def __init__(self, config: DecoderConfig, window: int | None, looks: bool = False, **dd) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, has_cross_attention: bool = False, **dd) -> None:
         super().__init__()
         self.parallel, self.is_causal = config.parallel_residual, config.is_causal
         self.attn_norm = make_norm(config, **dd)
@@ -88,10 +88,12 @@ class Block(nn.Module):
             **compose_options_of(config),
             **shared,
         )
-        self.cross_norm = make_norm(config, **dd) if looks else None
+        self.cross_norm = make_norm(config, **dd) if has_cross_attention else None
         options = compose_options_of(config.cross_options)
         self.cross = (
-            DCCrossAttention(config.dim, config.num_heads, config.context_dim, **options, **shared) if looks else None
+            DCCrossAttention(config.dim, config.num_heads, config.context_dim, **options, **shared)
+            if has_cross_attention
+            else None
         )
         self.mlp_norm = make_norm(config, **dd)
         self.mlp = MLP(config, **dd)
@@ -102,12 +104,12 @@ class Block(nn.Module):
         documents: Documents | None,
         rope: Rope | None,
         cache: AttentionCache | None,
-        context: Context | SeenContext | None = None,
+        context: CrossContext | ContextKV | None = None,
     ) -> Tensor:
         """Map [B, T, C] to [B, T, C]; `context` is for a layer that looks at one, the others are `DCAttention`'s."""
         attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "documents": documents}
         attended = x + self.attn(self.attn_norm(x), **attention)
         if self.cross is not None:
-            given = context if isinstance(context, Context) else (context,)
+            given = context if isinstance(context, CrossContext) else (context,)
             attended = attended + self.cross(self.cross_norm(attended), *given)
         return attended + self.mlp(self.mlp_norm(x if self.parallel else attended))

@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from dctrain.data.sampler import SampleRef
 from dctrain.distributed.strategy import FSDP2Strategy
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from .bigram import ByteBigram
 from .data import TokenDataModule
@@ -27,7 +27,7 @@ class BigramBaseline(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a model that has no bits per byte."""
-        with told_as("BigramBaseline"):
+        with as_user_error("BigramBaseline"):
             pl_module.model.check_causal()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -104,14 +104,14 @@ class TextSample(Callback):
             raise UserError("TextSample's prompt='' must hold some text to go on from.")
         if max_new_tokens < 1:
             raise UserError(f"TextSample's {max_new_tokens=} must be at least 1.")
-        with told_as("TextSample"):
+        with as_user_error("TextSample"):
             Sampling(temperature, top_p=top_p)
         self.prompt, self.max_new_tokens = prompt, max_new_tokens
         self.temperature, self.top_p = temperature, top_p
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a model that continues no text."""
-        with told_as("TextSample"):
+        with as_user_error("TextSample"):
             pl_module.model.check_causal()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

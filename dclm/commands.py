@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from dctrain.checkpointing.checkpoint import check_no_run, make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.files import write_json
 
 from .data.tokenizers import BYTES, SubwordTokenizer
@@ -49,7 +49,7 @@ def generate(
         device: Where to run, such as cuda.
         compile: Compile the decode step.
     """
-    with told_as():
+    with as_user_error():
         sampling = Sampling(temperature, top_k, top_p)
     decoder, words = load_model(checkpoint, tokenizer, device=device)
     options = {"stop_at_eos": stop_at_eos, "stop_strings": stop, "seed": seed, "compile": compile}
@@ -78,7 +78,7 @@ def export(checkpoint: str, out: str, native: bool = False) -> None:
     """
     check_no_run(out)
     decoder, tokenizer = load_model(checkpoint)
-    with told_as():
+    with as_user_error():
         if not native and (reason := why_not_published(decoder.config)) is not None:
             print(f"in our own format, as the published one cannot express the model: {reason}")
             native = True

@@ -1,5 +1,5 @@
 """`dclm compare`."""
 
-from dctrain.compare import comparison
+from dctrain.compare import compare_command
 
-compare = comparison("dclm", {"val/loss": "min"})
+compare = compare_command("dclm", {"val/loss": "min"})

@@ -7,8 +7,8 @@ from dcmha import ComposeOptions
 from dcmha.dispatch import check_impl
 from dcmha.layer import check_kv_heads
 from dcmha.options import COMPOSE_OPTIONS, compose_options_of
-from dcmha.rotary import SMALLEST_BASE
-from dctrain.errors import UserError, told_as
+from dcmha.rotary import MIN_BASE
+from dctrain.errors import UserError, as_user_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class DecoderConfig(ComposeOptions):
         for name, accepted in CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
-        for name, least in (("norm_eps", SMALLEST), ("rotary_base", SMALLEST_BASE), ("init_std", SMALLEST)):
+        for name, least in (("norm_eps", SMALLEST), ("rotary_base", MIN_BASE), ("init_std", SMALLEST)):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= LARGEST:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a number from {least:g} to {LARGEST:g}.")
         if self.dim % self.num_heads:
@@ -233,7 +233,7 @@ def build_config(model: str, vocab_size: int, context_length: int, overrides: di
     twice = sorted(set(overrides) & set(fixed))
     if twice:
         raise UserError(f"model.overrides must not hold {twice}: data.{twice[0]} says it for model and data.")
-    with told_as():
+    with as_user_error():
         return decoder_config(model, **fixed, **overrides)
 
 

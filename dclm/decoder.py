@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcmha import ComposeProjection, DecodingCache, SeenContext, rotary_embedding
+from dcmha import ComposeProjection, ContextKV, DecodingCache, rotary_embedding
 from dcmha.attention import Rope
 from dcmha.checks import check_factory
 from dcmha.impl.masking import Documents, documents_of
 
-from .blocks import Block, Context, make_norm
+from .blocks import CrossContext, DecoderBlock, make_norm
 from .config import DecoderConfig
 from .loss import IGNORED, Likelihood, score_targets, token_loss
 
@@ -43,9 +43,9 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
         learned = config.position == "learned"
         self.position_embed = nn.Embedding(config.context_length, config.dim, **dd) if learned else None
-        self.first_looking = config.num_layers - config.cross_layers  # the first block that looks at a context
+        self.first_cross_layer = config.num_layers - config.cross_layers  # the first block that looks at a context
         self.blocks = nn.ModuleList(
-            Block(config, window, number >= self.first_looking, **dd)
+            DecoderBlock(config, window, number >= self.first_cross_layer, **dd)
             for number, window in enumerate(config.layer_windows)
         )
         self.norm = make_norm(config, **dd)
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         *,
         targets: Tensor | None = None,
         documents: Tensor | None = None,
-        context: Context | None = None,
+        context: CrossContext | None = None,
         per_token: bool = False,
     ) -> Tensor | Likelihood:
         """Predict a token at each position: the next one, or with `is_causal=False` what belongs there.
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def _score(
-        self, input_ids: Tensor, targets: Tensor | None, documents: Tensor | None, context: Context | None
+        self, input_ids: Tensor, targets: Tensor | None, documents: Tensor | None, context: CrossContext | None
     ) -> Likelihood:
         if targets is None:
             raise ValueError("per_token=True without targets: there is nothing to score.")
@@ -131,13 +131,13 @@ class Decoder(nn.Module):
         return score_targets(x[counts], self.output.weight, targets[counts])
 
     def hidden_states(
-        self, input_ids: Tensor, *, documents: Tensor | None = None, context: Context | None = None
+        self, input_ids: Tensor, *, documents: Tensor | None = None, context: CrossContext | None = None
     ) -> Tensor:
         """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
-        return self.both_states(input_ids, documents=documents, context=context)[1]
+        return self.hidden_and_final(input_ids, documents=documents, context=context)[1]
 
-    def both_states(
-        self, input_ids: Tensor, *, documents: Tensor | None = None, context: Context | None = None
+    def hidden_and_final(
+        self, input_ids: Tensor, *, documents: Tensor | None = None, context: CrossContext | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute the hidden states before the first layer that looks at a context, not normed, and the final ones.
 
@@ -147,11 +147,11 @@ class Decoder(nn.Module):
         self._check_context(context, len(input_ids))
         found = self._documents(documents, input_ids)
         before, rope = self._before_context(input_ids, found)
-        after = self._through(slice(self.first_looking, None), before, rope, found, context=context)
+        after = self._through(slice(self.first_cross_layer, None), before, rope, found, context=context)
         return before, self.norm(after)
 
     def states_before_context(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
-        """Compute the first of `both_states` alone, for which no context is needed."""
+        """Compute the first of `hidden_and_final` alone, for which no context is needed."""
         self._check_ids(input_ids)
         return self._before_context(input_ids, self._documents(documents, input_ids))[0]
 
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         if documents is not None:
             positions = positions - documents.starts
         x, rope = self._begin(input_ids, positions)
-        return self._through(slice(0, self.first_looking), x, rope, documents), rope
+        return self._through(slice(0, self.first_cross_layer), x, rope, documents), rope
 
     @property
     def device(self) -> torch.device:
@@ -256,9 +256,9 @@ class Decoder(nn.Module):
                 f"{num_tokens} tokens exceed the position table of {self.config.context_length} (context_length)."
             )
 
-    def _check_context(self, context: Context | None, rows: int | None) -> None:
+    def _check_context(self, context: CrossContext | None, rows: int | None) -> None:
         width = self.config.context_dim
-        if context is not None and not isinstance(context, Context):
+        if context is not None and not isinstance(context, CrossContext):
             raise ValueError(
                 f"context={type(context).__name__}: expected a dclm.blocks.Context(tokens, mask), or None."
             )
@@ -284,7 +284,7 @@ class Decoder(nn.Module):
         rope: Rope | None,
         documents: Documents | None = None,
         *,
-        context: Context | None = None,
+        context: CrossContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Tensor:
         """Send hidden states [B, T, C] through some of the blocks."""
@@ -298,7 +298,9 @@ class Decoder(nn.Module):
                 x = block(x, documents, rope, layer_cache, seen)
         return x
 
-    def make_cache(self, capacity: int, padding: Tensor | None = None, context: Context | None = None) -> DecodingCache:
+    def make_cache(
+        self, capacity: int, padding: Tensor | None = None, context: CrossContext | None = None
+    ) -> DecodingCache:
         """Make an empty cache for decoding up to `capacity` tokens a row, in which the context has been seen, once.
 
         Args:
@@ -313,9 +315,9 @@ class Decoder(nn.Module):
         self._check_context(context, None if padding is None else len(padding))
         return DecodingCache(self.config.layer_windows, capacity, padding, self._see(context))
 
-    def _see(self, context: Context | None) -> list[SeenContext | None]:
+    def _see(self, context: CrossContext | None) -> list[ContextKV | None]:
         """Let each layer that looks at a context make of it what it needs."""
-        return [None if block.cross is None else block.cross.see(*context) for block in self.blocks]
+        return [None if block.cross is None else block.cross.precompute_kv(*context) for block in self.blocks]
 
 
 def _check_like(name: str, given: Tensor, input_ids: Tensor) -> None:

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from dcmha.checks import check_integers, check_module, is_integer
 
-from .blocks import Context
+from .blocks import CrossContext
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
 from .sampling import Sampling
-from .stop_strings import GrowingText
+from .stop_strings import StopStringBuffer
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 Watch = Callable[[list[int]], list[bool]]
 
 
-MOST_NEW_TOKENS = 2**31
+MAX_GENERATED_TOKENS = 2**31
 
 
 def generate(
@@ -35,7 +35,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
-    context: Context | None = None,
+    context: CrossContext | None = None,
     seed: int | None = None,
     compile: bool = False,
 ) -> Tensor | list[Tensor]:
@@ -95,7 +95,7 @@ def _watch(stop_strings: Sequence[str], tokenizer: Tokenizer | None, num_rows: i
         return None
     if tokenizer is None:
         raise ValueError("tokenizer=None; stop_strings need the model's.")
-    texts = [GrowingText(tokenizer, stop_strings=stop_strings) for _ in range(num_rows)]
+    texts = [StopStringBuffer(tokenizer, stop_strings=stop_strings) for _ in range(num_rows)]
 
     def watch(tokens: list[int]) -> list[bool]:
         for text, token in zip(texts, tokens, strict=True):
@@ -127,8 +127,8 @@ def check_prompts(
     if len(input_ids) == 0:
         raise ValueError("input_ids holds no prompt.")
     check_integers(least=0, max_new_tokens=max_new_tokens)
-    if max_new_tokens > MOST_NEW_TOKENS:
-        raise ValueError(f"{max_new_tokens=} must be at most {MOST_NEW_TOKENS}.")
+    if max_new_tokens > MAX_GENERATED_TOKENS:
+        raise ValueError(f"{max_new_tokens=} must be at most {MAX_GENERATED_TOKENS}.")
     if decoder.device.type == "meta":
         raise ValueError("the decoder has no weights: it is on the meta device.")
     if not isinstance(stop_tokens, Sequence):
@@ -172,7 +172,7 @@ def stream(
     *,
     stop_tokens: Sequence[int] = (),
     watch: Watch | None = None,
-    context: Context | None = None,
+    context: CrossContext | None = None,
     seed: int | None = None,
     compile: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,12 +13,12 @@ from torchmetrics import MeanMetric
 from dctrain.activation_checkpointing import Recompute, set_recompute
 from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.distributed.meta_init import weights_device
-from dctrain.distributed.tensor_parallel import Plan
-from dctrain.errors import UserError, told_as
+from dctrain.distributed.tensor_parallel import TensorParallelPlan
+from dctrain.errors import UserError, as_user_error
 from dctrain.training_module import Example, TrainingModule
 
 from .config import DEFAULT_MODEL, build_config, check_same
-from .data import Batch, TokenDataModule
+from .data import TokenBatch, TokenDataModule
 from .data.samples import as_batch
 from .decoder import Decoder
 from .load import load_decoder
@@ -95,13 +95,13 @@ class LanguageModel(TrainingModule):
         if not 0 <= warmup_fraction < 1:
             raise UserError(f"{warmup_fraction=} must be in [0, 1).")
         self.config = build_config(model, vocab_size, context_length, overrides or {})
-        with told_as(f"model {model!r} cannot be built with {overrides}"):
+        with as_user_error(f"model {model!r} cannot be built with {overrides}"):
             self.model = Decoder(self.config, device=weights_device())
         set_recompute(self.model, recompute)
         self.val_loss, self.val_accuracy = (MeanMetric(nan_strategy="disable") for _ in range(2))
         self.forward_flops: int | None = None
 
-    def count_units(self, batch: Batch) -> int:
+    def count_units(self, batch: TokenBatch) -> int:
         """Count the tokens of a batch."""
         return batch.input_ids.numel()
 
@@ -144,37 +144,37 @@ class LanguageModel(TrainingModule):
         weights = decoder.state_dict()
         return weights, check_initial(source, weights, self.model, _may_be_drawn)
 
-    def split_model(self, rank: int, ranks: int) -> Plan:
+    def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
         """Tell the decoder to compute a rank's share; return how it is split then."""
-        with told_as(f"trainer.strategy.tensor_parallel={ranks}"):
+        with as_user_error(f"trainer.strategy.tensor_parallel={ranks}"):
             return split_decoder(self.model, rank, ranks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Predict a token at each position: ids [B, T] to logits [B, T, V]."""
         return self.model(input_ids)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute the loss of one batch, in nats per token."""
         batch = as_batch(batch)
         loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents)
         return self.log_step(loss, batch_size=len(batch.input_ids))
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Add one batch to the means over tokens, which are reduced over ranks at the end."""
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Do what `validation_step` does, and log it under "test"."""
         self._evaluate(batch, "test")
 
-    def _evaluate(self, batch: Batch, prefix: str) -> None:
+    def _evaluate(self, batch: TokenBatch, prefix: str) -> None:
         batch = as_batch(batch)
         scores = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, per_token=True)
         self.val_loss.update(-scores.log_likelihoods.float())
         self.val_accuracy.update(scores.is_greedy.float())
         self._keep_items(batch, scores, prefix)
 
-    def _keep_items(self, batch: Batch, scores: Likelihood, prefix: str) -> None:
+    def _keep_items(self, batch: TokenBatch, scores: Likelihood, prefix: str) -> None:
         """Keep the mean loss and accuracy of each sequence that counts."""
         is_scored = batch.targets != IGNORED
         counts = is_scored.sum(1)

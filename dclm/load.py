@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint, map_checkpoint
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.device import check_device
 
 from .config import DecoderConfig, build_config
@@ -62,7 +62,7 @@ def load_scored(
         UserError: As `load_model`, or if `transformers` is needed and not installed.
     """
     folder = Path(checkpoint)
-    with told_as():
+    with as_user_error():
         is_ours = not (folder / "config.json").is_file() or is_known(folder)
     if is_ours:
         return load_model(checkpoint, tokenizer, dtype=dtype, device=device)
@@ -86,7 +86,7 @@ def _with_tokenizer(
             f"the tokenizer {tokenizer or 'of ' + str(checkpoint)} has {words.vocab_size} tokens and the model "
             f"{decoder.config.vocab_size} rows: it is of another model."
         )
-    with told_as(f"device={str(device)!r} cannot be used"):
+    with as_user_error(f"device={str(device)!r} cannot be used"):
         decoder.to(check_device(device))
     return LoadedModel(decoder.eval(), words)
 
@@ -94,7 +94,7 @@ def _with_tokenizer(
 def load_config(checkpoint: str | Path) -> DecoderConfig:
     """Read the configuration of a decoder, without its weights; arguments and errors as of `load_model`."""
     if (Path(checkpoint) / "config.json").is_file():
-        with told_as():
+        with as_user_error():
             return read_config(Path(checkpoint))
     path = find_checkpoint(str(checkpoint))
     return _config_of(map_checkpoint(path), path)
@@ -104,7 +104,7 @@ def _config_of(content: dict, path: Path) -> DecoderConfig:
     hp = content.get("hyper_parameters", {})
     if not {"model", "vocab_size", "context_length", "overrides"} <= hp.keys():
         raise UserError(f"{path} is no checkpoint of dclm.")
-    with told_as(f"{path} does not hold the weights of the model that it names"):
+    with as_user_error(f"{path} does not hold the weights of the model that it names"):
         return build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {})
 
 
@@ -126,7 +126,7 @@ def load_decoder(checkpoint: str | Path, dtype: torch.dtype | None = None) -> De
 def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, Callable[[], Tokenizer]]:
     """Load a decoder, and tell how to make the tokenizer that lies with it."""
     if (Path(checkpoint) / "config.json").is_file():
-        with told_as():
+        with as_user_error():
             return load_pretrained(checkpoint, dtype), partial(_tokenizer_in, Path(checkpoint))
     if checkpoint and not Path(checkpoint).exists():
         raise UserError(f"no checkpoint: {checkpoint} does not exist; accepted: {ACCEPTED}.")
@@ -136,7 +136,7 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
     if "state_dict" not in content:
         raise UserError(f"{path} is no checkpoint of dclm: it holds no weights.")
     weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
-    with told_as(f"{path} does not hold the weights of the model that it names"):
+    with as_user_error(f"{path} does not hold the weights of the model that it names"):
         decoder = Decoder(config, device="meta")  # nothing is allocated before shapes are compared
         decoder.load_state_dict(weights, assign=True)
     return decoder.to(dtype), partial(_tokenizer_of, data, path)
@@ -145,7 +145,7 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
 def _tokenizer_of(data: dict, path: Path) -> Tokenizer:
     if "tokenizer" not in data:
         raise UserError(f"{path} was not trained on tokens of dclm and holds no tokenizer; name one.")
-    with told_as(f"the tokenizer in {path} cannot be read"):
+    with as_user_error(f"the tokenizer in {path} cannot be read"):
         return tokenizer_from_spec(data["tokenizer"], data.get("eos"))
 
 
@@ -164,7 +164,7 @@ def _end_token(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None
-    with told_as(f"{path} is damaged"):
+    with as_user_error(f"{path} is damaged"):
         token = json.loads(path.read_text()).get("eos_token")
         token = token["content"] if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from dcmha.functional import autocast_dtype
-from dctrain.distributed.tensor_parallel import enter
+from dctrain.distributed.tensor_parallel import copy_to_ranks
 
 IGNORED = -100
 CHUNK_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32
@@ -90,7 +90,7 @@ def _as_computed(hidden: Tensor, output: Tensor) -> tuple[Tensor, Tensor, "_Spli
     split = None
     if isinstance(output, DTensor):
         split = _SplitVocabulary(output.device_mesh, output.shape[0])
-        hidden, output = enter(hidden, split.mesh), output.to_local()
+        hidden, output = copy_to_ranks(hidden, split.mesh), output.to_local()
     dtype = autocast_dtype(hidden.device.type)
     return (hidden, output, split) if dtype is None else (hidden.to(dtype), output.to(dtype), split)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcmha.checks import check_integers
 
-MOST_TEMPERATURE = 1e38  # what float32 holds
+MAX_TEMPERATURE = 1e38  # what float32 holds
 SMALLEST = 2.0**-149  # the smallest float32 above 0: what is less would be 0
 
 
@@ -33,8 +33,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < MOST_TEMPERATURE:
-            raise ValueError(f"temperature={self.temperature!r} must be a number in [0, {MOST_TEMPERATURE:g}).")
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < MAX_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature!r} must be a number in [0, {MAX_TEMPERATURE:g}).")
         check_integers(may_be_none=True, top_k=self.top_k)
         if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r} must be in (0, 1], or None.")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .data.tokenizers import Tokenizer
 
 
-class GrowingText:
+class StopStringBuffer:
     """Turns tokens, one after the other, into text; holds back what may be the beginning of a stop string.
 
     Args:
@@ -37,7 +37,7 @@ class GrowingText:
         text = self._held + self._write(token)
         found = [at for at in map(text.find, self._stop_strings) if at >= 0]
         self.is_ended = bool(found)
-        certain = min(found) if found else len(text) - self._length_held(text)
+        certain = min(found) if found else len(text) - self._length_withheld(text)
         self._held = "" if found else text[certain:]
         return text[:certain]
 
@@ -46,7 +46,7 @@ class GrowingText:
         text, self._held = self._held, ""
         return text
 
-    def _length_held(self, text: str) -> int:
+    def _length_withheld(self, text: str) -> int:
         """Count the characters at the end that a stop string may begin with."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):

@@ -3,15 +3,15 @@
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from dcmha.parallel import Split, split_heads
-from dctrain.distributed.layout import Share
-from dctrain.distributed.tensor_parallel import Plan
+from dcmha.parallel import ShardedDim, split_heads
+from dctrain.distributed.layout import RankShare
+from dctrain.distributed.tensor_parallel import TensorParallelPlan
 
 from .blocks import MLP
 from .decoder import Decoder
 
 
-def split_decoder(decoder: Decoder, rank: int, ranks: int) -> Plan:
+def split_decoder(decoder: Decoder, rank: int, ranks: int) -> TensorParallelPlan:
     """Tell a decoder to compute the share of a rank, in place.
 
     Args:
@@ -27,12 +27,12 @@ def split_decoder(decoder: Decoder, rank: int, ranks: int) -> Plan:
             context.
     """
     vocab_size = decoder.config.vocab_size
-    first, end = Share(ranks - 1, ranks).of(vocab_size)
+    first, end = RankShare(ranks - 1, ranks).of(vocab_size)
     if decoder.config.cross_layers:
         raise ValueError("cross_layers cannot be split; accepted: a decoder that looks at no context.")
     if first == end:
         raise ValueError(f"vocab_size={vocab_size} leaves nothing to the last of {ranks} ranks.")
-    splits = {"embed.weight": Split(0), "output.weight": Split(0)}
+    splits = {"embed.weight": ShardedDim(0), "output.weight": ShardedDim(0)}
     styles = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "output": ColwiseParallel(output_layouts=Replicate()),
@@ -44,15 +44,15 @@ def split_decoder(decoder: Decoder, rank: int, ranks: int) -> Plan:
             splits |= {f"blocks.{i}.{part}.{name}": split for name, split in found.items()}
             entered.append(f"blocks.{i}.{part}")
         styles |= {f"blocks.{i}.{name}": RowwiseParallel(input_layouts=Shard(-1)) for name in ("attn.proj", "mlp.down")}
-    return Plan(splits, entered, styles)
+    return TensorParallelPlan(splits, entered, styles)
 
 
-def _split_mlp(mlp: MLP, rank: int, ranks: int) -> dict[str, Split]:
+def _split_mlp(mlp: MLP, rank: int, ranks: int) -> dict[str, ShardedDim]:
     width = mlp.up.out_features
     if width % ranks:
         raise ValueError(f"mlp_dim={width} cannot be split over {ranks} ranks: it must be a multiple of them.")
-    splits = {f"{name}.{key}": Split(0) for name in ("gate", "up") for key in ("weight", "bias")}
-    splits |= {"down.weight": Split(1), "group_gate.weight": Split(is_summed=True)}
+    splits = {f"{name}.{key}": ShardedDim(0) for name in ("gate", "up") for key in ("weight", "bias")}
+    splits |= {"down.weight": ShardedDim(1), "group_gate.weight": ShardedDim(is_summed=True)}
     if mlp.group_gate is not None:
         mlp.groups = _own_groups(mlp.group_gate.out_features, rank, ranks)
     present = dict(mlp.named_parameters())

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 
 from .data.tokenizers import Tokenizer
 from .decoder import Decoder
 from .generate import check_prompts, stream
 from .sampling import Sampling
-from .stop_strings import GrowingText
+from .stop_strings import StopStringBuffer
 
 
 def continue_text(
@@ -34,13 +34,13 @@ def continue_text(
     Raises:
         UserError: At once, if a prompt is empty or does not fit the model, or a stop string is empty.
     """
-    with told_as("a prompt"):
+    with as_user_error("a prompt"):
         rows = tokenizer.encode(prompts)
     ids = [torch.tensor([*tokenizer.begin_ids, *row.tolist()], dtype=torch.long) for row in rows]
     stops = [tokenizer.eos_id] if stop_at_eos else []
-    with told_as():
+    with as_user_error():
         ids = check_prompts(decoder, ids, max_new_tokens, stops)
-        texts = [GrowingText(tokenizer, stops, stop_strings) for _ in prompts]
+        texts = [StopStringBuffer(tokenizer, stops, stop_strings) for _ in prompts]
     longest = max(map(len, ids))
     if longest > decoder.config.context_length:
         said = f"note: a prompt of {longest} tokens is longer than the {decoder.config.context_length} of training"
@@ -57,11 +57,11 @@ def continue_text(
 
 
 def _written(
-    steps: Iterator[tuple[Tensor, Tensor]], texts: list[GrowingText], grown: list[list[str]]
+    steps: Iterator[tuple[Tensor, Tensor]], texts: list[StopStringBuffer], grown: list[list[str]]
 ) -> Iterator[list[str]]:
     """Run the steps; hand on the text that each brought, and at the end what was held back."""
     while True:
-        with told_as(of=ValueError):
+        with as_user_error(of=ValueError):
             step = next(steps, None)
         if step is None:
             yield [text.rest() for text in texts]

@@ -4,12 +4,12 @@ from .analysis import record_attention
 from .attention import DCAttention
 from .cache import DecodingCache
 from .complexity import ComposeCost, approximate_overhead, attention_flops, compose_cost, visible_pairs
-from .cross import DCCrossAttention, SeenContext
+from .cross import ContextKV, DCCrossAttention
 from .dispatch import resolve_impl
 from .functional import composed_attention
-from .layer import ComposedLayer
+from .layer import ComposedAttentionBase
 from .options import COMPOSE_OPTIONS, ComposeOptions, compose_options_of
-from .parallel import Split, split_heads
+from .parallel import ShardedDim, split_heads
 from .rotary import rotary_embedding
 from .weights import ComposeProjection, ComposeWeights, SideWeights
 
@@ -19,13 +19,13 @@ __all__ = [
     "ComposeOptions",
     "ComposeProjection",
     "ComposeWeights",
-    "ComposedLayer",
+    "ComposedAttentionBase",
     "DCAttention",
     "DCCrossAttention",
     "DecodingCache",
-    "SeenContext",
+    "ContextKV",
     "SideWeights",
-    "Split",
+    "ShardedDim",
     "approximate_overhead",
     "attention_flops",
     "compose_cost",

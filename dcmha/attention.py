@@ -9,10 +9,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from .cache import Seen
+from .cache import CacheView
 from .checks import check_booleans, check_factory, check_integers, check_numbers
 from .impl.masking import Documents
-from .layer import LAYER_OPTIONS, ComposedLayer, check_kv_heads, check_options
+from .layer import LAYER_OPTIONS, ComposedAttentionBase, check_kv_heads, check_options
 from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
@@ -22,11 +22,11 @@ Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class AttentionCache(Protocol):
     """What the layer asks of a decoding cache."""
 
-    def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> Seen:
+    def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> CacheView:
         """Add the keys and values [B, num_kv_heads, T, D] of new tokens and the key side of their compose weights."""
 
 
-class DCAttention(ComposedLayer):
+class DCAttention(ComposedAttentionBase):
     """Self-attention with dynamically composed heads.
 
     The arguments up to `dtype` are those of timm's `Attention`; state-dict keys of the parts they share are the same,

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import check_integers
-from .cross import SeenContext
+from .cross import ContextKV
 from .weights import ComposeWeights, SideWeights
 
 FEW_TOKENS = 8  # of a call, at most, that see the buffers as they lie; the fused kernels of few queries take as many
 
 
-class Seen(NamedTuple):
+class CacheView(NamedTuple):
     """What the queries of new tokens are given.
 
     Attributes:
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
     window: int | None
 
 
-class Clock:
+class CacheState:
     """How far decoding is: what the layers' caches share.
 
     Attributes:
@@ -81,7 +81,7 @@ class Clock:
         if is_first or num_tokens > FEW_TOKENS:
             return
         for ring, (size, window) in enumerate(self._rings):
-            mask = self._see(num_tokens, size, window)
+            mask = self._view(num_tokens, size, window)
             self._masks.setdefault((ring, num_tokens), mask).copy_(mask)
 
     def take(self, rows: Tensor) -> None:
@@ -93,7 +93,7 @@ class Clock:
         """Tell which places of ring buffers the new tokens may see [B or 1, 1, T, size]; layers alike share it."""
         return self._masks[ring, num_tokens]
 
-    def _see(self, num_tokens: int, size: int, window: int | None) -> Tensor:
+    def _view(self, num_tokens: int, size: int, window: int | None) -> Tensor:
         newest, device = self.end - 1, self.end.device
         held = newest - (newest - torch.arange(size, device=device)) % size  # negative for empty places
         distance = (newest + 1 - num_tokens + torch.arange(num_tokens, device=device))[:, None] - held
@@ -116,13 +116,13 @@ class LayerCache:
         clock: Shared with the other layers.
     """
 
-    def __init__(self, capacity: int, window: int | None, clock: Clock) -> None:
+    def __init__(self, capacity: int, window: int | None, clock: CacheState) -> None:
         self.size = capacity if window is None else min(window + FEW_TOKENS - 1, capacity)
         self.window, self.clock = window, clock
         self.kept: list[Tensor] | None = None
         self.ring = clock.add_ring(self.size, window)
 
-    def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> Seen:
+    def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> CacheView:
         """Add new tokens and return all that they may see, as `AttentionCache` says.
 
         Few tokens after others are given the buffers themselves, in which nothing is moved.
@@ -133,11 +133,11 @@ class LayerCache:
         """
         new = [k.transpose(1, 2), v.transpose(1, 2), *_key_parts(pre), *_key_parts(post)]
         self._check(new)
-        seen, mask, is_ordered = self._see(new)
+        seen, mask, is_ordered = self._view(new)
         keys, values, *parts = seen
         rest = iter(parts)
         pre, post = (_with_key_parts(weights, rest) for weights in (pre, post))
-        return Seen(keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask, is_ordered, self.window)
+        return CacheView(keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask, is_ordered, self.window)
 
     def _check(self, new: list[Tensor]) -> None:
         if torch.is_grad_enabled() and any(x.requires_grad for x in new):
@@ -148,7 +148,7 @@ class LayerCache:
             if old.dtype != x.dtype:
                 raise ValueError(f"the cache holds {old.dtype}; got {x.dtype}.")
 
-    def _see(self, new: list[Tensor]) -> tuple[list[Tensor], Tensor | None, bool]:
+    def _view(self, new: list[Tensor]) -> tuple[list[Tensor], Tensor | None, bool]:
         """Keep what new tokens bring, [B, T, ...] each; return what they see [B, S, ...], a mask, if it is ordered."""
         T = new[0].shape[1]
         positions = self.clock.end - T + torch.arange(T, device=new[0].device)
@@ -216,7 +216,7 @@ class DecodingCache:
         windows: Sequence[int | None],
         capacity: int,
         padding: Tensor | None = None,
-        contexts: Sequence[SeenContext | None] | None = None,
+        contexts: Sequence[ContextKV | None] | None = None,
     ) -> None:
         check_integers(capacity=capacity)
         for window in windows:
@@ -229,7 +229,7 @@ class DecodingCache:
         self.num_tokens = 0
         self.num_rows: int | None = None
         self.is_broken = False
-        self.clock = Clock(padding)
+        self.clock = CacheState(padding)
         self.layers = [LayerCache(capacity, window, self.clock) for window in windows]
         self.contexts = [None] * len(self.windows) if contexts is None else list(contexts)
 

@@ -12,14 +12,14 @@ from .checks import check_booleans, check_factory, check_integers, check_numbers
 from .dispatch import Impl
 from .functional import check_mask
 from .impl.masking import combine_masks
-from .layer import ComposedLayer
+from .layer import ComposedAttentionBase
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names, compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
 Weights = tuple[ComposeWeights | None, ComposeWeights | None]  # of the pre- and the post-composition
 
 
-class SeenContext(NamedTuple):
+class ContextKV(NamedTuple):
     """What a layer makes of a context, once for any number of calls.
 
     Attributes:
@@ -36,7 +36,7 @@ class SeenContext(NamedTuple):
     mask: Tensor | None
     num_groups: int
 
-    def rows(self, rows: Tensor) -> "SeenContext":
+    def rows(self, rows: Tensor) -> "ContextKV":
         """Take some sequences of the batch, any of them several times.
 
         Args:
@@ -44,10 +44,10 @@ class SeenContext(NamedTuple):
         """
         k, v, mask = (x if x is None else x.index_select(0, rows) for x in (self.k, self.v, self.mask))
         pre, post = (w if w is None else w.map(lambda x: x.index_select(0, rows)) for w in self.weights)
-        return SeenContext(k, v, (pre, post), mask, self.num_groups)
+        return ContextKV(k, v, (pre, post), mask, self.num_groups)
 
 
-class DCCrossAttention(ComposedLayer):
+class DCCrossAttention(ComposedAttentionBase):
     """Cross-attention with dynamically composed heads: queries make the query side, the context makes the key side.
 
     With `pre_compose=False, post_compose=False` it is plain.
@@ -116,7 +116,9 @@ class DCCrossAttention(ComposedLayer):
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         sided = {**compose_options_of(self.options), **dd}
-        self.compose = SidedProjection(dim, context_dim, num_heads, **sided) if self.options.is_composed else None
+        self.compose = (
+            CrossComposeProjection(dim, context_dim, num_heads, **sided) if self.options.is_composed else None
+        )
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(attn_dim, dim_out or dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -124,7 +126,7 @@ class DCCrossAttention(ComposedLayer):
     def forward(
         self,
         x: Tensor,
-        context: Tensor | SeenContext,
+        context: Tensor | ContextKV,
         context_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
@@ -132,27 +134,29 @@ class DCCrossAttention(ComposedLayer):
 
         Args:
             x: Tokens that ask [B, T, C].
-            context: Tokens that are asked [B, S, context_dim], or what `see` made of them.
-            context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real, or of what `see`
-                made.
+            context: Tokens that are asked [B, S, context_dim], or what `precompute_kv` made of them.
+            context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real, or if `context`
+                is a `ContextKV`.
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; combined by AND.
 
         Returns:
             [B, T, dim_out]; for a row whose context is all padding, what the projection makes of zeros.
 
         Raises:
-            ValueError: If a shape does not fit, or `context_mask` is not boolean, or given beside what `see` made.
+            ValueError: If a shape does not fit, `context_mask` is not boolean, or is given with a `ContextKV`.
         """
-        if isinstance(context, SeenContext):
+        if isinstance(context, ContextKV):
             if context_mask is not None:
-                raise ValueError("context_mask is given beside what `see` made, which has its own; accepted: None.")
-            self._check_seen(context)
+                raise ValueError(
+                    "context_mask is given beside what `precompute_kv` made, which has its own; accepted: None."
+                )
+            self._check_context_kv(context)
             self._check_tokens("x", x, self.dim, len(context.k))
             return self._run(self._attend_to, x, context, attn_mask)
         self._check(x, context, context_mask)
-        return self._run(self._see_and_attend, x, context, context_mask, attn_mask)
+        return self._run(self._precompute_and_attend, x, context, context_mask, attn_mask)
 
-    def see(self, context: Tensor, context_mask: Tensor | None = None) -> SeenContext:
+    def precompute_kv(self, context: Tensor, context_mask: Tensor | None = None) -> ContextKV:
         """Make keys, values and the key side of the compose weights of a context, to attend to it several times.
 
         Args:
@@ -163,20 +167,20 @@ class DCCrossAttention(ComposedLayer):
             ValueError: As `forward`.
         """
         self._check(None, context, context_mask)
-        return self._see(context, context_mask)
+        return self._precompute_kv(context, context_mask)
 
-    def _see(self, context: Tensor, context_mask: Tensor | None) -> SeenContext:
+    def _precompute_kv(self, context: Tensor, context_mask: Tensor | None) -> ContextKV:
         k, v = (self._heads(part) for part in self.kv(context).chunk(2, -1))
         weights = (None, None) if self.compose is None else self.compose.of_context(context)
         mask = None if context_mask is None else context_mask[:, None, None]
-        return SeenContext(self.k_norm(k), v, weights, mask, self.num_groups)
+        return ContextKV(self.k_norm(k), v, weights, mask, self.num_groups)
 
-    def _see_and_attend(
+    def _precompute_and_attend(
         self, x: Tensor, context: Tensor, context_mask: Tensor | None, attn_mask: Tensor | None
     ) -> Tensor:
-        return self._attend_to(x, self._see(context, context_mask), attn_mask)
+        return self._attend_to(x, self._precompute_kv(context, context_mask), attn_mask)
 
-    def _attend_to(self, x: Tensor, seen: SeenContext, attn_mask: Tensor | None) -> Tensor:
+    def _attend_to(self, x: Tensor, seen: ContextKV, attn_mask: Tensor | None) -> Tensor:
         q = self.q_norm(self._heads(self.q(x)))
         if seen.mask is not None:
             check_mask(attn_mask, (*q.shape[:3], seen.k.shape[2]), q.device)
@@ -189,7 +193,7 @@ class DCCrossAttention(ComposedLayer):
         """[B, T, H D] to [B, H, T, D]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _check_seen(self, seen: SeenContext) -> None:
+    def _check_context_kv(self, seen: ContextKV) -> None:
         """Refuse what a layer of other sizes or another composition has made of a context."""
         heads, given = (self.num_heads, self.head_dim), (seen.k.shape[1], seen.k.shape[3])
         key = None if self.compose is None else self.compose.key
@@ -204,8 +208,8 @@ class DCCrossAttention(ComposedLayer):
         if given != heads or found != expected or seen.num_groups != self.num_groups:
             raise ValueError(
                 f"context was seen by another layer, of heads {given} in {seen.num_groups} groups and (rank, gate) "
-                f"{found}; accepted: what this layer's `see` made, of heads {heads} in {self.num_groups} groups and "
-                f"{expected}."
+                f"{found}; accepted: what this layer's `precompute_kv` made, of heads {heads} in {self.num_groups} "
+                f"groups and {expected}."
             )
 
     def _check_tokens(self, name: str, tokens: Tensor, width: int, rows: int | None) -> None:
@@ -230,7 +234,7 @@ class DCCrossAttention(ComposedLayer):
             )
 
 
-class SidedProjection(nn.Module):
+class CrossComposeProjection(nn.Module):
     """Compose weights from two sequences: one `ComposeProjection` for each side that is on.
 
     Args:

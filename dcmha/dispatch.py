@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_booleans, check_integers, check_numbers
-from .impl.call import Ranks, is_exporting, is_transformed
+from .impl.call import ComposeRanks, is_exporting, is_transformed
 
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
@@ -17,12 +17,12 @@ ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 MAX_GROUP_HEADS = 64  # heads that the fused kernels compose together, at most
 OLDEST_TRITON = (3, 5)  # that comes with the oldest torch
 MAX_RANK = 4  # that the C++ is compiled for
-PAPER_RANKS = Ranks()
+PAPER_RANKS = ComposeRanks()
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_TRANSFORMS = "transforms of torch.func (vmap, grad, jvp) cannot go through it"
 
 
-class Choice(NamedTuple):
+class ImplChoice(NamedTuple):
     """What a call uses, and where "auto" took "compiled", why what the device is meant to run did not take the call."""
 
     impl: ResolvedImpl
@@ -42,8 +42,8 @@ def resolve_impl(
     is_composed: bool,
     dropout_p: float = 0.0,
     num_groups: int = 1,
-    ranks: Ranks = PAPER_RANKS,
-) -> Choice:
+    ranks: ComposeRanks = PAPER_RANKS,
+) -> ImplChoice:
     """Tell which implementation a call uses.
 
     Args:
@@ -64,19 +64,19 @@ def resolve_impl(
     check_integers(num_groups=num_groups)
     check_numbers(low=0, high=1, dropout_p=dropout_p)
     if not is_composed:
-        return Choice("sdpa")
+        return ImplChoice("sdpa")
     if impl in ("reference", "compiled"):
-        return Choice(impl)
+        return ImplChoice(impl)
     name = impl if impl != "auto" else "triton" if q.is_cuda else "cpu"
     reason = why_not_cpu(q, dropout_p, ranks) if name == "cpu" else why_not_triton(q, num_groups)
     if reason is None:
-        return Choice(name)
+        return ImplChoice(name)
     if impl == "auto":
-        return Choice("compiled", f"{name!r} does not take the call: {reason}")
+        return ImplChoice("compiled", f"{name!r} does not take the call: {reason}")
     raise ValueError(f"impl={impl!r} cannot run: {reason}; use impl='compiled' or 'reference'.")
 
 
-def why_not_cpu(q: Tensor, dropout_p: float, ranks: Ranks) -> str | None:
+def why_not_cpu(q: Tensor, dropout_p: float, ranks: ComposeRanks) -> str | None:
     """Say why "cpu" does not take a call; None if it does. Arguments are those of `composed_attention`."""
     if q.device.type != "cpu":
         return f"it needs CPU tensors, got q on {q.device}"
@@ -117,7 +117,7 @@ def _why_no_library(query_rank: int, key_rank: int | None) -> str | None:
     """Say why the C++ cannot be compiled or loaded here."""
     from .impl.cpu.library import why_unavailable
 
-    return why_unavailable(Ranks(query_rank, key_rank))
+    return why_unavailable(ComposeRanks(query_rank, key_rank))
 
 
 @torch.compiler.assume_constant_result

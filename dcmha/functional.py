@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .checks import check_booleans, is_integer, plain_number
 from .dispatch import Impl, check_impl, resolve_impl
-from .impl.call import Call, ranks_of
+from .impl.call import AttentionCall, ranks_of
 from .impl.masking import Documents, both_visible, documents_of, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights
 
-MOST_WINDOW, MOST_SCALE = 2**63, 2e38  # what kernels count with, and what float32 holds times log2(e)
+MAX_WINDOW, MAX_SCALE = 2**63, 2e38  # what kernels count with, and what float32 holds times log2(e)
 
 NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
 
@@ -107,7 +107,7 @@ def composed_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ranges = None if documents is None else documents_of(documents)
     numbers = map(plain_number, (window, scale, dropout_p, num_groups))
-    call = Call(q, k, v, pre, post, visible, bias, ranges, is_causal, *numbers)
+    call = AttentionCall(q, k, v, pre, post, visible, bias, ranges, is_causal, *numbers)
     if choice.impl == "triton":
         from .impl.triton import check_kernels
 
@@ -128,7 +128,7 @@ def composed_attention(
         return implementation.attention(call)
 
 
-def _plain_attention(call: Call) -> Tensor:
+def _plain_attention(call: AttentionCall) -> Tensor:
     """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
     q, k, v, _, _, visible, bias, documents, is_causal, window, scale, dropout_p, _ = call
     T, S = q.shape[-2], k.shape[-2]
@@ -260,13 +260,13 @@ def _check_options(
     q: Tensor, is_causal: bool, window: int | None, scale: float | None, dropout_p: float, num_groups: int
 ) -> None:
     check_booleans(is_causal=is_causal)
-    if window is not None and (not is_integer(window) or not 1 <= window < MOST_WINDOW):
+    if window is not None and (not is_integer(window) or not 1 <= window < MAX_WINDOW):
         raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
     if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p!r} must be in [0, 1).")
     if scale is not None and not isinstance(scale, torch.SymFloat):
         is_number = isinstance(scale, Real) and not isinstance(scale, bool)
-        if not is_number or not -MOST_SCALE < scale < MOST_SCALE:
+        if not is_number or not -MAX_SCALE < scale < MAX_SCALE:
             raise ValueError(f"scale={scale!r} must be a finite number, or None.")
     if not is_integer(num_groups) or num_groups < 1 or q.shape[1] % num_groups:
         raise ValueError(f"num_groups={num_groups} must be a positive divisor of the {q.shape[1]} heads of q.")

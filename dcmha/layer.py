@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .checks import check_module
-from .dispatch import Choice, Impl, ResolvedImpl, check_impl, resolve_impl
-from .functional import MOST_WINDOW, NO_TORCHSCRIPT, composed_attention
-from .impl.call import Ranks
+from .dispatch import Impl, ImplChoice, ResolvedImpl, check_impl, resolve_impl
+from .functional import MAX_WINDOW, NO_TORCHSCRIPT, composed_attention
+from .impl.call import ComposeRanks
 from .impl.masking import Documents
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
 from .weights import ComposeWeights
@@ -32,7 +32,7 @@ def check_options(*, window: int | None = None, impl: Impl = "auto", **options) 
         ValueError: If one is unknown, of another type or out of range.
     """
     check_names(options, LAYER_OPTIONS)
-    if window is not None and (type(window) is not int or not 1 <= window < MOST_WINDOW):
+    if window is not None and (type(window) is not int or not 1 <= window < MAX_WINDOW):
         raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
     check_impl(impl)
     return ComposeOptions(**options)
@@ -44,7 +44,7 @@ def check_kv_heads(num_heads: int, num_kv_heads: int | None) -> None:
         raise ValueError(f"num_kv_heads={num_kv_heads!r} must be a positive divisor of num_heads={num_heads}, or None.")
 
 
-class ComposedLayer(nn.Module):
+class ComposedAttentionBase(nn.Module):
     """Base of the layers that call the operator. A subclass sets `num_heads`, `scale` and `attn_drop`.
 
     Attributes:
@@ -75,10 +75,10 @@ class ComposedLayer(nn.Module):
         return self.options.num_groups if self.options.is_composed else 1
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> ComposeRanks:
         """The ranks of the layer's compositions."""
         options, sides = self.options, self.options.sides
-        return Ranks(options.rank if "query" in sides else 0, options.rank if "key" in sides else None)
+        return ComposeRanks(options.rank if "query" in sides else 0, options.rank if "key" in sides else None)
 
     def _run(self, function: Callable[..., Tensor], *args) -> Tensor:
         """Call the layer's own computation, and if it recomputes keep no more than its arguments."""
@@ -138,7 +138,7 @@ class ComposedLayer(nn.Module):
         _log_choice(self.impl, choice)
 
 
-def composed_layers(model: nn.Module) -> dict[str, ComposedLayer]:
+def composed_layers(model: nn.Module) -> dict[str, ComposedAttentionBase]:
     """Find the layers of a model that compose heads, by name.
 
     Raises:
@@ -146,7 +146,7 @@ def composed_layers(model: nn.Module) -> dict[str, ComposedLayer]:
         ValueError: If there is none.
     """
     check_module(model=model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedAttentionBase)}
     layers = {name: layer for name, layer in layers.items() if layer.options.is_composed}
     if not layers:
         raise ValueError(f"{type(model).__name__} composes no heads.")
@@ -154,7 +154,7 @@ def composed_layers(model: nn.Module) -> dict[str, ComposedLayer]:
 
 
 @cache
-def _log_choice(impl: Impl, choice: Choice) -> None:
+def _log_choice(impl: Impl, choice: ImplChoice) -> None:
     because = "" if choice.reason is None else f": {choice.reason}"
     logger.log(
         logging.INFO if choice.reason is None else logging.WARNING, "impl=%r runs as %r%s.", impl, choice.impl, because

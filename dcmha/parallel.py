@@ -12,7 +12,7 @@ from .attention import DCAttention
 from .checks import check_integers
 
 
-class Split(NamedTuple):
+class ShardedDim(NamedTuple):
     """How a parameter is split over ranks.
 
     Attributes:
@@ -26,7 +26,7 @@ class Split(NamedTuple):
     is_summed: bool = False
 
 
-def split_heads(layer: DCAttention, ranks: int) -> dict[str, Split]:
+def split_heads(layer: DCAttention, ranks: int) -> dict[str, ShardedDim]:
     """Make a layer attend with one rank's heads; its parameters stay as they are until somebody splits them.
 
     Afterwards the layer takes parameters of a rank's share, and before `proj` has [B, T, H D / ranks]. What goes into
@@ -52,18 +52,18 @@ def split_heads(layer: DCAttention, ranks: int) -> dict[str, Split]:
         raise ValueError(f"{got} cannot be split over {ranks} ranks: it must be a multiple of them.")
     if any(True for _ in layer.norm.parameters()):
         raise ValueError("scale_norm=True: a norm over all heads cannot be split over ranks.")
-    of_qkv = Split(0, parts=(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
-    splits = {"qkv.weight": of_qkv, "qkv.bias": of_qkv, "proj.weight": Split(1)}
-    splits |= {"gate.weight": Split(0), "gate.bias": Split(0)}
+    of_qkv = ShardedDim(0, parts=(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads))
+    splits = {"qkv.weight": of_qkv, "qkv.bias": of_qkv, "proj.weight": ShardedDim(1)}
+    splits |= {"gate.weight": ShardedDim(0), "gate.bias": ShardedDim(0)}
     for norm in ("q_norm", "k_norm"):
-        splits |= {f"{norm}.{name}": Split(is_summed=True) for name, _ in getattr(layer, norm).named_parameters()}
+        splits |= {f"{norm}.{name}": ShardedDim(is_summed=True) for name, _ in getattr(layer, norm).named_parameters()}
     layer.num_heads //= ranks
     layer.num_kv_heads //= ranks
     layer.attn_dim //= ranks
     if layer.compose is not None:
         roles = len(layer.compose.roles)
-        splits |= {f"compose.{name}": Split(0, parts=(1,) * roles) for name in ("hidden", "project", "gate")}
-        splits["compose.base"] = Split(1)
+        splits |= {f"compose.{name}": ShardedDim(0, parts=(1,) * roles) for name in ("hidden", "project", "gate")}
+        splits["compose.base"] = ShardedDim(1)
         layer.compose.num_heads = layer.num_heads
         layer.options = layer.compose.options = replace(layer.options, num_groups=groups // ranks)
     present = dict(layer.named_parameters())

@@ -11,7 +11,7 @@ from torch import Tensor
 from .attention import Rope
 from .checks import check_factory, check_numbers, is_integer
 
-SMALLEST_BASE = 1e-6
+MIN_BASE = 1e-6
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -40,7 +40,7 @@ def rotary_embedding(
         raise ValueError(f"positions is {got}: expected integers [T], or [B, T].")
     if not is_integer(rotary_dim) or rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim!r} must be a positive even number.")
-    check_numbers(low=SMALLEST_BASE, base=base)
+    check_numbers(low=MIN_BASE, base=base)
     check_factory(None, dtype)
     dtype = dtype or torch.float32
     exponents = torch.arange(0, rotary_dim, 2, dtype=dtype, device=positions.device) / rotary_dim

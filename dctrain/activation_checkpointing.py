@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from dcmha import ComposedLayer
+from dcmha import ComposedAttentionBase
 
 from .errors import UserError
 
@@ -23,7 +23,7 @@ def set_recompute(model: nn.Module, choice: Recompute) -> None:
     """
     if choice not in get_args(Recompute):
         raise UserError(f"model.recompute={choice!r}; accepted: {', '.join(map(repr, get_args(Recompute)))}.")
-    layers = [module for module in model.modules() if isinstance(module, ComposedLayer)]
+    layers = [module for module in model.modules() if isinstance(module, ComposedAttentionBase)]
     if choice == "attention" and not layers:
         raise UserError("model.recompute='attention': the model has no layer of composed attention.")
     if choice == "block" and not hasattr(model, "set_grad_checkpointing"):

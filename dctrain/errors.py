@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-MOST_CHARACTERS = 2000  # of a message: a parser may quote a whole file
+MAX_CHARACTERS = 2000  # of a message: a parser may quote a whole file
 
 
 class UserError(Exception):
     """Something in the configuration, the data or a checkpoint is not as it must be; the message says what."""
 
 
-class Diverged(UserError):
+class DivergenceError(UserError):
     """Training came to numbers that are not finite, and was ended.
 
     Args:
@@ -50,7 +50,9 @@ class RunStopped(BaseException):
 
 
 @contextmanager
-def told_as(what: str | None = None, of: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+def as_user_error(
+    what: str | None = None, of: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
     """Turn errors of the body into a `UserError`: "WHAT: the reason", or the reason alone.
 
     Args:
@@ -88,4 +90,4 @@ def reason(error: BaseException) -> str:
     if re.match(r"Caught \w+ in ", lines[0]):  # an error of a loader process: its message stands behind its stack
         return re.sub(r"^[\w.]*(Error|Exception|BadImage): ", "", lines[-1])
     said = " ".join(lines)
-    return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]} ..."
+    return said if len(said) <= MAX_CHARACTERS else f"{said[:MAX_CHARACTERS]} ..."

@@ -22,9 +22,9 @@ from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from .errors import UserError, told_as
+from .errors import UserError, as_user_error
 from .run_dir import LOGGERS, RunDir
-from .utils.files import write_json, written_whole
+from .utils.files import atomic_write, write_json
 
 IN_RUN = ""  # the `save_dir` of a logger of files that stands for the run's folder
 DEFAULT = {
@@ -34,7 +34,7 @@ DEFAULT = {
 OF_LIGHTNING = "lightning_logs"  # Lightning's own name of all experiments
 
 
-def place_loggers(loggers: object, run: RunDir) -> list[Namespace] | bool:
+def configure_loggers(loggers: object, run: RunDir) -> list[Namespace] | bool:
     """Tell configured loggers where and under which name to write.
 
     Args:
@@ -49,19 +49,19 @@ def place_loggers(loggers: object, run: RunDir) -> list[Namespace] | bool:
         return False
     if loggers in (None, True):
         loggers = Namespace(class_path=DEFAULT["class_path"], init_args=Namespace(DEFAULT["init_args"]))
-    return [_place(logger.clone(), run) for logger in (loggers if isinstance(loggers, list) else [loggers])]
+    return [_configure(logger.clone(), run) for logger in (loggers if isinstance(loggers, list) else [loggers])]
 
 
-def _place(logger: Namespace, run: RunDir) -> Namespace:
+def _configure(logger: Namespace, run: RunDir) -> Namespace:
     kind = locate(logger.class_path)
-    for known, place in PLACES.items():
+    for known, place in CONFIGURE.items():
         if isinstance(kind, type) and issubclass(kind, known):
             logger.init_args = logger.get("init_args") or Namespace()
             place(logger.init_args, run)
     return logger
 
 
-def _place_files(options: Namespace, run: RunDir) -> None:
+def _configure_files(options: Namespace, run: RunDir) -> None:
     flush = options.get("flush_logs_every_n_steps", 1)
     if flush < 1:
         raise UserError(f"trainer.logger.flush_logs_every_n_steps={flush} must be at least 1.")
@@ -74,14 +74,14 @@ def _place_files(options: Namespace, run: RunDir) -> None:
     _fill(options, "version", run.version, (None,))
 
 
-def _place_wandb(options: Namespace, run: RunDir) -> None:
+def _configure_wandb(options: Namespace, run: RunDir) -> None:
     _fill(options, "save_dir", str(run.path), (None, ".") if options.get("dir") is None else ())
     _fill(options, "name", f"{run.experiment}/{run.version}", (None,))
     if options.get("version") is None:
         _fill(options, "id", _recorded(run, WandbLogger), (None,))
 
 
-def _place_mlflow(options: Namespace, run: RunDir) -> None:
+def _configure_mlflow(options: Namespace, run: RunDir) -> None:
     _fill(options, "save_dir", str(run.root / "mlruns"), (None, "./mlruns"))
     if options.get("tracking_uri") is None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's later versions ask for it
@@ -90,11 +90,11 @@ def _place_mlflow(options: Namespace, run: RunDir) -> None:
     _fill(options, "run_id", _recorded(run, MLFlowLogger), (None,))
 
 
-PLACES: dict[type[Logger], Callable[[Namespace, RunDir], None]] = {
-    TensorBoardLogger: _place_files,
-    CSVLogger: _place_files,
-    WandbLogger: _place_wandb,
-    MLFlowLogger: _place_mlflow,
+CONFIGURE: dict[type[Logger], Callable[[Namespace, RunDir], None]] = {
+    TensorBoardLogger: _configure_files,
+    CSVLogger: _configure_files,
+    WandbLogger: _configure_wandb,
+    MLFlowLogger: _configure_mlflow,
 }
 WITH_ID = {WandbLogger: "version", MLFlowLogger: "run_id"}  # the attribute that tells a logger's id of the run
 
@@ -118,7 +118,7 @@ def _read_ids(path: Path) -> dict[str, str]:
     """
     if not path.is_file():
         return {}
-    with told_as(f"{path} is damaged"):
+    with as_user_error(f"{path} is damaged"):
         found = json.loads(path.read_text())
         if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
             raise ValueError("it holds no ids by the classes of loggers.")
@@ -136,7 +136,7 @@ def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
 
 
 @rank_zero_only
-def keep_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
+def truncate_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
     """Let the curves of a resumed run go on from its step.
 
     CSV loggers append to their rows of before, which they would remove. TensorBoard leaves out the points behind the
@@ -159,7 +159,7 @@ def keep_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
                 table = csv.DictWriter(text, names)
                 table.writeheader()
                 table.writerows(rows)
-                with written_whole(path) as file:
+                with atomic_write(path) as file:
                     file.write(text.getvalue().encode())
                 writer.metrics_keys = names
 
@@ -174,7 +174,7 @@ def _rows_until(path: Path, step: int, is_due: bool) -> tuple[list[str], list[di
     """
     if not path.is_file():
         return [], []
-    with told_as(f"{path} is damaged"):
+    with as_user_error(f"{path} is damaged"):
         whole, end, _ = path.read_text().rpartition("\n")
         table = csv.DictReader(io.StringIO(whole + end))
         last = {True: step, False: step - is_due}  # of rows of training, and of validations

@@ -13,15 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from dcmha import ComposedLayer
+from dcmha import ComposedAttentionBase
 from dcmha.weights import ComposeProjection
 
 from .cli.argument_types import check_types
 from .distributed.grad_norm import total_norm
-from .distributed.meta_init import fill_shards
+from .distributed.meta_init import load_shards
 from .distributed.strategy import FSDP2Strategy, data_rank
-from .distributed.tensor_parallel import Plan
-from .errors import Diverged, UserError, told_as
+from .distributed.tensor_parallel import TensorParallelPlan
+from .errors import DivergenceError, UserError, as_user_error
 from .evaluation.items import ItemRecorder
 from .plan.flops import forward_flops
 from .run_length import count_run_steps, is_set
@@ -38,8 +38,8 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-MOST_RATE = 1e6  # of learning and of decay; the optimiser computes in 32 bits
-TOLD_OTHERWISE = ("num_workers", "batch_size")  # of the data: without effect, and told as a global batch
+MAX_RATE = 1e6  # of learning and of decay; the optimiser computes in 32 bits
+CHECKED_ELSEWHERE = ("num_workers", "batch_size")  # of the data: without effect, and told as a global batch
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
@@ -90,7 +90,7 @@ class TrainingModule(L.LightningModule):
     same data draw the same.
 
     A step whose loss or gradient is not finite, on whichever rank, changes nothing: it is counted, logged and skipped.
-    After `MAX_SKIPPED` of them in a row the run ends with `Diverged`.
+    After `MAX_SKIPPED` of them in a row the run ends with `DivergenceError`.
 
     Attributes:
         skipped: Steps skipped so far.
@@ -146,7 +146,7 @@ class TrainingModule(L.LightningModule):
         said = f"; {len(drawn)} tensors are drawn anew, the first is {drawn[0]}" if drawn else ""
         rank_zero_only(print)(f"starts from {source}{said}", flush=True)
 
-    def split_model(self, rank: int, ranks: int) -> Plan:
+    def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
         """Tell `self.model` to compute a rank's share of each layer; return how it is split then."""
         raise UserError(f"trainer.strategy.tensor_parallel={ranks}: model {self.hparams.model!r} cannot be split.")
 
@@ -159,8 +159,8 @@ class TrainingModule(L.LightningModule):
         hp = self.hparams
         check_types(type(self).__init__, hp)
         for name in ("lr", "weight_decay"):
-            if not 0 <= hp[name] <= MOST_RATE:
-                raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MOST_RATE:g}.")
+            if not 0 <= hp[name] <= MAX_RATE:
+                raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MAX_RATE:g}.")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         is_pair = isinstance(hp.betas, list | tuple) and len(hp.betas) == 2
@@ -180,12 +180,12 @@ class TrainingModule(L.LightningModule):
             UserError: If it does not.
         """
         name = self.hparams.get("model", type(self.model).__name__)
-        with told_as(f"model {name!r} cannot take inputs of shape {list(example[0].shape)}"):
+        with as_user_error(f"model {name!r} cannot take inputs of shape {list(example[0].shape)}"):
             flops = forward_flops(model, *example)
         device = self.trainer.strategy.root_device
         for layer in self.model.modules():
-            if isinstance(layer, ComposedLayer) and layer.options.is_composed:
-                with told_as("model"):
+            if isinstance(layer, ComposedAttentionBase) and layer.options.is_composed:
+                with as_user_error("model"):
                     layer.check_device(device)
         return flops
 
@@ -198,7 +198,7 @@ class TrainingModule(L.LightningModule):
             self._refuse_batch_norm()
             strategy = self.trainer.strategy
             strategy.shard(self.model, blocks, self.trainer.precision, self.split_model)
-            fill_shards(self.model, strategy.layout, self._initial)
+            load_shards(self.model, strategy.layout, self._initial)
             self._initial = {}
             compiled = blocks
         for module in compiled if self.hparams.compile else ():
@@ -285,7 +285,7 @@ class TrainingModule(L.LightningModule):
         self.skipped_in_a_row += 1
         said = f"step {self.trainer.global_step}: the loss or its gradient is not finite"
         if self.skipped_in_a_row > MAX_SKIPPED:
-            raise Diverged(f"{said}, nor were those of the {MAX_SKIPPED} steps before; training has diverged.")
+            raise DivergenceError(f"{said}, nor were those of the {MAX_SKIPPED} steps before; training has diverged.")
         if self.trainer.is_global_zero:
             print(f"{said}; the step is skipped ({self.skipped_in_a_row} in a row, at most {MAX_SKIPPED}).", flush=True)
 
@@ -350,7 +350,7 @@ class TrainingModule(L.LightningModule):
         trained = checkpoint.get("hyper_parameters", {})
         self._trained = {name: trained[name] for name in self.hparams if name in trained}
         data = checkpoint.get("datamodule_hyper_parameters", {})
-        self._trained_data = {name: data[name] for name in data if name not in TOLD_OTHERWISE}
+        self._trained_data = {name: data[name] for name in data if name not in CHECKED_ELSEWHERE}
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
             raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dctrain.utils.lazy import lazily
+from dctrain.utils.lazy import lazy_exports
 
 from . import models
 from .swap import swap_attention
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from .data import ImageDataModule
 
 __all__ = ["ImageClassifier", "ImageDataModule", "models", "swap_attention"]
-__getattr__, __dir__ = lazily(__name__, {"ImageClassifier": "classifier", "ImageDataModule": "data.datamodule"})
+__getattr__, __dir__ = lazy_exports(__name__, {"ImageClassifier": "classifier", "ImageDataModule": "data.datamodule"})

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from dcmha.analysis import Recorded
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.files import check_regular
 
 from .data.decode import decode, eval_transform
 
 
 @dataclass
-class View:
+class AttentionView:
     """What is looked at.
 
     Attributes:
@@ -61,7 +61,7 @@ class View:
                 )
 
 
-def draw_attention(recorded: dict[str, Recorded], view: View) -> dict[str, Figure]:
+def draw_attention(recorded: dict[str, Recorded], view: AttentionView) -> dict[str, Figure]:
     """Draw one picture per recorded layer, and one of all compositions if there are any.
 
     Args:
@@ -101,7 +101,7 @@ def prefix_tokens(model: nn.Module) -> int:
     return getattr(model, "num_prefix_tokens", 0)
 
 
-def log_pictures(writer: SummaryWriter, figures: dict[str, Figure], step: int) -> None:
+def log_figures(writer: SummaryWriter, figures: dict[str, Figure], step: int) -> None:
     """Write pictures to TensorBoard, as `attention/NAME`."""
     for name, figure in figures.items():
         writer.add_image(f"attention/{name}", _as_array(figure), step, dataformats="HWC")
@@ -116,12 +116,12 @@ def read_image(path: str, size: int) -> Tensor:
     Raises:
         UserError: If the file cannot be read.
     """
-    with told_as(f"the image {path} cannot be read"):
+    with as_user_error(f"the image {path} cannot be read"):
         pixels = decode(check_regular(Path(path)).read_bytes())
     return eval_transform(size, crop_fraction=1.0)(pixels)
 
 
-def _draw_layer(name: str, one: Recorded, view: View) -> Figure:
+def _draw_layer(name: str, one: Recorded, view: AttentionView) -> Figure:
     """Draw, for every head, where the query looks before any composition, after the first, and after both."""
     maps = {"uncomposed": one.uncomposed_weights}
     if one.pre_composition is not None:

@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from dcmha import record_attention
 from dctrain.errors import UserError
 
-from .attention_plots import draw_attention, log_pictures, read_image
+from .attention_plots import draw_attention, log_figures, read_image
 from .classifier import ImageClassifier
 from .visualize import check_layers, make_view
 
@@ -25,7 +25,7 @@ class AttentionImages(Callback):
         query: Which patch looks, counted row by row; the middle one if None.
 
     Raises:
-        UserError: Before training starts, if the image cannot be read, the model has no `ComposedLayer` or the run no
+        UserError: Before training starts, if the image cannot be read, the model has no composed layer or the run no
             TensorBoard logger; at the first validation, if layers attend within windows or there is no such patch.
     """
 
@@ -56,4 +56,4 @@ class AttentionImages(Callback):
         figures = draw_attention(recorded, view)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                log_pictures(logger.experiment, figures, trainer.global_step)
+                log_figures(logger.experiment, figures, trainer.global_step)

@@ -18,14 +18,14 @@ from torchvision.transforms.v2 import MixUp
 from dctrain.activation_checkpointing import Recompute, set_recompute
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.distributed.strategy import FSDP2Strategy
-from dctrain.distributed.tensor_parallel import Plan
-from dctrain.errors import UserError, told_as
+from dctrain.distributed.tensor_parallel import TensorParallelPlan
+from dctrain.errors import UserError, as_user_error
 from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.files import write_json
 from dctrain.utils.weighted_mean import WeightedMean
 
 from .compat_checks import compare_heads, compare_normalisation, normalisation
-from .data import Batch
+from .data import ImageBatch
 from .data.samples import as_batch
 from .factory import build_model, without_weights
 from .tensor_parallel import split_vit
@@ -109,7 +109,7 @@ class ImageClassifier(TrainingModule):
         self.val_top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes))
         self.forward_flops: int | None = None
 
-    def count_units(self, batch: Batch) -> int:
+    def count_units(self, batch: ImageBatch) -> int:
         """Count the images of a batch."""
         return len(batch.labels)
 
@@ -162,9 +162,9 @@ class ImageClassifier(TrainingModule):
         if self.ema is not None:
             self.ema.set(self.model)
 
-    def split_model(self, rank: int, ranks: int) -> Plan:
+    def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
         """Tell the network to compute a rank's share; return how it is split then."""
-        with told_as(f"trainer.strategy.tensor_parallel={ranks}"):
+        with as_user_error(f"trainer.strategy.tensor_parallel={ranks}"):
             return split_vit(self.model, ranks)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class ImageClassifier(TrainingModule):
             return images.to(self.mean.dtype)
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: ImageBatch, batch_idx: int) -> Tensor:
         """Compute the loss of one batch; zero where no image of it could be read."""
         batch = as_batch(batch)
         images, labels = self.normalise(batch.images), batch.labels
@@ -202,15 +202,15 @@ class ImageClassifier(TrainingModule):
         if self.ema is not None and not self.skipped_in_a_row:
             self.ema.update(self.model, step=self.trainer.global_step)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: ImageBatch, batch_idx: int) -> None:
         """Add one batch to the metrics, which Lightning reduces over ranks and logs at the end."""
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: ImageBatch, batch_idx: int) -> None:
         """Do what `validation_step` does, and log it under "test"."""
         self._evaluate(batch, "test")
 
-    def _evaluate(self, batch: Batch, prefix: str) -> None:
+    def _evaluate(self, batch: ImageBatch, prefix: str) -> None:
         """Update and log the metrics; samples that only pad a rank's share are left out."""
         batch = as_batch(batch)
         logits = _widened(self(batch.images))
@@ -230,7 +230,7 @@ class ImageClassifier(TrainingModule):
         for name in ("loss", "top1", "top5"):
             self.log(f"{prefix}/{name}", getattr(self, f"val_{name}"), prog_bar=True, on_step=False, on_epoch=True)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> list[dict]:
+    def predict_step(self, batch: ImageBatch, batch_idx: int) -> list[dict]:
         """Return, for each image that counts, its name, the likeliest class and that class's probability."""
         batch = as_batch(batch)
         if not batch.names:

@@ -1,4 +1,4 @@
-"""Command line: `python -m dcvision fit|validate|test|predict --config FILE`, `export|evaluate|compare|visualize|...`."""
+"""Command line: `python -m dcvision fit|validate|test|predict|export|evaluate|compare|visualize|...`."""
 
 from dctrain.cli.named_configs import listing
 from dctrain.cli.program import run_program

@@ -1,5 +1,5 @@
 """`dcvision compare`."""
 
-from dctrain.compare import comparison
+from dctrain.compare import compare_command
 
-compare = comparison("dcvision", {"val/top1": "max", "val/top5": "max"})
+compare = compare_command("dcvision", {"val/top1": "max", "val/top5": "max"})

@@ -6,8 +6,8 @@ from timm.models import save_for_hf
 from torch import nn
 
 from dctrain.checkpointing.checkpoint import check_no_run, find_checkpoint, load_checkpoint
-from dctrain.errors import UserError, told_as
-from dctrain.utils.files import filled_whole
+from dctrain.errors import UserError, as_user_error
+from dctrain.utils.files import atomic_dir
 
 from .factory import build_model, without_weights
 
@@ -33,7 +33,7 @@ def export(checkpoint: str, out: str, raw: bool = False) -> Path:
     model, size, classes = load_network(checkpoint, raw)
     data_config = {"input_size": (3, size, size)}
     names = {"label_names": classes} if classes else None
-    with told_as(f"{out} cannot be written"), filled_whole(target) as folder:
+    with as_user_error(f"{out} cannot be written"), atomic_dir(target) as folder:
         save_for_hf(model, str(folder), names, data_config=data_config, safe_serialization=True)
     print(f'exported to {out}; load with timm.create_model("local-dir:{out}", pretrained=True)')
     return target
@@ -52,7 +52,7 @@ def load_network(checkpoint: str, raw: bool = False) -> tuple[nn.Module, int, li
         raise UserError(f"{path} is no checkpoint of dcvision: it holds no image model.")
     if "model" not in hp:
         raise UserError(f"{path} does not name its model: a module was trained; build it and load the weights into it.")
-    with told_as(f"{path} does not hold the weights of the model that it names"):
+    with as_user_error(f"{path} does not hold the weights of the model that it names"):
         kwargs = without_weights(hp["model_kwargs"])
         model = build_model(hp["model"], hp["num_classes"], hp["image_size"], kwargs, hp["swap"])
         averaged = hp["ema_decay"] is not None and not raw

@@ -4,8 +4,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from dctrain.errors import UserError, told_as
-from dctrain.utils.json_fields import MOST_PIXELS, Checks, are_numbers, check_fields, is_count, is_fraction
+from dctrain.errors import UserError, as_user_error
+from dctrain.utils.json_fields import MAX_IMAGE_SIDE, Checks, are_numbers, check_fields, is_count, is_fraction
 
 
 def check_exported_config(path: Path) -> None:
@@ -17,7 +17,7 @@ def check_exported_config(path: Path) -> None:
     Raises:
         UserError: If it is no JSON object, or a value is out of range.
     """
-    with told_as(f"{path} is damaged"):
+    with as_user_error(f"{path} is damaged"):
         content = json.loads(path.read_text())
         values = (content.get("pretrained_cfg") or {}) | {"num_classes": content.get("num_classes")}
     check_fields(path, values, CHECKS)
@@ -28,12 +28,12 @@ def check_exported_config(path: Path) -> None:
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(is_count(size, most=MOST_PIXELS) for size in value)
+    return isinstance(value, list) and len(value) == 3 and all(is_count(size, most=MAX_IMAGE_SIDE) for size in value)
 
 
 CHECKS: Checks = {
     "num_classes": (partial(is_count, least=0), "a number of at least 0"),
-    "input_size": (_are_sizes, f"[channels, height, width], 1 to {MOST_PIXELS} each"),
+    "input_size": (_are_sizes, f"[channels, height, width], 1 to {MAX_IMAGE_SIDE} each"),
     "crop_pct": (is_fraction, "a fraction in (0, 1]"),
     "mean": (are_numbers, "finite numbers"),
     "std": (partial(are_numbers, above=0), "positive, finite numbers"),

@@ -9,7 +9,7 @@ from timm.layers import PatchEmbed
 from timm.models import resolve_model_input_args
 from torch import nn
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from .swap import swap_attention
 
@@ -25,7 +25,7 @@ def build_model(
     if isinstance(name, nn.Module):
         if model_kwargs:
             raise UserError(f"model_kwargs={model_kwargs} belong to the name of a model; got a module.")
-        with told_as(f"swap={swap}"):
+        with as_user_error(f"swap={swap}"):
             return name if swap is None else swap_attention(name, **swap)
     _check_sizes(name, image_size, model_kwargs)
     is_saved = name.startswith(("local-dir:", "hf-hub:"))
@@ -36,11 +36,11 @@ def build_model(
         raise UserError("model='dcmha_swapped' is for loading; to train, name the base and give model.swap options.")
     if model_kwargs.get("features_only"):
         raise UserError("model_kwargs.features_only=True gives no classifier; leave it out.")
-    with told_as(f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels"):
+    with as_user_error(f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels"):
         arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
         model = timm.create_model(**arguments)
     _check_patches(model, image_size)
-    with told_as(f"swap={swap}"):
+    with as_user_error(f"swap={swap}"):
         return model if swap is None else swap_attention(model, **swap)
 
 
@@ -59,7 +59,7 @@ def _check_patches(model: nn.Module, image_size: int) -> None:
 
 
 MOST = {"image_size": 8192, "depth": 4096}  # bounds far above any model, before anything is allocated
-MOST_OF_OTHERS = 2**20
+MAX_OTHER_SIZES = 2**20
 
 
 def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None:
@@ -73,7 +73,7 @@ def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None
     if not isinstance(model_kwargs, dict):
         raise UserError(f"model_kwargs={model_kwargs!r}: expected arguments by name.")
     for key, value in {"image_size": image_size, **model_kwargs}.items():
-        most = MOST.get(key, MOST_OF_OTHERS)
+        most = MOST.get(key, MAX_OTHER_SIZES)
         least, values = 1 if key in MOST else -math.inf, value if isinstance(value, list | tuple) else [value]
         if not all(least <= one <= most for one in values if isinstance(one, int | float)):
             raise UserError(f"{key}={value!r}: expected at most {most}" + (", and at least 1." if key in MOST else "."))

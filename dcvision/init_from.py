@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from dctrain.checkpointing.init_from import check_initial, is_of_composition
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 
 from .compat_checks import compare_heads, compare_normalisation
 from .export import load_network
@@ -30,7 +30,7 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     network = load_network(source)[0] if is_run else load_pretrained(source)
     compare_heads(f"init={source}", network, model)
     name = str(getattr(model, "pretrained_cfg", {}).get("architecture", ""))
-    with told_as(f"init={source} does not fit the model"):
+    with as_user_error(f"init={source} does not fit the model"):
         weights = fit_weights(dict(network.state_dict()), model, name)
     head = _head(model)
     ours = model.state_dict()

@@ -7,8 +7,8 @@ from pathlib import Path
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.cli.lightning_cli import TrainerCLI, reading
 from dctrain.distributed.strategy import data_rank
-from dctrain.utils.files import check_writable, relative, written_whole
-from dctrain.utils.signals import ended_by_sigterm
+from dctrain.utils.files import atomic_write, check_writable, relative
+from dctrain.utils.signals import exits_on_sigterm
 
 from . import callbacks  # noqa: F401  their names are options of --trainer.callbacks
 from .classifier import ImageClassifier
@@ -54,7 +54,7 @@ class VisionCLI(TrainerCLI):
         out = self._get(self.config, "out")
         if out is not None:
             check_writable("out", Path(out))
-        with reading(path), ended_by_sigterm():
+        with reading(path), exits_on_sigterm():
             batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
         folder = self.trainer.log_dir  # a broadcast: all ranks ask
         rank, ranks = data_rank(self.trainer)
@@ -64,7 +64,7 @@ class VisionCLI(TrainerCLI):
         path = Path(out or Path(folder) / "predictions.csv")
         path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
         make_folder(str(path.parent))
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             file.write(self._table(batches).encode())
         print(f"predictions {relative(path)}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import timm
 from torch import nn
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from .exported_config import check_exported_config
 
@@ -32,5 +32,5 @@ def load_pretrained(source: str) -> nn.Module:
         )
     if name != source:
         check_exported_config(Path(source) / "config.json")
-    with told_as(f"{source} has no pretrained weights that can be loaded"):
+    with as_user_error(f"{source} has no pretrained weights that can be loaded"):
         return timm.create_model(name, pretrained=True)

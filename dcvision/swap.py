@@ -15,8 +15,8 @@ from dcmha import DCAttention
 from dcmha.checks import check_module
 from dcmha.options import check_names
 
-from .families import CONVOLUTIONS, FAMILIES_BY_PARTS, LEFT, ComposedParts, composed_class
-from .timm_attention import FAMILIES, Adopted, AdoptedPooling
+from .families import CONVOLUTIONS, FAMILIES_BY_PARTS, UNSUPPORTED, ComposedParts, composed_class
+from .timm_attention import FAMILIES, ComposedPooling, ComposedTimmModule
 
 SUPPORTED = (
     "ViT, DeiT, BEiT, CLIP, SigLIP, DINO, EVA, NaFlexViT, Swin, SAM, CaiT, TNT, CrossViT, NesT, GC ViT, PVT v2, Twins, "
@@ -64,13 +64,13 @@ def swap_attention(
     swapped = {}
     for name in (names[layer] for layer in chosen):
         attention = model.get_submodule(name)
-        swapped[name] = _adopt(name, _counterpart(type(attention)), attention, options)
+        swapped[name] = _compose(name, _counterpart(type(attention)), attention, options)
     if pooling:
         pools = {name: module for name, module in model.named_modules() if type(module) is AttentionPoolLatent}
         if not pools:
             raise ValueError(f"pooling=True; {type(model).__name__} has no attention pooling (global_pool='map').")
         pool_options = {name: value for name, value in options.items() if name != "window"}
-        swapped |= {name: _adopt(name, AdoptedPooling, module, pool_options) for name, module in pools.items()}
+        swapped |= {name: _compose(name, ComposedPooling, module, pool_options) for name, module in pools.items()}
     for name, attention in swapped.items():
         attention.train(model.get_submodule(name).training)
         model.set_submodule(name, attention)
@@ -131,7 +131,7 @@ def dcmha_swapped(
             swap_attention(model, **options)
         return model
     return build_model_with_cfg(
-        partial(_remake, base, swaps),
+        partial(_rebuild, base, swaps),
         dcmha_swapped.__name__,
         pretrained,
         pretrained_cfg=pretrained_cfg,
@@ -144,7 +144,7 @@ def dcmha_swapped(
     )
 
 
-def _remake(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
+def _rebuild(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
     """Make a saved model anew, without a pooling that was swapped and later taken out (`reset_classifier`)."""
     model = timm.create_model(base, **kwargs)
     has_pooling = any(isinstance(module, AttentionPoolLatent) for module in model.modules())
@@ -171,7 +171,7 @@ def _counterpart(kind: type[nn.Module]) -> type[nn.Module]:
     return FAMILIES[kind] if kind in FAMILIES else composed_class(kind, FAMILIES_BY_PARTS[kind])
 
 
-def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) -> nn.Module:
+def _compose(name: str, cls: type[nn.Module], module: nn.Module, options: dict) -> nn.Module:
     """Make the counterpart of a module; an error names it."""
     try:
         return cls(module, **options)
@@ -182,7 +182,7 @@ def _adopt(name: str, cls: type[nn.Module], module: nn.Module, options: dict) ->
 def attention_names(model: nn.Module) -> list[str]:
     """Find the attention layers that can be swapped; refuse a model with others."""
     modules = dict(model.named_modules())
-    reasons = {f"{type(m).__name__} is {LEFT[type(m)]}" for m in modules.values() if type(m) in LEFT}
+    reasons = {f"{type(m).__name__} is {UNSUPPORTED[type(m)]}" for m in modules.values() if type(m) in UNSUPPORTED}
     if reasons:
         raise ValueError(f"{type(model).__name__} cannot be composed: {'; '.join(sorted(reasons))}.")
     others = {type(m).__name__ for m in modules.values() if _is_other_attention(m)}
@@ -197,7 +197,7 @@ def attention_names(model: nn.Module) -> list[str]:
     return names
 
 
-SWAPPED = (Adopted, ComposedParts)
+SWAPPED = (ComposedTimmModule, ComposedParts)
 
 
 def _is_known(module: nn.Module) -> bool:

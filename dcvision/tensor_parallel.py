@@ -6,11 +6,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from dcmha import DCAttention
-from dcmha.parallel import Split, split_heads
-from dctrain.distributed.tensor_parallel import Plan
+from dcmha.parallel import ShardedDim, split_heads
+from dctrain.distributed.tensor_parallel import TensorParallelPlan
 
 
-def split_vit(model: nn.Module, ranks: int) -> Plan:
+def split_vit(model: nn.Module, ranks: int) -> TensorParallelPlan:
     """Tell a vision transformer of composed layers, or its twin, to compute the share of a rank, in place.
 
     Args:
@@ -33,7 +33,7 @@ def split_vit(model: nn.Module, ranks: int) -> Plan:
             splits |= {f"blocks.{i}.{part}.{name}": split for name, split in found.items()}
             entered.append(f"blocks.{i}.{part}")
         styles |= {f"blocks.{i}.{name}": RowwiseParallel(input_layouts=Shard(-1)) for name in ("attn.proj", "mlp.fc2")}
-    return Plan(splits, entered, styles)
+    return TensorParallelPlan(splits, entered, styles)
 
 
 def _check_block(number: int, block: nn.Module) -> None:
@@ -45,10 +45,10 @@ def _check_block(number: int, block: nn.Module) -> None:
         raise ValueError(f"block {number}: a norm within the MLP cannot be split.")
 
 
-def _split_mlp(mlp: Mlp, ranks: int) -> dict[str, Split]:
+def _split_mlp(mlp: Mlp, ranks: int) -> dict[str, ShardedDim]:
     width = mlp.fc1.out_features
     if width % ranks:
         raise ValueError(f"{width} hidden channels cannot be split over {ranks} ranks.")
-    splits = {"fc1.weight": Split(0), "fc1.bias": Split(0), "fc2.weight": Split(1)}
+    splits = {"fc1.weight": ShardedDim(0), "fc1.bias": ShardedDim(0), "fc2.weight": ShardedDim(1)}
     present = dict(mlp.named_parameters())
     return {name: split for name, split in splits.items() if name in present}

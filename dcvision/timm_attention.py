@@ -17,13 +17,13 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 from dcmha import COMPOSE_OPTIONS, DCAttention, DCCrossAttention, compose_options_of
-from dcmha.cross import SidedProjection
+from dcmha.cross import CrossComposeProjection
 from dcmha.options import check_names
 
-from .families.base import share
+from .families.base import share_parameters
 
 
-class Adopted(DCAttention):
+class ComposedTimmModule(DCAttention):
     """`DCAttention` with the parameters, buffers, parts and attributes of a timm attention module, which it shares.
 
     Args:
@@ -33,7 +33,7 @@ class Adopted(DCAttention):
 
     def __init__(self, attention: nn.Module, **options) -> None:
         nn.Module.__init__(self)
-        share(self, attention)
+        share_parameters(self, attention)
         self._set_options(**options)
         projection = attention.qkv if attention.qkv is not None else attention.q_proj
         self.dim, self.attn_dim = projection.in_features, attention.proj.in_features
@@ -48,11 +48,11 @@ class Adopted(DCAttention):
         )
 
 
-class AdoptedAttention(Adopted, Attention):
+class ComposedAttention(ComposedTimmModule, Attention):
     """Attention of `VisionTransformer` (ViT, DeiT, DeiT3, BEiT3, CLIP, SigLIP, DINOv2) and NaFlexViT."""
 
 
-class WithBiases(Adopted):
+class WithBiases(ComposedTimmModule):
     """What the families whose biases of q and v are parameters of their own share."""
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +66,7 @@ class WithBiases(Adopted):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class WithRotation(Adopted):
+class WithRotation(ComposedTimmModule):
     """What the families with rotary positions share: `forward` takes timm's table of rotations."""
 
     def forward(
@@ -85,11 +85,11 @@ class WithRotation(Adopted):
         )
 
 
-class AdoptedEvaAttention(WithRotation, WithBiases, EvaAttention):
+class ComposedEvaAttention(WithRotation, WithBiases, EvaAttention):
     """Attention of EVA, EVA-02 and DINOv3."""
 
 
-class AdoptedRopeAttention(WithRotation, AttentionRope):
+class ComposedRopeAttention(WithRotation, AttentionRope):
     """Attention of EVA's other block and of NaFlexViT with rotary positions; k and v may have fewer heads."""
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +99,7 @@ class AdoptedRopeAttention(WithRotation, AttentionRope):
         return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
 
 
-class AdoptedBeitAttention(WithBiases, BeitAttention):
+class ComposedBeitAttention(WithBiases, BeitAttention):
     """Attention of BEiT: relative position bias, of the layer or shared."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
@@ -108,10 +108,10 @@ class AdoptedBeitAttention(WithBiases, BeitAttention):
         if self.relative_position_bias_table is not None:
             own = self._get_rel_pos_bias()
             bias = own if bias is None else own + bias
-        return Adopted.forward(self, x, bias)
+        return ComposedTimmModule.forward(self, x, bias)
 
 
-class AdoptedWindowAttention(Adopted, WindowAttention):
+class ComposedWindowAttention(ComposedTimmModule, WindowAttention):
     """Attention of Swin: windows with relative position bias, and masks where they are shifted."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -119,10 +119,10 @@ class AdoptedWindowAttention(Adopted, WindowAttention):
         bias = self._get_rel_pos_bias()
         if mask is not None:
             bias = bias + mask.repeat(x.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
-        return Adopted.forward(self, x, bias)
+        return ComposedTimmModule.forward(self, x, bias)
 
 
-class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
+class ComposedPooling(DCCrossAttention, AttentionPoolLatent):
     """Attention pooling (`global_pool="map"`): learned queries attend to the tokens, composed.
 
     Args:
@@ -132,14 +132,14 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
 
     def __init__(self, pooling: AttentionPoolLatent, **options) -> None:
         nn.Module.__init__(self)
-        share(self, pooling)
+        share_parameters(self, pooling)
         check_names(options, (*COMPOSE_OPTIONS, "impl"))
         self._set_options(**options)
         self.dim, self.context_dim = self.latent_dim, self.kv.in_features
         self.attn_drop = nn.Dropout(0.0)
         dd = {"device": self.kv.weight.device, "dtype": self.kv.weight.dtype}
         options = compose_options_of(self.options)
-        self.compose = SidedProjection(self.dim, self.context_dim, self.num_heads, **options, **dd)
+        self.compose = CrossComposeProjection(self.dim, self.context_dim, self.num_heads, **options, **dd)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Pool tokens [B, T, C] to [B, out_features]; the mask is broadcastable to [B, H, queries, T]."""
@@ -153,10 +153,10 @@ class AdoptedPooling(DCCrossAttention, AttentionPoolLatent):
         return x.mean(1) if self.pool == "avg" else x
 
 
-FAMILIES: dict[type[nn.Module], type[Adopted]] = {
-    Attention: AdoptedAttention,
-    AttentionRope: AdoptedRopeAttention,
-    EvaAttention: AdoptedEvaAttention,
-    BeitAttention: AdoptedBeitAttention,
-    WindowAttention: AdoptedWindowAttention,
+FAMILIES: dict[type[nn.Module], type[ComposedTimmModule]] = {
+    Attention: ComposedAttention,
+    AttentionRope: ComposedRopeAttention,
+    EvaAttention: ComposedEvaAttention,
+    BeitAttention: ComposedBeitAttention,
+    WindowAttention: ComposedWindowAttention,
 }

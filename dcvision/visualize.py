@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from dcmha import ComposedLayer, record_attention
+from dcmha import ComposedAttentionBase, record_attention
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 
-from .attention_plots import View, draw_attention, log_pictures, patch_grid, prefix_tokens, read_image
+from .attention_plots import AttentionView, draw_attention, log_figures, patch_grid, prefix_tokens, read_image
 from .compat_checks import normalisation
 from .export import load_network
 
@@ -28,7 +28,7 @@ def visualize(checkpoint: str, image: str, out: str, query: int | None = None) -
         The pictures, which are printed too.
 
     Raises:
-        UserError: If a file cannot be read or written, the model has no `ComposedLayer` or attends within windows, or
+        UserError: If a file cannot be read or written, the model has no composed layer or attends within windows, or
             there is no such patch.
     """
     model, size, _ = load_network(checkpoint)
@@ -43,7 +43,7 @@ def visualize(checkpoint: str, image: str, out: str, query: int | None = None) -
     for name, figure in figures.items():
         figure.savefig(root / f"{name}.png", dpi=100)
     with SummaryWriter(str(root)) as writer:
-        log_pictures(writer, figures, step=0)
+        log_figures(writer, figures, step=0)
     paths = [root / f"{name}.png" for name in figures]
     print(*paths, f"tensorboard --logdir {out}", sep="\n")
     return paths
@@ -55,10 +55,10 @@ def check_layers(model: nn.Module) -> None:
     Raises:
         UserError: If not.
     """
-    if not any(isinstance(module, ComposedLayer) for module in model.modules()):
+    if not any(isinstance(module, ComposedAttentionBase) for module in model.modules()):
         raise UserError(f"{type(model).__name__} has no DCAttention, nor other composed layers, to look at.")
 
 
-def make_view(model: nn.Module, pixels: Tensor, query: int | None) -> View:
+def make_view(model: nn.Module, pixels: Tensor, query: int | None) -> AttentionView:
     """Describe an image, uint8 [3, size, size], and the patch of it that looks."""
-    return View(pixels, patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)
+    return AttentionView(pixels, patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dctrain.utils.lazy import lazily
+from dctrain.utils.lazy import lazy_exports
 
 from .network import ImageText
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from .vision_language_model import VisionLanguageModel
 
 __all__ = ["CaptionDataModule", "ImageText", "VisionLanguageModel"]
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_exports(
     __name__, {"CaptionDataModule": "data.datamodule", "VisionLanguageModel": "vision_language_model"}
 )

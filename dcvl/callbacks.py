@@ -15,7 +15,7 @@ from dctrain.distributed.strategy import FSDP2Strategy
 from dctrain.errors import UserError
 
 from .caption_plots import beside, draw_captions, draw_words
-from .captioning import exact_matches, tell_captions
+from .captioning import exact_matches, generate_captions
 from .data.captions import CaptionSource
 from .data.datamodule import CaptionDataModule
 
@@ -91,7 +91,7 @@ class ExactCaptions(Callback):
         was_training = pl_module.training
         pl_module.eval()
         normalised = pl_module.normalise(images.to(pl_module.device))
-        told = tell_captions(pl_module.model, normalised, data.words, data.context_length - 1)
+        told = generate_captions(pl_module.model, normalised, data.words, data.context_length - 1)
         pl_module.train(was_training)
         return told, [captions for _, captions in found], images
 

@@ -13,7 +13,7 @@ from .network import ImageText
 
 
 @torch.no_grad()
-def tell_captions(
+def generate_captions(
     model: ImageText,
     images: Tensor,
     tokenizer: Tokenizer,
@@ -46,7 +46,7 @@ def tell_captions(
         raise ValueError("the model tells no captions: no layer of its text tower looks at the image.")
     begin = tokenizer.begin_ids or [tokenizer.eos_id]
     prompts = torch.tensor([begin] * len(images), device=images.device)
-    context = model.context(model.see(images))
+    context = model.context(model.encode_images(images))
     shared = {"stop_tokens": [tokenizer.eos_id], "context": context}
     if num_beams == 1:
         found = generate(model.text, prompts, max_new_tokens, temperature, top_p=top_p, seed=seed, **shared)

@@ -1,5 +1,5 @@
 """`dcvl compare`."""
 
-from dctrain.compare import comparison
+from dctrain.compare import compare_command
 
-compare = comparison("dcvl", {"val/loss": "min"})
+compare = compare_command("dcvl", {"val/loss": "min"})

@@ -19,7 +19,7 @@ from dclm.loss import without_autocast
 Contrastive = Literal["sigmoid", "softmax"]
 
 
-class Pairs(NamedTuple):
+class ContrastiveBatch(NamedTuple):
     """Embedded images and texts that belong together, row by row.
 
     Attributes:
@@ -35,7 +35,7 @@ class Pairs(NamedTuple):
     counts: Tensor
 
 
-def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tensor | None) -> Tensor:
+def contrastive_loss(kind: Contrastive, pairs: ContrastiveBatch, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Compute this rank's part of the loss, as the module says.
 
     A text that another pair has too is no negative example: such pairs are left out, but for a pair's own.
@@ -64,7 +64,7 @@ def contrastive_loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tenso
         return _loss(kind, pairs, scale, bias)
 
 
-def _loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tensor | None) -> Tensor:
+def _loss(kind: Contrastive, pairs: ContrastiveBatch, scale: Tensor, bias: Tensor | None) -> Tensor:
     everyone, first = _gathered(pairs)
     own = first + torch.arange(len(pairs.counts), device=pairs.counts.device)
     offset = 0.0 if bias is None else bias
@@ -80,7 +80,7 @@ def _loss(kind: Contrastive, pairs: Pairs, scale: Tensor, bias: Tensor | None) -
     return total * ranks / everyone.counts.sum().clamp(min=1)
 
 
-def _used(pairs: Pairs, everyone: Pairs, own: Tensor) -> Tensor:
+def _used(pairs: ContrastiveBatch, everyone: ContrastiveBatch, own: Tensor) -> Tensor:
     """Tell which pairs of a row of this rank and one of all count [B, N]."""
     texts = everyone.input_ids.unique(dim=0, return_inverse=True)[1]  # a number for each
     different = ~(texts[own, None] == texts).scatter(1, own[:, None], False)
@@ -93,11 +93,11 @@ def _cross_entropy(logits: Tensor, used: Tensor, own: Tensor, counts: Tensor) ->
     return F.cross_entropy(logits, own[counts], reduction="sum")
 
 
-def _gathered(pairs: Pairs) -> tuple[Pairs, int]:
+def _gathered(pairs: ContrastiveBatch) -> tuple[ContrastiveBatch, int]:
     """Bring the pairs of all ranks together [N, ...]; tell the place of this rank's first. Gradients flow back."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return pairs, 0
-    return Pairs(*map(_Gather.apply, pairs)), dist.get_rank() * len(pairs.counts)
+    return ContrastiveBatch(*map(_Gather.apply, pairs)), dist.get_rank() * len(pairs.counts)
 
 
 class _Gather(torch.autograd.Function):

@@ -6,7 +6,7 @@ from torch import nn
 
 from dclm import Decoder
 from dclm.config import build_config
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dcvision.factory import build_model
 
 from .contrastive import Contrastive
@@ -38,7 +38,7 @@ def build_pair(
         text_model, vocab_size, context_length, text_overrides or {}, image.num_features, cross_layers, cross_compose,
         contrastive, caption_weight,
     )  # fmt: skip
-    with told_as():
+    with as_user_error():
         pair = ImageText(image, text, embed_dim if contrastive else None, contrastive or "sigmoid")
     if contrastive is None:
         freeze_pooling(image, image_size)
@@ -80,5 +80,5 @@ def _text_tower(
     if layers:
         looks = {"context_dim": width, "cross_layers": layers, "cross_compose": cross_compose}
         config = build_config(name, vocab_size, context_length, overrides | looks)
-    with told_as(f"text_model {name!r} cannot be built with {overrides}"):
+    with as_user_error(f"text_model {name!r} cannot be built with {overrides}"):
         return Decoder(config)

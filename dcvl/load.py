@@ -15,9 +15,9 @@ from torch import Tensor
 import dclm
 from dclm.data.tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec
 from dctrain.checkpointing.checkpoint import find_checkpoint, load_checkpoint
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.device import check_device
-from dctrain.utils.files import filled_whole, write_json
+from dctrain.utils.files import atomic_dir, write_json
 from dctrain.utils.json_fields import check_fields
 from dcvision.compat_checks import normalisation
 from dcvision.data.decode import eval_transform
@@ -28,7 +28,7 @@ from dcvision.pretrained import load_pretrained
 from .data.captions import TEMPLATE
 from .data.samples import CaptionEncoder, black
 from .factory import build_pair
-from .metadata import FACTS, REQUIRED
+from .metadata import FIELDS, REQUIRED
 from .network import ImageText
 
 FORMAT = "dcvl-1"
@@ -49,7 +49,7 @@ class LoadedPair(NamedTuple):
     model: ImageText
     encode: CaptionEncoder
     prepare: Callable[[bytes | Tensor], Tensor]
-    facts: dict
+    metadata: dict
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -68,7 +68,7 @@ def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair
         UserError: If there is none, it is damaged, or the device cannot be used.
     """
     pair = _of_folder(Path(checkpoint)) if (Path(checkpoint) / CONFIG).is_file() else _of_run(checkpoint)
-    with told_as(f"device={str(device)!r} cannot be used"):
+    with as_user_error(f"device={str(device)!r} cannot be used"):
         pair.model.to(check_device(device))
     return pair
 
@@ -76,7 +76,7 @@ def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair
 def is_pair(source: str) -> bool:
     """Tell whether something is a checkpoint or run of `dcvl fit`, or a folder that `dcvl export` wrote."""
     if (Path(source) / CONFIG).is_file():
-        with told_as(f"{Path(source) / CONFIG} is damaged"):
+        with as_user_error(f"{Path(source) / CONFIG} is damaged"):
             return json.loads((Path(source) / CONFIG).read_text()).get("format") == FORMAT
     if not Path(source).exists():
         return False
@@ -93,25 +93,25 @@ def export(checkpoint: str, out: str) -> None:
     target = Path(out)
     if target.exists():
         raise UserError(f"{out} exists already; nothing was overwritten.")
-    model, encode, _, facts = load_pair(checkpoint)
+    model, encode, _, metadata = load_pair(checkpoint)
     joint = {name: weight for name, weight in model.state_dict().items() if not name.startswith(TOWERS)}
-    with told_as(f"{out} cannot be written"), filled_whole(target) as folder:
-        data_config = {"input_size": (3, facts["image_size"], facts["image_size"])}
+    with as_user_error(f"{out} cannot be written"), atomic_dir(target) as folder:
+        data_config = {"input_size": (3, metadata["image_size"], metadata["image_size"])}
         save_for_hf(model.image, str(folder / IMAGE), None, data_config=data_config, safe_serialization=True)
         dclm.save_pretrained(model.text, folder / TEXT, native=True)
         if encode.tokenizer.spec != BYTES:
             (folder / TEXT / "tokenizer.json").write_text(encode.tokenizer.spec)
         save_file(joint, folder / JOINT)
-        write_json(folder / CONFIG, {"format": FORMAT, **facts})
+        write_json(folder / CONFIG, {"format": FORMAT, **metadata})
     print(f'exported to {out}; the towers alone: timm.create_model("local-dir:{out}/{IMAGE}", pretrained=True),')
     print(f'dclm.load_pretrained("{out}/{TEXT}")')
 
 
-def _pair(model: ImageText, tokenizer: Tokenizer, facts: dict) -> LoadedPair:
-    size = facts["image_size"]
-    transform = partial(black, size) if facts.get("hide_images") else eval_transform(size, facts["crop_fraction"])
-    prepare = partial(as_in_training, transform, facts["mean"], facts["std"])
-    return LoadedPair(model.eval(), CaptionEncoder(tokenizer, facts["context_length"]), prepare, facts)
+def _pair(model: ImageText, tokenizer: Tokenizer, metadata: dict) -> LoadedPair:
+    size = metadata["image_size"]
+    transform = partial(black, size) if metadata.get("hide_images") else eval_transform(size, metadata["crop_fraction"])
+    prepare = partial(as_in_training, transform, metadata["mean"], metadata["std"])
+    return LoadedPair(model.eval(), CaptionEncoder(tokenizer, metadata["context_length"]), prepare, metadata)
 
 
 def _of_run(checkpoint: str) -> LoadedPair:
@@ -120,13 +120,13 @@ def _of_run(checkpoint: str) -> LoadedPair:
     hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})
     if "text_model" not in hp or "tokenizer" not in data:
         raise UserError(f"{path} is no checkpoint of dcvl, or holds no tokenizer.")
-    with told_as(f"{path} does not hold the weights of the model that it names"):
+    with as_user_error(f"{path} does not hold the weights of the model that it names"):
         arguments = {name: hp[name] for name in inspect.signature(build_pair).parameters}
         pair = build_pair(**arguments | {"model_kwargs": without_weights(hp["model_kwargs"])})
         weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
         pair.load_state_dict(weights)
     settings = content.get("datamodule_hyper_parameters", {})
-    facts = {
+    metadata = {
         "image_size": hp["image_size"],
         "context_length": hp["context_length"],
         "embed_dim": pair.embed_dim,
@@ -137,25 +137,25 @@ def _of_run(checkpoint: str) -> LoadedPair:
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
         **{name: list(values) for name, values in normalisation(pair.image).items()},
     }
-    with told_as(f"{path} is no checkpoint of dcvl"):
-        return _pair(pair, tokenizer_from_spec(data["tokenizer"]), facts)
+    with as_user_error(f"{path} is no checkpoint of dcvl"):
+        return _pair(pair, tokenizer_from_spec(data["tokenizer"]), metadata)
 
 
 def _of_folder(folder: Path) -> LoadedPair:
-    with told_as(f"{folder / CONFIG} is damaged"):
-        facts = json.loads((folder / CONFIG).read_text())
-    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
+    with as_user_error(f"{folder / CONFIG} is damaged"):
+        metadata = json.loads((folder / CONFIG).read_text())
+    if not isinstance(metadata, dict) or metadata.pop("format", None) != FORMAT:
         raise UserError(f"{folder} holds no towers of dcvl: {CONFIG} is of another format.")
-    check_fields(folder / CONFIG, facts, FACTS, REQUIRED)
+    check_fields(folder / CONFIG, metadata, FIELDS, REQUIRED)
     image = load_pretrained(str(folder / IMAGE))
-    with told_as(str(folder)):
+    with as_user_error(str(folder)):
         text = dclm.load_pretrained(folder / TEXT)
-        model = ImageText(image, text, facts["embed_dim"], facts["contrastive"] or "sigmoid")
+        model = ImageText(image, text, metadata["embed_dim"], metadata["contrastive"] or "sigmoid")
         joint = load_file(folder / JOINT)
         missing, unknown = model.load_state_dict(joint, strict=False)
     missing = [name for name in missing if not name.startswith(TOWERS)]
     if missing or unknown:
         raise UserError(f"{folder / JOINT} does not fit: missing {missing}, unknown {unknown}.")
-    with told_as(f"{folder / CONFIG} is damaged"):
-        named = facts["tokenizer"]
-        return _pair(model, open_tokenizer(named if named == BYTES else str(folder / TEXT / named)), facts)
+    with as_user_error(f"{folder / CONFIG} is damaged"):
+        named = metadata["tokenizer"]
+        return _pair(model, open_tokenizer(named if named == BYTES else str(folder / TEXT / named)), metadata)

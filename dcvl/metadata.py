@@ -4,7 +4,7 @@ from functools import partial
 from typing import get_args
 
 from dclm.config import MOST
-from dctrain.utils.json_fields import MOST_PIXELS, Checks, are_numbers, is_count, is_fraction
+from dctrain.utils.json_fields import MAX_IMAGE_SIDE, Checks, are_numbers, is_count, is_fraction
 
 from .contrastive import Contrastive
 
@@ -13,8 +13,8 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-FACTS: Checks = {
-    "image_size": (partial(is_count, most=MOST_PIXELS), f"1 to {MOST_PIXELS}"),
+FIELDS: Checks = {
+    "image_size": (partial(is_count, most=MAX_IMAGE_SIDE), f"1 to {MAX_IMAGE_SIDE}"),
     "context_length": (partial(is_count, most=MOST["context_length"]), f"1 to {MOST['context_length']}"),
     "embed_dim": (partial(is_count, most=MOST["dim"]), f"1 to {MOST['dim']}, or null"),
     "contrastive": (

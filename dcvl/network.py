@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dclm import Decoder
-from dclm.blocks import Context, make_norm
+from dclm.blocks import CrossContext, make_norm
 from dclm.loss import IGNORED, token_loss, without_autocast
 from dcmha.checks import check_integers
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from .contrastive import Contrastive
 
@@ -22,7 +22,7 @@ SIGMOID_BIAS = -10.0
 MAX_SOFTMAX_SCALE = 100.0  # CLIP's; SigLIP's has no limit
 
 
-class Seen(NamedTuple):
+class ImageFeatures(NamedTuple):
     """What the image tower makes of images.
 
     Attributes:
@@ -120,7 +120,7 @@ class ImageText(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass, and compute the rest again, in both towers."""
-        with told_as(f"model.recompute='block': {type(self.image).__name__} cannot"):
+        with as_user_error(f"model.recompute='block': {type(self.image).__name__} cannot"):
             self.image.set_grad_checkpointing(enable)
         self.text.set_grad_checkpointing(enable)
 
@@ -129,13 +129,13 @@ class ImageText(nn.Module):
         """Whether texts are told from images."""
         return self.text.config.cross_layers > 0
 
-    def see(self, images: Tensor) -> Seen:
+    def encode_images(self, images: Tensor) -> ImageFeatures:
         """Look at normalised images [B, 3, size, size]."""
         features = self.image.forward_features(images)
         pooled = None if self.embed_dim is None else self.image.forward_head(features, pre_logits=True)
-        return Seen(as_tokens(features, self.image.num_features), pooled)
+        return ImageFeatures(as_tokens(features, self.image.num_features), pooled)
 
-    def embed_images(self, seen: Seen) -> Tensor:
+    def embed_images(self, seen: ImageFeatures) -> Tensor:
         """Embed images [B, E], of length 1."""
         return _of_length_one(self.image_proj(seen.pooled))
 
@@ -148,16 +148,16 @@ class ImageText(nn.Module):
         """Embed texts [M, E], of length 1, by their tokens [M, T]."""
         return self.embed_texts(self.text.states_before_context(input_ids), ends)
 
-    def context(self, seen: Seen, owners: Tensor | None = None) -> Context:
+    def context(self, seen: ImageFeatures, owners: Tensor | None = None) -> CrossContext:
         """Make of the patches what the text tower looks at; a row for each of `owners`, if they are given."""
-        return Context(seen.patches if owners is None else seen.patches[owners])
+        return CrossContext(seen.patches if owners is None else seen.patches[owners])
 
     def forward(self, images: Tensor, texts: Texts) -> Outputs:
         """Embed images [B, 3, size, size] and texts, and tell the texts from their images."""
-        seen = self.see(images)
+        seen = self.encode_images(images)
         if self.is_captioner:
             context = self.context(seen, texts.owners)
-            before, after = self.text.both_states(texts.input_ids, context=context)
+            before, after = self.text.hidden_and_final(texts.input_ids, context=context)
             count = (texts.targets != IGNORED).sum()
             caption_loss = token_loss(after, self.text.output.weight, texts.targets) * count
         else:

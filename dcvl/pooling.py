@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from dcmha import ComposedLayer
+from dcmha import ComposedAttentionBase
 
 from .network import as_tokens
 
@@ -22,7 +22,7 @@ def freeze_pooling(tower: nn.Module, image_size: int) -> None:
     """
     traced = copy.deepcopy(tower).to("meta").eval()
     for layer in traced.modules():
-        if isinstance(layer, ComposedLayer):
+        if isinstance(layer, ComposedAttentionBase):
             layer.impl = "reference"  # which needs no device
     images = torch.zeros(1, 3, image_size, image_size, device="meta")
     patches = as_tokens(traced.forward_features(images), tower.num_features)

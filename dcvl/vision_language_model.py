@@ -21,8 +21,8 @@ from dctrain.utils.weighted_mean import WeightedMean
 from dcvision.compat_checks import compare_heads, compare_normalisation, normalisation
 from dcvision.factory import without_weights
 
-from .contrastive import Contrastive, Pairs, contrastive_loss
-from .data import Batch
+from .contrastive import Contrastive, ContrastiveBatch, contrastive_loss
+from .data import CaptionBatch
 from .factory import build_pair, image_tower
 from .init_from import read_initial
 from .network import Outputs, Texts
@@ -127,7 +127,7 @@ class VisionLanguageModel(TrainingModule):
                 "tell captions, and captions need them."
             )
 
-    def count_units(self, batch: Batch) -> int:
+    def count_units(self, batch: CaptionBatch) -> int:
         """Count the images of a batch."""
         return len(batch.images)
 
@@ -162,13 +162,13 @@ class VisionLanguageModel(TrainingModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed uint8 images [B, 3, size, size]; returns [B, embed_dim] of length 1."""
-        return self.model.embed_images(self.model.see(self.normalise(images)))
+        return self.model.embed_images(self.model.encode_images(self.normalise(images)))
 
     def normalise(self, images: Tensor) -> Tensor:
         """Scale uint8 images to the tower's mean and standard deviation, on their device."""
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
         """Compute the weighted sum of the losses of one batch."""
         self.model.limit_scale()
         outputs = self.model(self.normalise(batch.images), batch.texts)
@@ -180,26 +180,26 @@ class VisionLanguageModel(TrainingModule):
         total = sum(self.hparams[f"{name}_weight"] * loss for name, loss in losses.items())
         return self.log_step(total, batch_size=len(batch.images))
 
-    def _losses(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+    def _losses(self, outputs: Outputs, batch: CaptionBatch) -> dict[str, Tensor]:
         """Compute this rank's part of each loss; the means over ranks are those of one process."""
         losses = {}
         if outputs.images is not None:
-            pairs = Pairs(outputs.images, outputs.texts, batch.texts.input_ids, batch.counts)
+            pairs = ContrastiveBatch(outputs.images, outputs.texts, batch.texts.input_ids, batch.counts)
             losses["contrastive"] = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
         if outputs.caption_loss is not None:
             count = (batch.texts.targets != IGNORED).sum()
             losses["caption"] = outputs.caption_loss / _mean_over_ranks(count).clamp(min=1).to(outputs.caption_loss)
         return losses
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
         """Add one batch to the metrics."""
         self._evaluate(batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: CaptionBatch, batch_idx: int) -> None:
         """Do what `validation_step` does, and log it under "test"."""
         self._evaluate(batch)
 
-    def _evaluate(self, batch: Batch) -> None:
+    def _evaluate(self, batch: CaptionBatch) -> None:
         texts, counts = batch.texts, batch.counts
         outputs = self.model(self.normalise(batch.images), texts)
         if outputs.caption_loss is not None:
@@ -208,7 +208,7 @@ class VisionLanguageModel(TrainingModule):
         if outputs.images is None:
             return
         first = torch.searchsorted(texts.owners, torch.arange(len(counts), device=counts.device))
-        pairs = Pairs(outputs.images, outputs.texts[first], texts.input_ids[first], counts)
+        pairs = ContrastiveBatch(outputs.images, outputs.texts[first], texts.input_ids[first], counts)
         loss = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
         self.val_contrastive_loss.update(loss, _mean_over_ranks(counts.sum()))
         used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count

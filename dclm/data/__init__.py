@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from dctrain.utils.lazy import lazily
+from dctrain.utils.lazy import lazy_exports
 
-from .samples import Batch
+from .samples import TokenBatch
 
 if TYPE_CHECKING:
     from .datamodule import TokenDataModule
 
-__all__ = ["Batch", "TokenDataModule"]
-__getattr__, __dir__ = lazily(__name__, {"TokenDataModule": "datamodule"})
+__all__ = ["TokenBatch", "TokenDataModule"]
+__getattr__, __dir__ = lazy_exports(__name__, {"TokenDataModule": "datamodule"})

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from dctrain.cli.argument_types import check_types
 from dctrain.data.datamodule import ResumableDataModule
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from ..synthetic_tasks.stream import NAME as TASKS
 from ..synthetic_tasks.stream import TaskStream, TaskTexts
@@ -252,7 +252,7 @@ class TokenDataModule(ResumableDataModule):
             UserError: If it is none, or the data are of another tokenizer than the checkpoint's.
         """
         if "tokenizer" in state_dict and self.corpus is not None:
-            with told_as("the tokenizer of the checkpoint cannot be read"):
+            with as_user_error("the tokenizer of the checkpoint cannot be read"):
                 theirs = tokenizer_from_spec(state_dict["tokenizer"], state_dict.get("eos"))
             check_same_tokenizer("the checkpoint", theirs, self.corpus)
         super().load_state_dict(state_dict if "epoch" in state_dict else {})

@@ -19,8 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dctrain.data.dataset_cache import Preparation, digest_lines, file_digest, preparing, verify_files
-from dctrain.errors import UserError, told_as
-from dctrain.utils.files import write_json, written_whole
+from dctrain.errors import UserError, as_user_error
+from dctrain.utils.files import atomic_write, write_json
 
 from .texts import SUFFIXES, Document, find_inputs, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, TOKENIZER, TOKENIZER_DIGEST, Corpus, token_dtype
@@ -30,11 +30,11 @@ BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
 BPE_SAMPLE_BYTES = 2**27
 VAL_FRACTION, VAL_FRACTION_WITHIN = 0.005, 0.1
 PLAN = "plan.json"
-MOST_LOOKED_AT = 10_000  # documents among which one for validation is looked for
+MAX_PEEKED = 10_000  # documents among which one for validation is looked for
 
 
 @dataclass(frozen=True)
-class Options:
+class CorpusOptions:
     """What decides the content of a corpus, beside its inputs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Options:
             raise UserError(f"eos={self.eos!r} names a token, which bytes have none of; leave it out.")
 
 
-class Place(NamedTuple):
+class CorpusPosition(NamedTuple):
     """How far a preparation is: documents taken of input number `file`."""
 
     file: int = 0
@@ -110,7 +110,7 @@ def make_tokens(
     is_default = val_fraction is None
     if is_default:
         val_fraction = 0.0 if val else VAL_FRACTION
-    options = Options(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
+    options = CorpusOptions(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
     if val_fraction and _is_split_within(files, Path(out), options):
         options = replace(options, is_within=True, val_fraction=VAL_FRACTION_WITHIN if is_default else val_fraction)
         print(f"few documents: the last {options.val_fraction:.1%} of each is for validation")
@@ -142,7 +142,7 @@ def verify(tokens: str) -> None:
 
 
 def prepare(
-    files: list[Path], out: Path, options: Options, *, progress: bool = True, batch_bytes: int = BATCH_BYTES
+    files: list[Path], out: Path, options: CorpusOptions, *, progress: bool = True, batch_bytes: int = BATCH_BYTES
 ) -> dict:
     """Prepare a corpus; again, it changes nothing.
 
@@ -174,18 +174,20 @@ def prepare(
     return manifest
 
 
-def _prepare(files: list[Path], preparation: Preparation, options: Options, progress: bool, batch_bytes: int) -> dict:
+def _prepare(
+    files: list[Path], preparation: Preparation, options: CorpusOptions, progress: bool, batch_bytes: int
+) -> dict:
     tokenizer = _make_tokenizer(files, preparation, options)
     preparation.begin()
     path = preparation.out / "progress.json"
-    notes = {"place": Place(), "segments": [], "skipped": []}
+    notes = {"place": CorpusPosition(), "segments": [], "skipped": []}
     if path.is_file():
-        with told_as(f"{path} is damaged; remove the folder to begin anew"):
+        with as_user_error(f"{path} is damaged; remove the folder to begin anew"):
             notes = json.loads(path.read_text())
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
-        documents = _read(files, options.text_key, Place(*notes["place"]), bar.update)
-        split = Split(options, len(files) - options.num_val)
+        documents = _read(files, options.text_key, CorpusPosition(*notes["place"]), bar.update)
+        split = ValidationSplit(options, len(files) - options.num_val)
         _write(
             _encode(tokenizer, _batches(documents, batch_bytes, split)),
             files,
@@ -207,7 +209,7 @@ def _prepare(files: list[Path], preparation: Preparation, options: Options, prog
     return manifest
 
 
-def _make_tokenizer(files: list[Path], preparation: Preparation, options: Options) -> Tokenizer:
+def _make_tokenizer(files: list[Path], preparation: Preparation, options: CorpusOptions) -> Tokenizer:
     """Open the tokenizer, or train it on documents from the start of every input; keep its JSON beside the tokens."""
     path = preparation.out / "tokenizer.json"
     if path.is_file() and preparation.has_begun:
@@ -222,10 +224,10 @@ def _make_tokenizer(files: list[Path], preparation: Preparation, options: Option
     return tokenizer
 
 
-def _sample(files: list[Path], options: Options) -> Iterator[str]:
+def _sample(files: list[Path], options: CorpusOptions) -> Iterator[str]:
     """Yield training documents for a tokenizer, equally many bytes of every input at most."""
     files = files[: len(files) - options.num_val]
-    split = Split(options, len(files))
+    split = ValidationSplit(options, len(files))
     share = max(1, BPE_SAMPLE_BYTES // len(files))
     for file in files:
         taken = 0
@@ -239,8 +241,8 @@ def _sample(files: list[Path], options: Options) -> Iterator[str]:
 
 
 def _read(
-    files: list[Path], text_key: str, start: Place, advance: Callable[[int], object]
-) -> Iterator[tuple[Place, Document]]:
+    files: list[Path], text_key: str, start: CorpusPosition, advance: Callable[[int], object]
+) -> Iterator[tuple[CorpusPosition, Document]]:
     """Read the documents from a place on, each with the place behind it."""
     advance(sum(file.stat().st_size for file in files[: start.file]))
     for number in range(start.file, len(files)):
@@ -248,13 +250,13 @@ def _read(
         position = 0
         for count, document in enumerate(read_documents(files[number], text_key), 1):
             if count > taken:
-                yield Place(number, count), document
+                yield CorpusPosition(number, count), document
             advance(document.position - position)
             position = document.position
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationSplit:
     """Which parts of documents are for training, and which for validation.
 
     Attributes:
@@ -262,7 +264,7 @@ class Split:
         num_files: Files of the inputs; those behind them are all for validation.
     """
 
-    options: Options
+    options: CorpusOptions
     num_files: int
 
     def parts(self, text: str, file: int) -> list[tuple[str, bool]]:
@@ -282,7 +284,7 @@ def _cut(text: str, count: int) -> int:
     return next((at + 1 for end in "\n " if (at := text.rfind(end, start, position)) >= 0), position)
 
 
-def _is_split_within(files: list[Path], out: Path, options: Options) -> bool:
+def _is_split_within(files: list[Path], out: Path, options: CorpusOptions) -> bool:
     """Tell whether documents are split: as was decided before for a corpus that exists, else if none is chosen."""
     plan = out / PLAN
     if plan.is_file():
@@ -291,18 +293,18 @@ def _is_split_within(files: list[Path], out: Path, options: Options) -> bool:
     return not _has_val(files, options)
 
 
-def _has_val(files: list[Path], options: Options) -> bool:
+def _has_val(files: list[Path], options: CorpusOptions) -> bool:
     """Return whether a document is chosen for validation; True if there are too many to look at."""
     count = 0
     for file in files:
         for document in read_documents(file, options.text_key):
             count += 1
-            if count > MOST_LOOKED_AT or (document.text is not None and _is_val(document.text, options.val_fraction)):
+            if count > MAX_PEEKED or (document.text is not None and _is_val(document.text, options.val_fraction)):
                 return True
     return False
 
 
-class Batch(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Documents, or parts of documents; files that are not UTF-8 are listed by number.
 
     Attributes:
@@ -315,12 +317,14 @@ class Batch(NamedTuple):
     texts: list[str]
     is_val: list[bool]
     unreadable: list[int]
-    place: Place
+    place: CorpusPosition
 
 
-def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int, split: Split) -> Iterator[Batch]:
+def _batches(
+    documents: Iterable[tuple[CorpusPosition, Document]], batch_bytes: int, split: ValidationSplit
+) -> Iterator[DocumentBatch]:
     """Gather documents until there is enough for the tokenizer's threads."""
-    batch, size = Batch([], [], [], Place()), 0
+    batch, size = DocumentBatch([], [], [], CorpusPosition()), 0
     for place, document in documents:
         if document.text is None:
             batch.unreadable.append(place.file)
@@ -332,12 +336,12 @@ def _batches(documents: Iterable[tuple[Place, Document]], batch_bytes: int, spli
         batch = batch._replace(place=place)
         if size >= batch_bytes:
             yield batch
-            batch, size = Batch([], [], [], place), 0
+            batch, size = DocumentBatch([], [], [], place), 0
     if batch.texts or batch.unreadable:
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+def _encode(tokenizer: Tokenizer, batches: Iterable[DocumentBatch]) -> Iterator[tuple[DocumentBatch, list[np.ndarray]]]:
     """Encode each batch while the one before it is written and the one after it is read."""
     before = None
     with ThreadPoolExecutor(1) as pool:
@@ -351,39 +355,39 @@ def _encode(tokenizer: Tokenizer, batches: Iterable[Batch]) -> Iterator[tuple[Ba
 
 
 def _write(
-    encoded: Iterator[tuple[Batch, list[np.ndarray]]],
+    encoded: Iterator[tuple[DocumentBatch, list[np.ndarray]]],
     files: list[Path],
     out: Path,
     tokenizer: Tokenizer,
-    options: Options,
+    options: CorpusOptions,
     notes: dict,
 ) -> None:
     """Fill segments; note each whole one in `notes` and in `progress.json`."""
     segment, skipped = None, []
     try:
         for batch, rows in encoded:
-            segment = segment or Segment(out, len(notes["segments"]), tokenizer)
+            segment = segment or TokenSegment(out, len(notes["segments"]), tokenizer)
             segment.add(batch, rows)
             skipped += [str(files[number]) for number in batch.unreadable]
             if segment.num_tokens >= options.segment_tokens:
                 _note(segment, batch.place, skipped, out, notes)
                 segment, skipped = None, []
         if segment is not None:
-            _note(segment, Place(len(files)), skipped, out, notes)
+            _note(segment, CorpusPosition(len(files)), skipped, out, notes)
     except BaseException:
         if segment is not None:
             segment.discard()
         raise
 
 
-def _note(segment: "Segment", place: Place, skipped: list[str], out: Path, notes: dict) -> None:
+def _note(segment: "TokenSegment", place: CorpusPosition, skipped: list[str], out: Path, notes: dict) -> None:
     notes["segments"].append(segment.close())
     notes["skipped"] += skipped
     notes["place"] = place
     write_json(out / "progress.json", notes)
 
 
-class Segment:
+class TokenSegment:
     """A train and a val file that are being written.
 
     Args:
@@ -409,7 +413,7 @@ class Segment:
         """Training tokens so far."""
         return self.counts["train"]["tokens"]
 
-    def add(self, batch: Batch, rows: list[np.ndarray]) -> None:
+    def add(self, batch: DocumentBatch, rows: list[np.ndarray]) -> None:
         """Add documents, each as text and as tokens."""
         for text, is_val, ids in zip(batch.texts, batch.is_val, rows, strict=True):
             split = "val" if is_val else "train"
@@ -439,7 +443,7 @@ class Segment:
                 os.remove(file.name)
         if self.val_documents:
             path = self.out / self.names["val"].replace(".bin", "-documents.npy")
-            with written_whole(path) as file:
+            with atomic_write(path) as file:
                 np.save(file, np.array(self.val_documents, dtype="<i8"))
             entries["val"] |= {"documents_file": path.name, "documents_sha256": file_digest(path)}
         return entries
@@ -458,7 +462,7 @@ def _is_val(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def _manifest(notes: dict, tokenizer: Tokenizer, options: Options) -> dict:
+def _manifest(notes: dict, tokenizer: Tokenizer, options: CorpusOptions) -> dict:
     splits = {split: [segment[split] for segment in notes["segments"] if split in segment] for split in SPLITS}
     return {
         "format": FORMAT,

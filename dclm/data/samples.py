@@ -19,7 +19,7 @@ from .megatron_indexed import IndexedRow
 from .token_files import TokenRow
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """What a step gets, all int64 [B, T]; targets of sequences that only pad a rank's share are -100."""
 
     input_ids: Tensor
@@ -28,14 +28,14 @@ class Batch(NamedTuple):
     samples: list[int]
 
 
-def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
+def as_batch(batch: TokenBatch | Sequence[Tensor]) -> TokenBatch:
     """Take the batches of other loaders, (input_ids, targets)."""
-    if isinstance(batch, Batch):
+    if isinstance(batch, TokenBatch):
         return batch
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
         got = type(batch).__name__
         raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (input_ids, targets).")
-    return Batch(*batch, documents=None, samples=[])
+    return TokenBatch(*batch, documents=None, samples=[])
 
 
 class Sample(NamedTuple):
@@ -96,10 +96,10 @@ class TokenSamples(Dataset):
         return Sample(ref, ids, targets, documents)
 
 
-def collate(samples: list[Sample]) -> Batch:
+def collate(samples: list[Sample]) -> TokenBatch:
     """Stack sequences."""
     refs, rows, asked, documents = zip(*samples, strict=True)
     input_ids, targets = (torch.from_numpy(np.stack(those)) for those in (rows, asked))
     targets[[ref.is_padding for ref in refs]] = IGNORED
     numbers = None if documents[0] is None else torch.from_numpy(np.stack(documents))
-    return Batch(input_ids, targets, numbers, [ref.index for ref in refs])
+    return TokenBatch(input_ids, targets, numbers, [ref.index for ref in refs])

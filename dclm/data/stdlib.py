@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dcmha.cache_dirs import cache_dir
 
-from .make_tokens import Options, prepare
+from .make_tokens import CorpusOptions, prepare
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -25,7 +25,7 @@ def stdlib_corpus() -> Path:
     folder = cache_dir() / f"stdlib-{version}-v1"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            prepare(stdlib_sources(), Path(made) / "corpus", Options(val_fraction=0.02))
+            prepare(stdlib_sources(), Path(made) / "corpus", CorpusOptions(val_fraction=0.02))
             try:
                 os.rename(Path(made) / "corpus", folder)
             except OSError:

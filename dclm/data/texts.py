@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.files import check_regular
 
 JSONL = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz")
@@ -122,7 +122,7 @@ def read_records(path: Path, keys: list[str]) -> Iterator[Record]:
     with open(path, "rb") as file:
         lines = enumerate(_lines(file, path), 1)
         while True:
-            with told_as(f"{path} is damaged"):
+            with as_user_error(f"{path} is damaged"):
                 number, line = next(lines, (0, None))
             if line is None:
                 return
@@ -134,14 +134,14 @@ def read_records(path: Path, keys: list[str]) -> Iterator[Record]:
 def _parquet_records(path: Path, keys: list[str]) -> Iterator[Record]:
     from pyarrow import parquet
 
-    with told_as(f"{path} is damaged"):
+    with as_user_error(f"{path} is damaged"):
         file = parquet.ParquetFile(path)
     size, total, count = path.stat().st_size, max(1, file.metadata.num_rows), 0
     there = [name for name in dict.fromkeys(keys) if name in file.schema_arrow.names]
     with file:
         batches = file.iter_batches(PARQUET_ROWS, columns=there)
         while True:
-            with told_as(f"{path} is damaged"):
+            with as_user_error(f"{path} is damaged"):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -202,7 +202,7 @@ def _decoded(data: bytes) -> str | None:
 
 
 def _json_object(line: bytes, place: str) -> dict:
-    with told_as(f"{place}: no JSON"):
+    with as_user_error(f"{place}: no JSON"):
         content = json.loads(line)
     if not isinstance(content, dict):
         raise UserError(f"{place}: no JSON object.")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dctrain.data.dataset_cache import digest_lines, file_digest
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from .tokenizers import BYTES, Tokenizer, tokenizer_from_spec
 
@@ -42,7 +42,7 @@ class Corpus:
         path = self.folder / "manifest.json"
         if not path.is_file():
             raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see docs/data.md.")
-        with told_as(f"{path} is damaged"):
+        with as_user_error(f"{path} is damaged"):
             self.manifest = json.loads(path.read_text())
         if not isinstance(self.manifest, dict):
             raise UserError(f"{path} is damaged: it holds no JSON object.")
@@ -178,7 +178,7 @@ def _read_documents(path: Path, num_tokens: int, num_bytes: int) -> np.ndarray:
     Raises:
         UserError: If the file is damaged, or sums up to other numbers than the manifest says.
     """
-    with told_as(f"{path} is damaged"):
+    with as_user_error(f"{path} is damaged"):
         counts = np.load(path)
     is_whole = counts.ndim == 2 and counts.shape[1] == 2 and np.issubdtype(counts.dtype, np.integer)
     if not is_whole or counts.min(initial=0) < 0 or counts.sum(0).tolist() != [num_tokens, num_bytes]:

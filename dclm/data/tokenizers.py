@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 BYTES = "bytes"
 DECODED_TOGETHER = 2**18
@@ -76,7 +76,7 @@ class ByteTokenizer:
         return lambda i: decoder.decode(bytes([i]) if i < 256 else b"")
 
 
-MOST_IDS = 2**25  # far above any vocabulary
+MAX_IDS = 2**25  # far above any vocabulary
 
 
 class SubwordTokenizer:
@@ -93,22 +93,22 @@ class SubwordTokenizer:
     def __init__(self, spec: str, eos: str | None = None) -> None:
         import tokenizers
 
-        with told_as("the tokenizer cannot be read"):
+        with as_user_error("the tokenizer cannot be read"):
             self._tokenizer = tokenizers.Tokenizer.from_str(spec)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a text that spells the end token does not end
         self.spec = self._tokenizer.to_str()
         ids = self._tokenizer.get_vocab().values()
-        if not ids or max(ids) >= MOST_IDS:
-            raise UserError(f"the tokenizer has ids up to {max(ids, default=None)}; expected some, below {MOST_IDS}.")
+        if not ids or max(ids) >= MAX_IDS:
+            raise UserError(f"the tokenizer has ids up to {max(ids, default=None)}; expected some, below {MAX_IDS}.")
         self.vocab_size = max(ids) + 1
         names = END_TOKENS if eos is None else (eos,)
         found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
         if not found:
             raise UserError(f"the tokenizer has no token that ends a document; looked for {', '.join(names)}.")
         self.eos_id = found[0]
-        with told_as("the tokenizer cannot encode"):
+        with as_user_error("the tokenizer cannot encode"):
             bare, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         if not bare:
             raise UserError("the tokenizer makes no token of the letter a: its vocabulary lacks it.")
@@ -165,7 +165,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if path.is_file():
-        with told_as(f"tokenizer={path} cannot be read"):
+        with as_user_error(f"tokenizer={path} cannot be read"):
             text = path.read_text()
         try:
             return SubwordTokenizer(text, eos)
@@ -175,7 +175,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         raise UserError(f"no tokenizer: {path} does not exist; accepted: 'bytes', a tokenizer.json or a hub name.")
     import tokenizers
 
-    with told_as(f"no tokenizer {name!r} (accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name)"):
+    with as_user_error(f"no tokenizer {name!r} (accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name)"):
         return SubwordTokenizer(tokenizers.Tokenizer.from_pretrained(name).to_str(), eos)
 
 

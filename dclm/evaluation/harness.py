@@ -18,7 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.answer_cache import digest
 from dctrain.evaluation.results import QUESTIONS, Measure
 
@@ -85,7 +85,7 @@ class Task(NamedTuple):
 
 
 def _load(manager: TaskManager, task: str) -> dict:
-    with told_as(f"task {task}: its file or its data cannot be loaded"):
+    with as_user_error(f"task {task}: its file or its data cannot be loaded"):
         return manager.load([task])
 
 
@@ -145,7 +145,7 @@ class Model(LM):
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Score continuations of contexts."""
         pairs = encode_pairs(self.scorer.tokenizer, [request.args for request in requests])
-        with told_as(of=ValueError):
+        with as_user_error(of=ValueError):
             return [tuple(score) for score in self.scorer.score(pairs, self.described)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
@@ -177,7 +177,7 @@ def _prompt(tokens: tuple[int, ...], options: dict) -> Prompt:
     until = given.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(text for text in until if text)
     temperature = given.get("temperature", 1.0) if given.get("do_sample") else 0.0
-    with told_as("the task's generation_kwargs"):
+    with as_user_error("the task's generation_kwargs"):
         sampling = Sampling(float(temperature), given.get("top_k") or None, given.get("top_p"))
     return Prompt(tokens, int(given["max_gen_toks"]), stops, sampling)
 

@@ -110,7 +110,7 @@ class TextSet(NamedTuple):
         Raises:
             UserError: If a file cannot be read, or there is no text.
         """
-        sums: dict[str | None, Sums] = {}
+        sums: dict[str | None, LossSums] = {}
         files, skipped = self.files, 0
         total = sum(file.stat().st_size for file in files)
         hidden = not scorer.ranks.is_first
@@ -122,7 +122,7 @@ class TextSet(NamedTuple):
             raise UserError(f"{self.path} holds no text to score{' (it is no UTF-8)' if skipped else ''}.")
         nats, num_tokens, num_bytes = zip(*sums.values(), strict=True)
         parts = {f"{self.name}: {p or '(no part)'}": sums[p] for p in sorted(sums, key=str)} if len(sums) > 1 else {}
-        everything = {self.name: Sums(math.fsum(nats), sum(num_tokens), sum(num_bytes))}
+        everything = {self.name: LossSums(math.fsum(nats), sum(num_tokens), sum(num_bytes))}
         measures = [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
         notes = [self._windows(scorer.context_length)]
         notes += [f"{skipped} files are no UTF-8 and were left out"] if skipped else []
@@ -142,7 +142,7 @@ class TextSet(NamedTuple):
                 bar.update(document.position - before)
                 before = document.position
 
-    def _add(self, scorer: Scorer, documents: list[Document], sums: dict[str | None, "Sums"]) -> None:
+    def _add(self, scorer: Scorer, documents: list[Document], sums: dict[str | None, "LossSums"]) -> None:
         length = scorer.context_length
         texts = [document.text for document in documents]
         rows = text_windows(scorer.tokenizer, texts, length, self.stride or length)
@@ -150,10 +150,10 @@ class TextSet(NamedTuple):
         for (text, _, subset), row in zip(documents, rows, strict=True):
             if not row:
                 continue
-            before = sums.get(subset, Sums(0.0, 0, 0))
+            before = sums.get(subset, LossSums(0.0, 0, 0))
             nats = math.fsum([before.nats, *(-next(scores).log_likelihood for _ in row)])
             num_tokens = before.num_tokens + sum(len(targets) for _, targets in row)
-            sums[subset] = Sums(nats, num_tokens, before.num_bytes + len(text.encode()))
+            sums[subset] = LossSums(nats, num_tokens, before.num_bytes + len(text.encode()))
 
 
 def perplexity_of(nats: float, num_tokens: int) -> float:
@@ -169,7 +169,7 @@ def standard_error(share: float, count: int) -> float | None:
     return math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Of texts: minus their log-likelihood in nats, their tokens, their bytes."""
 
     nats: float

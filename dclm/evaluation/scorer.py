@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from dctrain.errors import UserError, told_as
-from dctrain.evaluation.answer_cache import Journal, digest
+from dctrain.errors import UserError, as_user_error
+from dctrain.evaluation.answer_cache import AnswerCache, digest
 from dctrain.evaluation.ranks import Ranks
 
 from ..data.masking import Masked
@@ -20,7 +20,7 @@ from ..likelihood import Pair, batches, cut_left, score, score_masked
 from ..load import LoadedModel
 from ..loss import Likelihood
 from ..sampling import Sampling
-from ..stop_strings import GrowingText
+from ..stop_strings import StopStringBuffer
 
 
 class Score(NamedTuple):
@@ -63,7 +63,7 @@ class Scorer:
     """
 
     def __init__(
-        self, model: LoadedModel, ranks: Ranks, journal: Journal, batch_size: int, context_length: int
+        self, model: LoadedModel, ranks: Ranks, journal: AnswerCache, batch_size: int, context_length: int
     ) -> None:
         self.decoder, self.tokenizer = model
         self.ranks, self.journal, self.batch_size, self.context_length = ranks, journal, batch_size, context_length
@@ -96,13 +96,13 @@ class Scorer:
         Raises:
             UserError: If a continuation is longer than the context.
         """
-        with told_as(of=ValueError):
+        with as_user_error(of=ValueError):
             cut = [cut_left(pair, self.context_length) for pair in pairs]
         self.num_cut += sum(len(now[0]) < len(pair[0]) for now, pair in zip(cut, pairs, strict=True))
         keys = [digest("score", *map(_numbers, pair), *self.conditions) for pair in cut]
         todo = {key: pair for key, pair in zip(keys, cut, strict=True) if key not in self.journal.known}
         names, asked = list(todo), list(todo.values())
-        with told_as(of=ValueError):
+        with as_user_error(of=ValueError):
             work = batches(self.decoder, asked, self.batch_size)[self.ranks.rank :: self.ranks.size]
 
         def answer(batch: list) -> dict:
@@ -178,7 +178,7 @@ class Scorer:
 
     def _complete_batch(self, batch: list[tuple[str, Prompt]]) -> dict[str, str]:
         _, max_new_tokens, stop_strings, sampling = batch[0][1]
-        texts = [GrowingText(self.tokenizer, [self.tokenizer.eos_id], stop_strings) for _ in batch]
+        texts = [StopStringBuffer(self.tokenizer, [self.tokenizer.eos_id], stop_strings) for _ in batch]
         written: list[list[int]] = [[] for _ in batch]
 
         def watch(tokens: list[int]) -> list[bool]:
@@ -188,7 +188,7 @@ class Scorer:
                     written[row] += [token] if token != self.tokenizer.eos_id else []
             return [text.is_ended for text in texts]
 
-        with told_as(of=ValueError):
+        with as_user_error(of=ValueError):
             ids = check_prompts(self.decoder, [prompt.tokens for _, prompt in batch], max_new_tokens)
             seed = int(batch[0][0][:12], 16)
             for _ in stream(self.decoder, ids, max_new_tokens, sampling, watch=watch, seed=seed):

@@ -15,7 +15,7 @@ from .measures import perplexity_of, standard_error
 from .scorer import Score, Scorer
 
 
-class Answer(NamedTuple):
+class TaskAnswer(NamedTuple):
     """An answer that was scored.
 
     Attributes:
@@ -68,7 +68,7 @@ class SuiteFile(NamedTuple):
         answers = _score(scorer, texts, self.name)
         measures = _measures(self.name, answers)
         for name, key, is_detail in (("{} shots", _shots, False), ("{}", _cell, True), ("task {}", _task, True)):
-            groups: dict[object, list[Answer]] = defaultdict(list)
+            groups: dict[object, list[TaskAnswer]] = defaultdict(list)
             for answer in answers:
                 groups[key(answer)].append(answer)
             for group in sorted(group for group in groups if group is not None):
@@ -76,31 +76,31 @@ class SuiteFile(NamedTuple):
         return measures, scorer.tell_cut(before)
 
 
-def _shots(answer: Answer) -> int:
+def _shots(answer: TaskAnswer) -> int:
     return answer.shots
 
 
-def _task(answer: Answer) -> str:
+def _task(answer: TaskAnswer) -> str:
     return answer.task_id
 
 
-def _cell(answer: Answer) -> str | None:
+def _cell(answer: TaskAnswer) -> str | None:
     """Tell pattern and transformation, where a task's name says them."""
     pattern, slash, rest = answer.task_id.partition("/")
     return f"{pattern} x {rest.partition('/')[0]}" if slash else None
 
 
-def _score(scorer: Scorer, texts: Iterable[TaskText], described: str) -> list[Answer]:
+def _score(scorer: Scorer, texts: Iterable[TaskText], described: str) -> list[TaskAnswer]:
     asked = [(text.task_id, shots, before, answer) for text in texts for before, answer, shots in text.answers()]
     pairs = encode_pairs(scorer.tokenizer, [(before, answer) for *_, before, answer in asked])
     scores = scorer.score(pairs, described)
     return [
-        Answer(task_id, shots, score, len(target))
+        TaskAnswer(task_id, shots, score, len(target))
         for (task_id, shots, *_), score, (_, target) in zip(asked, scores, pairs, strict=True)
     ]
 
 
-def _measures(name: str, answers: list[Answer], is_detail: bool = False) -> list[Measure]:
+def _measures(name: str, answers: list[TaskAnswer], is_detail: bool = False) -> list[Measure]:
     """Tell accuracy, with its standard error, and perplexity."""
     count = len(answers)
     accuracy = sum(answer.score.is_greedy for answer in answers) / count

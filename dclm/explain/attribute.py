@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one, check_steps, find_dtype
-from dctrain.explain.attribution import Credits, Parts, kinds_of
+from dctrain.explain.attribution import AttributionSettings, PartSet, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.selectors import check_kinds
@@ -84,7 +84,7 @@ def attribute(
     check_at_least_one(limit=limit, batch_size=batch_size)
     folder = make_folder(out)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
-    credits = Credits(over or kinds_of(model.decoder, kinds), steps, alone)
+    credits = AttributionSettings(over or kinds_of(model.decoder, kinds), steps, alone)
     if prompt is not None:
         found = attribution_of(model, ask(model, prompt, target), credits)
     else:
@@ -93,7 +93,7 @@ def attribute(
     write_explanation(found, folder, [origin_of(checkpoint, model.decoder)], asked)
 
 
-def attribution_of(model: LoadedModel, question: Question, credits: Credits) -> Explanation:
+def attribution_of(model: LoadedModel, question: Question, credits: AttributionSettings) -> Explanation:
     """Credit the log-probability of a token.
 
     Raises:
@@ -124,7 +124,7 @@ def _answers(model: LoadedModel, suite: str, limit: int | None) -> list[Pair]:
     chosen = found if limit is None or limit >= len(found) else Random(0).sample(found, limit)
     asked = [(before, answer) for text in chosen for before, answer, _ in text.answers()]
     pairs = encode_pairs(model.tokenizer, asked)
-    with told_as(suite, ValueError):
+    with as_user_error(suite, ValueError):
         return [cut_left(pair, model.decoder.config.context_length) for pair in pairs]
 
 
@@ -149,11 +149,11 @@ def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) ->
 
 
 def _mean_attribution(
-    model: LoadedModel, pairs: list[Pair], name: str, credits: Credits, batch_size: int
+    model: LoadedModel, pairs: list[Pair], name: str, credits: AttributionSettings, batch_size: int
 ) -> Explanation:
     """Credit the mean log-probability of continuations, per token."""
     decoder = model.decoder.requires_grad_(False)
-    with told_as(name, ValueError):
+    with as_user_error(name, ValueError):
         texts = batches(decoder, pairs, batch_size)
     count = sum(len(continuation) for _, continuation in pairs)
     objectives = [partial(_share_of_mean, decoder, batch, count) for batch in texts]
@@ -168,7 +168,7 @@ def _share_of_mean(decoder: Decoder, batch: list[Text], count: int) -> Tensor:
     return -token_loss(hidden[None], decoder.output.weight, targets[None]) * (len(targets) / count)
 
 
-def _token_parts(model: LoadedModel, question: Question) -> Parts:
+def _token_parts(model: LoadedModel, question: Question) -> PartSet:
     """List the tokens of a prompt, which fade in from the embedding of the token that ends a text."""
     decoder = model.decoder
     baseline = decoder.embed.weight[model.tokenizer.eos_id]
@@ -185,4 +185,4 @@ def _token_parts(model: LoadedModel, question: Question) -> Parts:
             hook.remove()
 
     names = tuple(question.words[:-1])
-    return Parts("tokens", ("",) * len(names), names, scaled)
+    return PartSet("tokens", ("",) * len(names), names, scaled)

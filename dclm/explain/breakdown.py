@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 from dctrain.evaluation.run import find_dtype
-from dctrain.explain.breakdown_report import Pair, explain_breakdown, record_pair
+from dctrain.explain.breakdown_report import QueryKeyPair, explain_breakdown, record_pair
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.selectors import find_layer, find_position
 
@@ -54,7 +54,7 @@ def breakdown(
     folder = make_folder(out)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     ids, words = encode(model, prompt)
-    with told_as(checkpoint, ValueError):
+    with as_user_error(checkpoint, ValueError):
         found = breakdown_of(model, ids, words, layer, composition, query, key)
     write_explanation(found, folder, [origin_of(checkpoint, model.decoder)], asked)
 
@@ -80,4 +80,4 @@ def breakdown_of(
     call = partial(model.decoder.hidden_states, ids)
     chosen, recorded, most = record_pair(model.decoder, call, layers, composition, query)
     at = most if key is None else find_position("key", key, len(words))
-    return explain_breakdown(recorded, Pair(chosen, composition, query, at, words))
+    return explain_breakdown(recorded, QueryKeyPair(chosen, composition, query, at, words))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dcmha.analysis import head_outputs
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.circuits_report import explain_circuits, list_written, score_head
 from dctrain.explain.explanation import origin_of, write_explanation
@@ -26,7 +26,7 @@ from ..load import load_model
 from .prompts import one_token
 
 
-class Pairs(NamedTuple):
+class RelationPairs(NamedTuple):
     """Tokens and their partners, ids [N] each."""
 
     name: str
@@ -106,19 +106,19 @@ class Circuit(NamedTuple):
         return F.linear(written, self.decoder.output.weight).float()
 
 
-def _copies(tokenizer: Tokenizer, count: int) -> Pairs:
+def _copies(tokenizer: Tokenizer, count: int) -> RelationPairs:
     """Draw tokens of the vocabulary, which are their own partners."""
     drawn = torch.randperm(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))[:count]
-    return Pairs("copy", drawn, drawn)
+    return RelationPairs("copy", drawn, drawn)
 
 
-def _read_pairs(tokenizer: Tokenizer, path: Path) -> Pairs:
+def _read_pairs(tokenizer: Tokenizer, path: Path) -> RelationPairs:
     """Read a relation.
 
     Raises:
         UserError: If the file cannot be read or has no pairs, or something in it is not one token.
     """
-    with told_as(f"{path} cannot be read"), open(check_regular(path), newline="", encoding="utf-8") as file:
+    with as_user_error(f"{path} cannot be read"), open(check_regular(path), newline="", encoding="utf-8") as file:
         numbered = enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1)
         lines = {number: line for number, line in numbered if line}
     wrong = next((number for number, line in lines.items() if len(line) != 2), None)
@@ -126,4 +126,4 @@ def _read_pairs(tokenizer: Tokenizer, path: Path) -> Pairs:
         got = f"{path} holds nothing" if not lines else f"{path}: line {wrong} is no pair"
         raise UserError(f"{got}; accepted: lines of a token, a tabulator and its partner.")
     sources, targets = ([one_token(tokenizer, word) for word in column] for column in zip(*lines.values(), strict=True))
-    return Pairs(path.stem, torch.tensor(sources), torch.tensor(targets))
+    return RelationPairs(path.stem, torch.tensor(sources), torch.tensor(targets))

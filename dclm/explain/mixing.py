@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from dcmha.analysis import measure_mixing
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one, find_dtype
 from dctrain.explain.explanation import origin_of, write_explanation
 from dctrain.explain.mixing_report import explain_mixing
@@ -59,7 +59,7 @@ def mixing(
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
     length = min(context_length or model.decoder.config.context_length, tokens)
     rows = _rows(model, Path(texts), text_key, length, tokens)
-    with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model.decoder) as meters:
+    with as_user_error(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model.decoder) as meters:
         for start in tqdm(range(0, len(rows), batch_size), "rows", unit="batch", leave=False):
             model.decoder.hidden_states(rows[start : start + batch_size].to(model.decoder.device))
     write_explanation(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from ..data.tokenizers import Tokenizer
 from ..likelihood import encode_pairs
@@ -39,7 +39,7 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
         UserError: If the prompt has no token or too many, or the target is not one token.
     """
     decoder, tokenizer = model
-    with told_as("the next token", ValueError):
+    with as_user_error("the next token", ValueError):
         decoder.check_causal()
     if target is None:
         ids, words = encode(model, prompt)

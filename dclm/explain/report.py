@@ -4,10 +4,10 @@ import torch
 
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
 from dctrain.evaluation.run import check_steps, find_dtype, name_models
-from dctrain.explain.attribution import Credits
+from dctrain.explain.attribution import AttributionSettings
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
-from dctrain.explain.html_report import Shown, check_size, facts_of, page_path, small_maps, write_page
+from dctrain.explain.html_report import PageSubject, check_size, model_facts, page_path, small_maps, write_page
 from dctrain.explain.mixing_report import explain_mixing
 from dctrain.utils.files import relative
 
@@ -54,9 +54,9 @@ def report(
         decoder.hidden_states(question.input_ids)
     found = [*_of_prompt(model, question, steps), explain_diversity([(name, decoder)])]
     composed = "" if _is_composed(model) else " Plain attention: there is no composition to break down."
-    facts = f"{facts_of(origin_of(checkpoint, decoder), decoder)}{composed}"
+    facts = f"{model_facts(origin_of(checkpoint, decoder), decoder)}{composed}"
     path = page_path(out)
-    write_page(path, f"{name}: {prompt[-80:]!r}", facts, Shown(question.words[:-1]), maps, found)
+    write_page(path, f"{name}: {prompt[-80:]!r}", facts, PageSubject(question.words[:-1]), maps, found)
     print(relative(path))
 
 
@@ -67,12 +67,14 @@ def _is_composed(model: LoadedModel) -> bool:
 def _of_prompt(model: LoadedModel, question: Question, steps: int) -> list[Explanation]:
     """Explain what the model does with a prompt; of plain attention, without what is of compositions."""
     if not _is_composed(model):
-        return [attribution_of(model, question, Credits([kind for kind in KINDS if kind != "branches"], steps))]
+        return [
+            attribution_of(model, question, AttributionSettings([kind for kind in KINDS if kind != "branches"], steps))
+        ]
     with torch.inference_mode(), measure_mixing(model.decoder) as meters:
         model.decoder.hidden_states(question.input_ids)
     composition = "post" if model.decoder.blocks[0].attn.options.post_compose else "pre"
     return [
-        attribution_of(model, question, Credits(KINDS, steps)),
+        attribution_of(model, question, AttributionSettings(KINDS, steps)),
         breakdown_of(model, question.input_ids, question.words[:-1], composition=composition),
         explain_mixing(meters, f"compositions over the prompt's {question.input_ids.shape[1]} tokens"),
     ]

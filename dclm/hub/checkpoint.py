@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dcmha.checks import check_factory, check_module
-from dctrain.utils.files import filled_whole
+from dctrain.utils.files import atomic_dir
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
@@ -150,7 +150,7 @@ def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = Fals
     content = (config_to_native(config) if native else config_to_hub(config)) | {"torch_dtype": dtype}
     if not native:
         weights = weights_to_hub(weights, config)
-    with filled_whole(folder) as partial:
+    with atomic_dir(folder) as partial:
         save_torch_state_dict(weights, partial)
         (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return folder

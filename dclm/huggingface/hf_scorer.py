@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from ..loss import Likelihood, score_logits
 
@@ -46,7 +46,7 @@ class ScoredModel(nn.Module):
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        with told_as(f"{folder} cannot be read by transformers either"):
+        with as_user_error(f"{folder} cannot be read by transformers either"):
             self.model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
             )

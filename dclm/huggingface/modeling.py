@@ -71,7 +71,7 @@ class DecoderModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
     sees_both_ways: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from dctrain.errors import UserError, told_as
-from dctrain.utils.files import check_regular, written_whole
+from dctrain.errors import UserError, as_user_error
+from dctrain.utils.files import atomic_write, check_regular
 
 from .tasks import SUITE, TASKS, Cast, Task
 
@@ -61,7 +61,7 @@ def make_suite(seed: int = 0, tasks: Sequence[Task] = TASKS, count: int = TEXTS,
 
 def write_texts(path: Path, texts: Iterable[TaskText]) -> None:
     """Write texts as JSONL."""
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         for text in texts:
             file.write((json.dumps({"task_id": text.task_id, "texts": text.text}) + "\n").encode())
 
@@ -73,12 +73,12 @@ def read_texts(path: Path) -> list[TaskText]:
         UserError: If the file cannot be read, a record is no text of a task, or none has an answer.
     """
     texts = []
-    with told_as(f"{path} cannot be read"):
+    with as_user_error(f"{path} cannot be read"):
         lines = check_regular(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        with told_as(f"{path}:{number} is no JSON"):
+        with as_user_error(f"{path}:{number} is no JSON"):
             record = json.loads(line)
         if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in ("task_id", "texts")):
             raise UserError(f"{path}:{number} is no text of a task: it needs strings 'task_id' and 'texts'.")

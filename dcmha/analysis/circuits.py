@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..checks import check_module, is_integer
-from ..layer import ComposedLayer
+from ..layer import ComposedAttentionBase
 
 TIMM = {  # its attention whose weights lie head after head, queries, keys and values apart
     *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope"),
@@ -78,7 +78,7 @@ def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
 
 def _has_heads(module: nn.Module) -> bool:
     """Tell whether the rows of a layer's projections lie as `_projections` reads them."""
-    if isinstance(module, ComposedLayer):
+    if isinstance(module, ComposedAttentionBase):
         return True
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
     return bool(names & TIMM) and (hasattr(module, "qkv") or isinstance(getattr(module, "q", None), nn.Linear))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_integers
-from ..layer import ComposedLayer, composed_layers
+from ..layer import ComposedAttentionBase, composed_layers
 from ..weights import ComposeWeights
 
 PAIRS = 64  # of a sequence, whose effective rank is computed
@@ -186,7 +186,7 @@ def measure_mixing(model: nn.Module) -> Iterator[dict[str, dict[str, MixingMeter
     layers = composed_layers(model)
     meters: dict[str, dict[str, MixingMeter]] = {name: {} for name in layers}
 
-    def see(name: str, layer: ComposedLayer, _module, _args, made) -> None:
+    def see(name: str, layer: ComposedAttentionBase, _module, _args, made) -> None:
         for composition, weights in zip(("pre", "post"), made, strict=True):
             if weights is not None:
                 new = MixingMeter(layer.num_heads, layer.num_groups)

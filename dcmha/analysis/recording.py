@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..checks import check_module
 from ..functional import split_mask
-from ..impl.call import Call
+from ..impl.call import AttentionCall
 from ..impl.masking import documents_of
 from ..impl.reference import AttentionMaps, attention_maps
-from ..layer import ComposedLayer
+from ..layer import ComposedAttentionBase
 from ..weights import ComposeWeights
 from .breakdown import Breakdown, break_down
 from .mixing import mean_composition
@@ -80,7 +80,7 @@ def record_attention(
     layers: Iterable[str] | None = None,
     keep: Callable[[Recorded], Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Record the last call of each `ComposedLayer`, such as `DCAttention`, by name, while the context is open.
+    """Record the last call of each `ComposedAttentionBase`, such as `DCAttention`, by name, while the context is open.
 
         with torch.no_grad(), record_attention(model) as recorded:
             model(x)
@@ -99,7 +99,7 @@ def record_attention(
         ValueError: If the model has no such layer, or is being recorded already.
     """
     check_module(model=model)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, ComposedLayer)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, ComposedAttentionBase)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no DCAttention or DCCrossAttention to record.")
     chosen = list(found) if layers is None else list(dict.fromkeys(layers))
@@ -123,7 +123,7 @@ def record_attention(
             del found[name].attend
 
 
-def _recording(layer: ComposedLayer, name: str, see: Callable[[str, Recorded], None]) -> Callable[..., Tensor]:
+def _recording(layer: ComposedAttentionBase, name: str, see: Callable[[str, Recorded], None]) -> Callable[..., Tensor]:
     attend = layer.attend
 
     def record(q, k, v, pre, post, attn_mask, documents=None, is_causal=False, window=None) -> Tensor:
@@ -134,7 +134,7 @@ def _recording(layer: ComposedLayer, name: str, see: Callable[[str, Recorded], N
             pre32, post32 = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))
             options = (is_causal, window, layer.scale, 0.0, layer.num_groups)
             ranges = None if documents is None else documents_of(documents)
-            call = Call(q32, k32, v, pre32, post32, visible, bias, ranges, *options)
+            call = AttentionCall(q32, k32, v, pre32, post32, visible, bias, ranges, *options)
             maps = attention_maps(call)
             uncomposed = attention_maps(call._replace(pre=None, post=None)).weights
             see(name, Recorded(maps, uncomposed, pre32, post32, layer.num_groups))

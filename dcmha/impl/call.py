@@ -12,7 +12,7 @@ from ..weights import ComposeWeights, SideWeights
 from .masking import Documents
 
 
-class Ranks(NamedTuple):
+class ComposeRanks(NamedTuple):
     """Ranks of the low-rank maps in a call, the larger one of its two compositions.
 
     Attributes:
@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
     key: int | None = 2
 
 
-def ranks_of(pre: ComposeWeights | None, post: ComposeWeights | None) -> Ranks:
+def ranks_of(pre: ComposeWeights | None, post: ComposeWeights | None) -> ComposeRanks:
     """Tell the ranks of a call."""
     query, key = 0, None
     for weights in (pre, post):
@@ -33,14 +33,14 @@ def ranks_of(pre: ComposeWeights | None, post: ComposeWeights | None) -> Ranks:
         query = max(query, _rank(weights.query))
         if weights.key.down is not None or weights.key.gate is not None:
             key = max(key or 0, _rank(weights.key))
-    return Ranks(query, key)
+    return ComposeRanks(query, key)
 
 
 def _rank(side: SideWeights) -> int:
     return 0 if side.down is None else side.down.shape[2]
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Arguments of `composed_attention`, already checked, with the mask split and the scale filled in.
 
     Attributes:

@@ -17,7 +17,7 @@ from .masking import key_range
 WORKSPACE_MIB = 256  # at most, of one workspace; the backward pass has two, or more smaller ones
 ALIGNMENT = 16  # a workspace's rows are multiples of so many elements: aligned loads and products
 CHUNK_QUERIES = 512  # queries of a chunk of causal attention, at most
-FEWEST_QUERIES = 128  # and at least, where a chunk has elements enough
+MIN_QUERIES = 128  # and at least, where a chunk has elements enough
 CHUNK_ELEMENTS = 2**26  # queries times visible keys times heads worth their launches: some 2 ms of an H100
 BLOCK_QUERIES = 128  # queries of a block of windowed attention
 
@@ -130,7 +130,7 @@ def _usual_queries(B: int, H: int, S: int, is_causal: bool, window: int) -> int:
     worth = CHUNK_ELEMENTS // max(1, B * H * min(window or S, S // 2))
     if not is_causal:
         return CHUNK_QUERIES
-    return min(CHUNK_QUERIES, max(FEWEST_QUERIES, round_up(worth, FEWEST_QUERIES)))
+    return min(CHUNK_QUERIES, max(MIN_QUERIES, round_up(worth, MIN_QUERIES)))
 
 
 def _rectangles(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..weights import ComposeWeights, SideWeights
-from .call import Call, compute_dtype
+from .call import AttentionCall, compute_dtype
 from .dropout import draw_seed, drop
 from .masking import both_visible, mask_of_documents, masked_softmax, visible_keys
 
@@ -81,7 +81,7 @@ class AttentionMaps(NamedTuple):
     composed_weights: Tensor
 
 
-def _widened(call: Call) -> Call:
+def _widened(call: AttentionCall) -> AttentionCall:
     """Cast the tensors of a call to the dtype that it is computed in."""
     dtype = compute_dtype(call.q.dtype)
     pre, post = (None if weights is None else weights.map(lambda w: w.to(dtype)) for weights in (call.pre, call.post))
@@ -89,7 +89,7 @@ def _widened(call: Call) -> Call:
     return call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype), pre=pre, post=post, bias=bias)
 
 
-def attention_maps(call: Call) -> AttentionMaps:
+def attention_maps(call: AttentionCall) -> AttentionMaps:
     """Compute every step of composed attention."""
     q, k, _, pre, post, visible, bias, documents, is_causal, window, scale, _, num_groups = _widened(call)
     T, S = q.shape[-2], k.shape[-2]
@@ -109,7 +109,7 @@ def attention_maps(call: Call) -> AttentionMaps:
     return AttentionMaps(scores, composed_scores, weights, composed_weights)
 
 
-def attention(call: Call, seed: Tensor | None = None) -> Tensor:
+def attention(call: AttentionCall, seed: Tensor | None = None) -> Tensor:
     """Compute composed attention densely: [B, H, T, D]; `seed` is that of dropout, drawn if None."""
     weights = attention_maps(call).composed_weights
     if call.dropout_p > 0.0:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..weights import ComposeWeights, SideWeights
 from . import reference
-from .call import Call
+from .call import AttentionCall
 from .compiled.blocks import tensors_of, with_tensors
 from .compiled.custom_op import TENSORS
 from .dropout import WORD
@@ -28,9 +28,11 @@ SWITCH = "DCMHA_FIRST_USE_CHECK"
 DEVICES = ("cuda",)  # that are checked
 ROWS, KEYS, WINDOW, DROPOUT = 2, 72, 20, 0.3  # of the small problem
 SLACK = 4  # times the reference's own error in the dtype
-LEAST = 0.1  # of the norm of the output's gradient: what other norms count as at least, as they may be all rounding
+MIN_TOLERANCE = (
+    0.1  # of the norm of the output's gradient: what other norms count as at least, as they may be all rounding
+)
 NAMES = ("out", *(f"the gradient of {name}" for name in TENSORS))
-Solver = Callable[[Call, Tensor | None, Tensor | None], list[Tensor | None]]
+Solver = Callable[[AttentionCall, Tensor | None, Tensor | None], list[Tensor | None]]
 SOLVERS: dict[str, Solver] = {}  # by kernels: the output, and, given its gradient, those of `tensors_of` a call
 _lock = Lock()  # one check at a time
 _seen: set["Kind"] = set()
@@ -99,7 +101,7 @@ def _finding(kind: Kind) -> str | None:
         raise
     except Exception as error:  # of a compiler, a driver or a launch: whatever it is, it must not stop a run
         return f"{type(error).__name__}: {str(error)[:300]}"
-    least = 0.0 if d_out is None else LEAST * float(d_out.double().norm())
+    least = 0.0 if d_out is None else MIN_TOLERANCE * float(d_out.double().norm())
     for name, right, *others in zip(NAMES, exact, got, usual, strict=False):
         if right is not None:
             error, bound = (float((x.cpu().double() - right).norm() / right.norm().clamp_min(least)) for x in others)
@@ -109,7 +111,7 @@ def _finding(kind: Kind) -> str | None:
 
 
 @torch.enable_grad()
-def _solve_by_reference(call: Call, seed: Tensor, d_out: Tensor | None) -> Sequence[Tensor | None]:
+def _solve_by_reference(call: AttentionCall, seed: Tensor, d_out: Tensor | None) -> Sequence[Tensor | None]:
     """Compute the output and gradients on the CPU: the thread in which autograd works for a GPU may wait for this."""
     tensors = tensors_of(call)
     wanted = [x.requires_grad_() for x in tensors if x is not None]
@@ -118,7 +120,7 @@ def _solve_by_reference(call: Call, seed: Tensor, d_out: Tensor | None) -> Seque
     return [out.detach(), *(None if x is None else next(grads, None) for x in tensors)]
 
 
-def _copy(call: Call, dtype: torch.dtype, device: str | torch.device = "cpu") -> Call:
+def _copy(call: AttentionCall, dtype: torch.dtype, device: str | torch.device = "cpu") -> AttentionCall:
     """Copy a problem to a device, in a dtype."""
     tensors = [None if x is None else x.to(device, dtype, copy=True) for x in tensors_of(call)]
     visible = None if call.visible is None else call.visible.to(device)
@@ -126,7 +128,7 @@ def _copy(call: Call, dtype: torch.dtype, device: str | torch.device = "cpu") ->
     return with_tensors(call, tensors)._replace(visible=visible, documents=documents)
 
 
-def _problem(kind: Kind, random: torch.Generator) -> Call:
+def _problem(kind: Kind, random: torch.Generator) -> AttentionCall:
     """Make a random problem of few tokens on the CPU."""
     H, kv_heads, G, T, D = kind.shape
 
@@ -147,4 +149,4 @@ def _problem(kind: Kind, random: torch.Generator) -> Call:
     documents = documents_of((torch.arange(KEYS) // 17).expand(ROWS, KEYS)) if kind.has_documents else None
     options = (WINDOW if kind.has_window else None, D**-0.5, kind.dropout_p, G)
     compositions = (None if branches is None else weights(*branches) for branches in (kind.pre, kind.post))
-    return Call(rand(ROWS, H, T, D), k, v, *compositions, visible, bias, documents, kind.is_causal, *options)
+    return AttentionCall(rand(ROWS, H, T, D), k, v, *compositions, visible, bias, documents, kind.is_causal, *options)

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from ..distributed.strategy import FSDP2Strategy
-from ..errors import Diverged, UserError
-from ..utils.files import remove_whole
+from ..errors import DivergenceError, UserError
+from ..utils.files import remove_atomically
 
 
 class LastCheckpoint(Callback):
@@ -79,7 +79,9 @@ class LastCheckpoint(Callback):
         path = self._path(trainer)
         if again or path != self.newest:
             if not _has_finite_weights(trainer):
-                raise Diverged(f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest)
+                raise DivergenceError(
+                    f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest
+                )
             for logger in trainer.loggers:
                 logger.save()  # curves are at least as new as the checkpoint, whatever ends the process
             trainer.save_checkpoint(path, weights_only=False)
@@ -91,12 +93,12 @@ class LastCheckpoint(Callback):
 
     def _remove_outdated(self, trainer: L.Trainer, kept: set[Path]) -> None:
         for old in self._outdated - kept if trainer.is_global_zero else ():
-            remove_whole(old)
+            remove_atomically(old)
         self._outdated &= kept
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Tell who diverged where to go back to."""
-        if isinstance(exception, Diverged):
+        if isinstance(exception, DivergenceError):
             exception.checkpoint = self.newest
 
 
@@ -140,7 +142,7 @@ class BestCheckpoint(ModelCheckpoint):
         super()._save_topk_checkpoint(trainer, monitor_candidates)
         if self.best_k_models:
             for old in self._outdated - set(map(Path, self.best_k_models)) if trainer.is_global_zero else ():
-                remove_whole(old)
+                remove_atomically(old)
             self._outdated = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from ..loggers import record_ids
 from ..run_dir import CONFIG, ENVIRONMENT, RESUMED_CONFIG
 from ..utils.environment import add_environment, environment
-from ..utils.files import written_whole
+from ..utils.files import atomic_write
 
 
 class RunRecord(Callback):
@@ -39,7 +39,7 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder / self.name) as file:
+        with atomic_write(folder / self.name) as file:
             file.write(self.content.encode())
         place = environment(trainer.strategy.root_device) | {"devices": trainer.world_size}
         add_environment(folder / ENVIRONMENT, place)

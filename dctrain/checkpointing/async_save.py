@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..utils.files import put_in_place, written_whole
-from .sharded import META, Part, is_sharded, read_meta, read_parts, write_parts
+from ..utils.files import atomic_write, replace_dir
+from .sharded import META, LocalShard, is_sharded, read_meta, read_shards, write_shards
 from .sharded_index import read_index
 from .single_file import check_file, read_file
 from .training_state import flatten
 
 
-class Folders:
+class ShardedCheckpointWriter:
     """Saves checkpoints of all ranks: aside, and then renamed.
 
     Args:
@@ -31,7 +31,7 @@ class Folders:
         self._group: dist.ProcessGroup | None = None
         self._pending: Future | None = None
 
-    def save(self, path: Path, parts: Mapping[str, Part], meta: dict) -> None:
+    def save(self, path: Path, parts: Mapping[str, LocalShard], meta: dict) -> None:
         """Save a checkpoint, the one before being finished; all ranks call it.
 
         Raises:
@@ -64,12 +64,12 @@ class Folders:
             pending.result()
 
 
-def _save(path: Path, parts: Mapping[str, Part], meta: bytes, group: dist.ProcessGroup | None) -> None:
+def _save(path: Path, parts: Mapping[str, LocalShard], meta: bytes, group: dist.ProcessGroup | None) -> None:
     aside = path.with_name(f"{path.name}.0.partial")
     try:
         _on_first_rank(partial(_begin, aside, meta), group)
-        write_parts(aside, parts, group)
-        _on_first_rank(partial(put_in_place, aside, path), group)
+        write_shards(aside, parts, group)
+        _on_first_rank(partial(replace_dir, aside, path), group)
     except BaseException:
         if dist.get_rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -79,7 +79,7 @@ def _save(path: Path, parts: Mapping[str, Part], meta: bytes, group: dist.Proces
 def _begin(aside: Path, meta: bytes) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    with written_whole(aside / META) as file:
+    with atomic_write(aside / META) as file:
         file.write(meta)
 
 
@@ -96,7 +96,7 @@ def _on_first_rank(function: Callable[[], None], group: dist.ProcessGroup | None
         raise failed[0]
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """An open checkpoint.
 
     Attributes:
@@ -109,10 +109,10 @@ class Stored(NamedTuple):
     meta: dict
     groups: list[dict]
     shapes: dict[str, torch.Size]
-    fill: Callable[[Mapping[str, Part]], None]
+    fill: Callable[[Mapping[str, LocalShard]], None]
 
 
-def open_checkpoint(path: Path, groups: list[dict]) -> Stored:
+def open_checkpoint(path: Path, groups: list[dict]) -> StoredCheckpoint:
     """Open a checkpoint of either kind, without keeping tensors; all ranks call it.
 
     Args:
@@ -125,7 +125,7 @@ def open_checkpoint(path: Path, groups: list[dict]) -> Stored:
     if is_sharded(path):
         shapes = {name: stored.size for name, stored in read_index(path).state_dict_metadata.items()}
         meta = read_meta(path)
-        fill = partial(read_parts, path)
+        fill = partial(read_shards, path)
     else:
         _on_first_rank(partial(check_file, path))
         meta = read_file(path, mmap=True)
@@ -133,10 +133,10 @@ def open_checkpoint(path: Path, groups: list[dict]) -> Stored:
         shapes, fill = {name: x.shape for name, x in tensors.items()}, partial(_copy, tensors)
     del meta["state_dict"]
     (optimizer,) = meta.pop("optimizer_states", [{"param_groups": []}])
-    return Stored(meta, optimizer["param_groups"], shapes, fill)
+    return StoredCheckpoint(meta, optimizer["param_groups"], shapes, fill)
 
 
-def _copy(tensors: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
+def _copy(tensors: Mapping[str, Tensor], parts: Mapping[str, LocalShard]) -> None:
     for name, part in parts.items():
         for block in part.blocks:
             block.of_local(part.local).copy_(block.of_whole(tensors[name]))

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 from .content_checks import check_content, check_progress
-from .sharded import is_sharded, read_meta, read_whole
+from .sharded import is_sharded, read_meta, read_unsharded
 from .sharded_index import INDEX, read_index
 from .single_file import check_file, read_file
 from .training_state import MODEL, OPTIMIZER, unflatten
@@ -91,7 +91,7 @@ def make_folder(path: str) -> Path:
         UserError: If it cannot be made.
     """
     folder = Path(path)
-    with told_as(f"the folder {path} cannot be made"):
+    with as_user_error(f"the folder {path} cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -117,7 +117,7 @@ def _load_sharded(path: Path, with_optimizer: bool) -> dict:
     meta, stored = read_meta(path), read_index(path).state_dict_metadata
     names = [name for name in stored if with_optimizer or name.startswith(MODEL)]
     optimizers = meta.pop("optimizer_states", [])
-    whole = unflatten(read_whole(path, names), optimizers[0]["param_groups"] if optimizers else [])
+    whole = unflatten(read_unsharded(path, names), optimizers[0]["param_groups"] if optimizers else [])
     if not optimizers:  # a checkpoint of weights alone
         del whole["optimizer_states"]
     return meta | whole

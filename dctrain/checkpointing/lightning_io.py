@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from ..utils.files import remove_whole
+from ..utils.files import remove_atomically
 from .checkpoint import load_checkpoint
 from .single_file import write_file
 
@@ -31,4 +31,4 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path) -> None:
         """Remove a checkpoint."""
-        remove_whole(Path(path))
+        remove_atomically(Path(path))

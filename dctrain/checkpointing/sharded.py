@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..distributed.layout import Block
+from ..distributed.layout import ShardBlock
 from ..errors import UserError
-from ..utils.files import told_by_the_system
+from ..utils.files import restoring_os_errors
 from .sharded_index import INDEX, read_index, write_index
 
 META = "meta.pt"
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """What a rank holds of a stored tensor.
 
     Attributes:
@@ -48,13 +48,13 @@ class Part(NamedTuple):
 
     local: Tensor
     shape: torch.Size
-    blocks: list[Block]
+    blocks: list[ShardBlock]
 
 
-def whole_part(x: Tensor) -> Part:
+def as_local_shard(x: Tensor) -> LocalShard:
     """All of a tensor."""
     start = (0,) * x.dim()
-    return Part(x, x.shape, [Block(start, start, tuple(x.shape))])
+    return LocalShard(x, x.shape, [ShardBlock(start, start, tuple(x.shape))])
 
 
 def is_sharded(path: Path) -> bool:
@@ -62,7 +62,7 @@ def is_sharded(path: Path) -> bool:
     return (path / INDEX).is_file()
 
 
-def write_parts(folder: Path, parts: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> None:
+def write_shards(folder: Path, parts: Mapping[str, LocalShard], group: dist.ProcessGroup | None = None) -> None:
     """Write what this rank holds; all ranks of the group call it.
 
     Raises:
@@ -75,7 +75,7 @@ def write_parts(folder: Path, parts: Mapping[str, Part], group: dist.ProcessGrou
         raise _cause(error, folder) from error
 
 
-def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) -> None:
+def read_shards(folder: Path, parts: Mapping[str, LocalShard], *, alone: bool = False) -> None:
     """Fill this rank's tensors; all ranks call it, unless each reads `alone`.
 
     Raises:
@@ -93,7 +93,7 @@ def read_parts(folder: Path, parts: Mapping[str, Part], *, alone: bool = False) 
         raise _cause(error, folder) from error
 
 
-def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+def read_unsharded(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Read whole tensors, in a process of its own accord.
 
     Raises:
@@ -101,7 +101,7 @@ def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """
     stored = read_index(folder).state_dict_metadata
     found = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
-    read_parts(folder, {name: whole_part(x) for name, x in found.items()}, alone=True)
+    read_shards(folder, {name: as_local_shard(x) for name, x in found.items()}, alone=True)
     return found
 
 
@@ -174,7 +174,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         """Write what this rank was given."""
-        with told_by_the_system(Path(self.path)):
+        with restoring_os_errors(Path(self.path)):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -186,7 +186,7 @@ class _Writer(dcp.FileSystemWriter):
 class _SavePlanner(DefaultSavePlanner):
     """Stores the blocks of parts."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts = parts
         self.views = _views(parts)
@@ -210,7 +210,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Fills the blocks of parts."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.views = _views(parts)
 
@@ -227,7 +227,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.views[index]
 
 
-def _views(parts: Mapping[str, Part]) -> dict[MetadataIndex, Tensor]:
+def _views(parts: Mapping[str, LocalShard]) -> dict[MetadataIndex, Tensor]:
     """View each block in the rank's tensors."""
     return {
         MetadataIndex(name, torch.Size(block.offset)): block.of_local(part.local)

@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
-from ..utils.files import put_in_place, told_by_the_system, written_whole
+from ..utils.files import atomic_write, replace_dir, restoring_os_errors
 
 
 def write_file(content: dict, path: Path) -> None:
     """Write a checkpoint whole or not at all; a folder that has its name is there, whole, until then."""
     aside = path.with_name(f"{path.name}.0.partial") if path.is_dir() else path
-    with told_by_the_system(path), written_whole(aside) as file:
+    with restoring_os_errors(path), atomic_write(aside) as file:
         torch.save(content, file)
     if aside != path:
-        put_in_place(aside, path)
+        replace_dir(aside, path)
 
 
 def check_file(path: Path) -> None:

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..distributed.layout import Layout
-from .sharded import Part, whole_part
+from .sharded import LocalShard, as_local_shard
 
 MODEL, OPTIMIZER = "state_dict.", "optimizer_states."
 NETWORK = "model."  # what is sharded, within the module
 
 
-def own_parts(module: nn.Module, optimizer: Optimizer | None, layout: Layout) -> dict[str, Part]:
+def local_shards(module: nn.Module, optimizer: Optimizer | None, layout: Layout) -> dict[str, LocalShard]:
     """Name what this rank holds of a module and of its optimiser."""
     parts = {f"{MODEL}{key}": _part(key, x, layout) for key, x in module.state_dict().items()}
     if optimizer is not None:
@@ -27,10 +27,10 @@ def own_parts(module: nn.Module, optimizer: Optimizer | None, layout: Layout) ->
     return parts
 
 
-def _part(name: str, x: Tensor, layout: Layout) -> Part:
+def _part(name: str, x: Tensor, layout: Layout) -> LocalShard:
     if not isinstance(x, DTensor):
-        return whole_part(x.detach())
-    return Part(x.detach().to_local(), x.shape, layout.blocks(name.removeprefix(NETWORK), x.shape))
+        return as_local_shard(x.detach())
+    return LocalShard(x.detach().to_local(), x.shape, layout.blocks(name.removeprefix(NETWORK), x.shape))
 
 
 def _named_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:

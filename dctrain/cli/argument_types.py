@@ -10,7 +10,7 @@ from typing import Union, get_args, get_origin
 
 from ..errors import UserError
 
-MOST_WORKERS = 512  # loader processes of a rank
+MAX_WORKERS = 512  # loader processes of a rank
 ACCEPTS: dict[type, Callable[[object], bool]] = {
     NoneType: lambda value: value is None,
     bool: lambda value: isinstance(value, bool),
@@ -47,5 +47,5 @@ def check_workers(num_workers: int) -> None:
     Raises:
         UserError: If it is negative, or more than any machine has a use for.
     """
-    if not 0 <= num_workers <= MOST_WORKERS:
-        raise UserError(f"num_workers={num_workers}: expected 0 to {MOST_WORKERS}.")
+    if not 0 <= num_workers <= MAX_WORKERS:
+        raise UserError(f"num_workers={num_workers}: expected 0 to {MAX_WORKERS}.")

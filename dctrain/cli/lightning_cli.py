@@ -34,19 +34,27 @@ from ..checkpointing.checkpoint import (
     run_folder,
 )
 from ..checkpointing.lightning_io import AtomicCheckpointIO
-from ..distributed.meta_init import deferred_weights
+from ..distributed.meta_init import on_meta_device
 from ..distributed.rendezvous import mark_launcher
 from ..distributed.slurm import cluster_plugins
 from ..distributed.strategy import check_strategy, is_sharding
-from ..errors import UserError, reason, told_as
+from ..errors import UserError, as_user_error, reason
 from ..explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
-from ..loggers import DEFAULT, IN_RUN, finish, keep_curves, place_loggers
+from ..loggers import DEFAULT, IN_RUN, configure_loggers, finish, truncate_curves
 from ..loggers import describe as describe_logger
-from ..plan.command import Planning
+from ..plan.command import PlanCLI
 from ..run_dir import RunDir, RunTrainer, locked_run, new_run
 from ..utils.files import relative
-from ..utils.signals import EndAtOnce, ended_by_sigterm
-from .subcommands import Program, ShortErrors, check_not_empty, first_line, first_lines, format_help, imported
+from ..utils.signals import ExitOnSignal, exits_on_sigterm
+from .subcommands import (
+    Program,
+    UserErrorParser,
+    check_not_empty,
+    format_help,
+    import_function,
+    summaries,
+    summary_line,
+)
 from .trainer_args import check_callbacks, check_devices, check_environment, check_trainer, plain_values
 
 RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
@@ -59,7 +67,7 @@ OF_FILES = ("CSVLogger", "TensorBoardLogger")
 A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
 
 
-class TrainerParser(ShortErrors, LightningArgumentParser):
+class TrainerParser(UserErrorParser, LightningArgumentParser):
     """Parses the arguments of a Lightning subcommand."""
 
 
@@ -141,9 +149,9 @@ class TrainerCLI(LightningCLI):
         self.run_dir = None if trainer.get("fast_dev_run") else self._open_run(root)
         self.given = self.config[self.subcommand].clone()
         if self.run_dir is not None:
-            trainer.logger = place_loggers(trainer.get("logger"), self.run_dir)
+            trainer.logger = configure_loggers(trainer.get("logger"), self.run_dir)
         try:
-            with deferred_weights() if is_sharding(trainer.get("strategy")) else nullcontext():
+            with on_meta_device() if is_sharding(trainer.get("strategy")) else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:
             raise _told_of_instance(error) from error
@@ -187,7 +195,7 @@ class TrainerCLI(LightningCLI):
     def _set_seed(self) -> None:
         if isinstance(self._get(self.config, "seed_everything"), bool):
             raise UserError("seed_everything: expected a number, which the run's config.yaml then records.")
-        with told_as("seed_everything"):
+        with as_user_error("seed_everything"):
             super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
@@ -205,13 +213,13 @@ class TrainerCLI(LightningCLI):
         of_user = _as_list(config.get("callbacks"))
         check_callbacks(of_user)
         kwargs["callbacks"] = self._callbacks(config, self._placed(of_user))
-        with told_as("trainer"):
+        with as_user_error("trainer"):
             trainer = super().instantiate_trainer(**kwargs)
         trainer.run_dir = self.run_dir
         mark_launcher()
         self._held.callback(finish, trainer.loggers)
         if self.run_dir is not None and self.run_dir.is_resumed:
-            keep_curves(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
+            truncate_curves(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
         return trainer
 
     def _placed(self, callbacks: list[Callback]) -> list[Callback]:
@@ -240,7 +248,7 @@ class TrainerCLI(LightningCLI):
         The last step is validated before others end the run; its place in the curves is set before a stop logs it.
         """
         if self.subcommand != "fit":
-            return [*of_user, EndAtOnce()]
+            return [*of_user, ExitOnSignal()]
         if config.get("fast_dev_run"):
             return of_user
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
@@ -309,13 +317,13 @@ class TrainerCLI(LightningCLI):
     def validate(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint on the validation data."""
         path = self.evaluated_checkpoint()
-        with reading(path), ended_by_sigterm():
+        with reading(path), exits_on_sigterm():
             self.trainer.validate(model, ckpt_path=path, **kwargs)
 
     def test(self, model: L.LightningModule, **kwargs) -> None:
         """Evaluate a checkpoint, logged as `test/...`."""
         path = self.evaluated_checkpoint()
-        with reading(path), ended_by_sigterm():
+        with reading(path), exits_on_sigterm():
             self.trainer.test(model, ckpt_path=path, **kwargs)
 
     def has_weights(self) -> bool:
@@ -440,15 +448,15 @@ def run_trainer(program: Program, args: list[str]) -> None:
     Raises:
         UserError: If the subcommand is unknown, or its arguments are wrong.
     """
-    cli = imported(program.trainer)
-    trained = {name: first_line(getattr(cli, name)) for name in cli.subcommands()}
+    cli = import_function(program.trainer)
+    trained = {name: summary_line(getattr(cli, name)) for name in cli.subcommands()}
     trained[PLAN] = "Tell what `fit` would need, and train nothing."
     if args in (["-h"], ["--help"]):
-        commands = trained | first_lines(program.functions)
+        commands = trained | summaries(program.functions)
         return print(format_help(program.name, program.description, commands), end="")
     _check_subcommand(program, [*trained, *program.functions], args)
     if args[0] == PLAN:
-        return run_lightning(lambda: type(cli.__name__, (Planning, cli), {})(["fit", *args[1:]]))
+        return run_lightning(lambda: type(cli.__name__, (PlanCLI, cli), {})(["fit", *args[1:]]))
     run_lightning(lambda: cli(args))
 
 

@@ -12,9 +12,9 @@ import torch
 from ..errors import RunStopped, UserError, is_of_another_rank, reason
 from ..utils.files import relative
 from .named_configs import with_config_paths
-from .subcommands import Program, run_named
+from .subcommands import Program, run_subcommand
 
-MENDABLE = (UserError, OSError, UnicodeDecodeError, MemoryError, torch.OutOfMemoryError)
+USER_ERRORS = (UserError, OSError, UnicodeDecodeError, MemoryError, torch.OutOfMemoryError)
 OF_LIGHTNING, OF_LOGGERS = "lightning.", ("wandb.", "mlflow.")
 
 
@@ -30,9 +30,9 @@ def run_program(program: Program, args: list[str] | None) -> None:
     args = sys.argv[1:] if args is None else args
     try:
         args = with_config_paths(args)
-        with _telling_what_runs():
+        with _logging_implementation():
             if args and args[0] in program.functions:
-                run_named(program.name, program.functions, args)
+                run_subcommand(program.name, program.functions, args)
             else:
                 from .lightning_cli import run_trainer  # imports Lightning
 
@@ -49,14 +49,14 @@ def run_program(program: Program, args: list[str] | None) -> None:
             go_on = f"go on with --resume {relative(stop.checkpoint)}"
         print(f"{stop}; {go_on}")
     except Exception as error:
-        if not _is_mendable(error):
+        if not _is_user_error(error):
             raise
         print(f"error: {reason(error)}", file=sys.stderr)
         sys.exit(2)
 
 
 @contextmanager
-def _telling_what_runs() -> Iterator[None]:
+def _logging_implementation() -> Iterator[None]:
     """Let the first process say which implementation of attention runs, and what is compiled for it."""
     logger, handler = logging.getLogger("dcmha"), logging.StreamHandler()
     if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
@@ -68,12 +68,12 @@ def _telling_what_runs() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _is_mendable(error: Exception) -> bool:
+def _is_user_error(error: Exception) -> bool:
     """Tell whether a user can do something about an error: ours, those of files, disks and memory, the death of a
     loader process or of another rank, and what Lightning itself says of its arguments.
     """
     is_of_others = str(error).startswith("DataLoader worker (pid") or is_of_another_rank(error)
-    if isinstance(error, MENDABLE) or is_of_others or type(error).__module__.startswith((OF_LIGHTNING, *OF_LOGGERS)):
+    if isinstance(error, USER_ERRORS) or is_of_others or type(error).__module__.startswith((OF_LIGHTNING, *OF_LOGGERS)):
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_of_lightning = frame.f_globals.get("__name__", "").startswith(OF_LIGHTNING)

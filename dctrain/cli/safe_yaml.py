@@ -7,7 +7,7 @@ import yaml
 from ..errors import UserError
 
 GROUPS = ("model", "data", "trainer")
-MOST_BYTES, MOST_NODES, MOST_DEPTH, MOST_DIGITS = 2**20, 100_000, 100, 300
+MAX_BYTES, MAX_NODES, MAX_DEPTH, MAX_DIGITS = 2**20, 100_000, 100, 300
 
 
 def check_yaml_file(path: Path) -> None:
@@ -16,14 +16,12 @@ def check_yaml_file(path: Path) -> None:
     Raises:
         UserError: If it is too large, too deep, refers to itself, or grows without bound by aliases.
     """
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(
-            f"{path} has {path.stat().st_size:,} bytes; expected a configuration of at most {MOST_BYTES:,}."
-        )
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes; expected a configuration of at most {MAX_BYTES:,}.")
     try:
         root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
     except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply; expected at most {MOST_DEPTH} levels.") from error
+        raise UserError(f"{path} is nested too deeply; expected at most {MAX_DEPTH} levels.") from error
     except yaml.YAMLError:
         return  # the parser says where
     if root is not None:
@@ -63,12 +61,12 @@ def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> in
     """
     if id(node) in known:
         return known[id(node)]
-    if depth > MOST_DEPTH:  # a node that refers to itself has no end
-        raise UserError(f"{path} is nested too deeply; expected at most {MOST_DEPTH} levels.")
+    if depth > MAX_DEPTH:  # a node that refers to itself has no end
+        raise UserError(f"{path} is nested too deeply; expected at most {MAX_DEPTH} levels.")
     if isinstance(node, yaml.ScalarNode):
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and len(node.value) > MOST_DIGITS:
-            raise UserError(f"{path} has a number of {len(node.value)} digits; expected at most {MOST_DIGITS}.")
+        if is_number and len(node.value) > MAX_DIGITS:
+            raise UserError(f"{path} has a number of {len(node.value)} digits; expected at most {MAX_DIGITS}.")
         return 1
     if isinstance(node, yaml.MappingNode):
         _check_keys(node, path)
@@ -76,7 +74,7 @@ def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> in
     total = 1
     for part in parts:
         total += _count(part, path, known, depth + 1)
-        if total > MOST_NODES:
-            raise UserError(f"{path} has more than {MOST_NODES:,} values once its aliases are read; expected fewer.")
+        if total > MAX_NODES:
+            raise UserError(f"{path} has more than {MAX_NODES:,} values once its aliases are read; expected fewer.")
     known[id(node)] = total
     return total

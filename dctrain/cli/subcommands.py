@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn, get_args, get_origin
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, ArgumentParser
 
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 
 EXTRA = "extra"  # the parameter that takes what stands after --
 CONFIG = "config"
@@ -36,7 +36,7 @@ class Program(NamedTuple):
     trainer: str
 
 
-class ShortErrors:
+class UserErrorParser:
     """A parser whose errors are one message, without the usage before it."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -46,7 +46,7 @@ class ShortErrors:
         raise UserError(message) if ex is None else ex
 
 
-class FunctionParser(ShortErrors, ArgumentParser):
+class FunctionParser(UserErrorParser, ArgumentParser):
     """Parses the arguments of a function."""
 
 
@@ -63,7 +63,7 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def run_named(program: str, functions: Functions, args: list[str]) -> None:
+def run_subcommand(program: str, functions: Functions, args: list[str]) -> None:
     """Call the function that the first word of the arguments names, or the first two.
 
     Raises:
@@ -72,13 +72,13 @@ def run_named(program: str, functions: Functions, args: list[str]) -> None:
     name, *rest = args
     named = functions[name]
     if not isinstance(named, Mapping):
-        return run_function(program, name, imported(named), rest)
+        return run_function(program, name, import_function(named), rest)
     if rest and rest[0] in ("-h", "--help"):
-        return print(format_help(f"{program} {name}", "", first_lines(named)), end="")
+        return print(format_help(f"{program} {name}", "", summaries(named)), end="")
     if not rest or rest[0] not in named:
         got = f"{program} {name} needs a second word" if not rest else f"{rest[0]!r} is none of {program} {name}"
         raise UserError(f"{got}; accepted: {', '.join(named)}.")
-    return run_named(f"{program} {name}", named, rest)
+    return run_subcommand(f"{program} {name}", named, rest)
 
 
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
@@ -93,7 +93,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
     Raises:
         UserError: If the arguments do not fit, or a file cannot be read or written.
     """
-    parser = FunctionParser(prog=f"{program} {name}", description=first_line(function), allow_abbrev=False)
+    parser = FunctionParser(prog=f"{program} {name}", description=summary_line(function), allow_abbrev=False)
     parameters = inspect.signature(function).parameters
     sequences = [key for key, parameter in parameters.items() if _item_type(parameter.annotation)]
     extra = []
@@ -117,7 +117,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             help=helps[key],
         )
     switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
-    with told_as("the arguments cannot be read", (RuntimeError, TypeError, AttributeError)):  # of malformed YAML
+    with as_user_error("the arguments cannot be read", (RuntimeError, TypeError, AttributeError)):  # of malformed YAML
         options = parser.parse_args(_completed(args, switches)).as_dict()
     for key in (key for key in sequences if key != EXTRA):
         if not isinstance(options[key], list):
@@ -160,21 +160,21 @@ def _parameter_docs(function: Callable[..., None]) -> dict[str, str]:
     return {parameter.arg_name: parameter.description for parameter in parse(inspect.getdoc(function)).params}
 
 
-def imported(name: str) -> Callable:
+def import_function(name: str) -> Callable:
     """Import what is written as "module:name"."""
     module, _, found = name.partition(":")
     return getattr(import_module(module), found)
 
 
-def first_lines(functions: Functions) -> dict[str, str]:
+def summaries(functions: Functions) -> dict[str, str]:
     """Take of each function the first line of its docstring; of a group of functions their names."""
     return {
-        name: ", ".join(function) if isinstance(function, Mapping) else first_line(imported(function))
+        name: ", ".join(function) if isinstance(function, Mapping) else summary_line(import_function(function))
         for name, function in functions.items()
     }
 
 
-def first_line(function: Callable) -> str:
+def summary_line(function: Callable) -> str:
     """Return the first line of a docstring."""
     return inspect.getdoc(function).splitlines()[0]
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Cal
 
 from ..errors import UserError
 
-AT_LEAST = {
+MINIMUMS = {
     **dict.fromkeys(("log_every_n_steps", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
     **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs"), 0),
 }
@@ -27,12 +27,12 @@ def plain_values(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
-REFUSED = {
+UNSUPPORTED = {
     BatchSizeFinder: "it trains before the run; try sizes with `plan` and --data.batch_size",
     LearningRateFinder: "it changes the learning rate of the configuration; compare runs of several --model.lr",
     BackboneFinetuning: "it adds parameter groups that a resumed run lacks; use --init and --model.lr",
 }
-MOST_ON_CPU = 8  # processes, or one for each core if there are more
+MAX_CPU_DEVICES = 8  # processes, or one for each core if there are more
 
 
 def check_devices(config: dict) -> None:
@@ -43,7 +43,7 @@ def check_devices(config: dict) -> None:
     """
     devices, accelerator = str(config.get("devices")), config.get("accelerator")
     is_on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
-    most = max(MOST_ON_CPU, os.cpu_count() or 1)
+    most = max(MAX_CPU_DEVICES, os.cpu_count() or 1)
     if is_on_cpu and devices.isdecimal() and int(devices) > most:
         raise UserError(f"trainer.devices={devices}: expected at most {most} processes on this CPU.")
 
@@ -55,7 +55,7 @@ def check_callbacks(callbacks: list[Callback]) -> None:
         UserError: If there is one.
     """
     for callback in callbacks:
-        for kind, said in REFUSED.items():
+        for kind, said in UNSUPPORTED.items():
             if isinstance(callback, kind):
                 raise UserError(f"trainer.callbacks: {kind.__name__} is not supported: {said}.")
 
@@ -87,7 +87,7 @@ def check_trainer(config: dict) -> None:
     if config.get("gradient_clip_algorithm") not in (None, "norm"):
         got = getattr(config["gradient_clip_algorithm"], "value", config["gradient_clip_algorithm"])
         raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
-    for name, least in AT_LEAST.items():
+    for name, least in MINIMUMS.items():
         if config.get(name) is not None and not least <= config[name] < math.inf:
             raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")
     interval = config.get("val_check_interval")

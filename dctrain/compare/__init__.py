@@ -1,5 +1,5 @@
 """Training several models with one recipe, over seeds, and telling what came out: `compare` of both trainers."""
 
-from .command import comparison
+from .command import compare_command
 
-__all__ = ["comparison"]
+__all__ = ["compare_command"]

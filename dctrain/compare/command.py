@@ -14,12 +14,12 @@ from ..utils.files import held
 from .experiment import Experiment, Run, experiment_of, read_experiment
 from .report import write_report
 from .results import RESULTS, Results
-from .training import Stopped, environments, log_of, train
+from .training import TrainingStopped, environments, run_log_dir, train
 
 STOPPED = "stopped; the same command goes on."
 
 
-def comparison(program: str, metrics: dict[str, str]) -> Callable[..., None]:
+def compare_command(program: str, metrics: dict[str, str]) -> Callable[..., None]:
     """Make the subcommand of a trainer.
 
     Args:
@@ -112,8 +112,8 @@ def _train_all(
         environment = slots.get()
         try:
             if stop.is_set():
-                raise Stopped
-            _say(f"{run.key} ... (says more: {log_of(config.parent, experiment, run)})")
+                raise TrainingStopped
+            _say(f"{run.key} ... (says more: {run_log_dir(config.parent, experiment, run)})")
             start = time.monotonic()
             try:
                 result = train(program, experiment, run, config, environment, stop)
@@ -130,7 +130,7 @@ def _train_all(
         while tasks:
             for task in wait(tasks, return_when=FIRST_COMPLETED).done:
                 _keep(experiment, tasks.pop(task), task, results)
-    except (KeyboardInterrupt, Stopped):
+    except (KeyboardInterrupt, TrainingStopped):
         raise UserError(STOPPED) from None
     finally:
         stop.set()

@@ -13,12 +13,12 @@ from ..evaluation.items import read_items
 from ..utils.markdown import markdown_table
 from .experiment import Experiment, Run
 from .results import Results
-from .scaling import Point, fit_scaling, plot_scaling, scaling_table
+from .scaling import ScalingPoint, fit_scaling, plot_scaling, scaling_table
 from .statistics import Difference, ItemNoise, item_noise, paired_difference, spread
-from .training import items_of
+from .training import run_items
 
 PERCENT = ("top1", "top5", "accuracy", "exact_match", "to_text", "to_image")  # what is told in percent
-MOST_POINTS = 1000  # of a curve in curves.csv
+MAX_POINTS = 1000  # of a curve in curves.csv
 LOSS = "val/loss"  # that scaling laws are of
 
 
@@ -78,7 +78,7 @@ def _noise(experiment: Experiment, results: Results, model: str, metric: str) ->
     """Estimate the noise of the evaluation, in the metric's unit, from what runs have recorded of single items."""
     seeds = results.finished(model).keys() & results.finished(experiment.baseline).keys()
     found = [
-        tuple(read_items(items_of(results.path.parent, experiment, Run(name, seed))).get(metric) for name in names)
+        tuple(read_items(run_items(results.path.parent, experiment, Run(name, seed))).get(metric) for name in names)
         for names in [(model, experiment.baseline)]
         for seed in sorted(seeds)
     ]
@@ -175,12 +175,12 @@ def _write_scaling(experiment: Experiment, results: Results, path: Path) -> str:
     return scaling_table(families, scaling)
 
 
-def point_of(model: str, runs: dict[int, dict]) -> Point:
+def point_of(model: str, runs: dict[int, dict]) -> ScalingPoint:
     """Tell what training a model took, and what it came to."""
     first = next(iter(runs.values()))
     units = first["units_per_step"] * (1 + first["curves"][LOSS][-1][0])
     losses = {seed: run["curves"][LOSS][-1][1] for seed, run in runs.items()}
-    return Point(model, 3.0 * first["forward_flops"] * units, losses)
+    return ScalingPoint(model, 3.0 * first["forward_flops"] * units, losses)
 
 
 def _write_curves(experiment: Experiment, results: Results, path: Path) -> None:
@@ -190,7 +190,7 @@ def _write_curves(experiment: Experiment, results: Results, path: Path) -> None:
         for model in experiment.models:
             for seed, run in results.finished(model).items():
                 for curve, points in run["curves"].items():
-                    every = -(-len(points) // MOST_POINTS)
+                    every = -(-len(points) // MAX_POINTS)
                     kept = points[::-1][::every][::-1]  # the last among them
                     writer.writerows([model, seed, curve, step, value] for step, value in kept)
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from ..errors import UserError, told_as
-from ..utils.files import written_whole
+from ..errors import UserError, as_user_error
+from ..utils.files import atomic_write
 from .experiment import Experiment, Run, read_yaml
 
 RESULTS = "results.json"
@@ -30,7 +30,7 @@ class Results:
         self.recipe = {"config": config, "arguments": list(experiment.arguments)}
         if not self.path.is_file():
             return
-        with told_as(f"{self.path} cannot be read; remove it to read the finished runs again"):
+        with as_user_error(f"{self.path} cannot be read; remove it to read the finished runs again"):
             content = json.loads(self.path.read_text())
             recipe, self.runs = content["recipe"], content["runs"]
         if _as_text(recipe) != _as_text(self.recipe):
@@ -69,7 +69,7 @@ class Results:
         """Write all down; the recipe too, before anything is trained by it."""
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(found)}" for key, found in self.runs.items())
         head = f'"title": {json.dumps(self.experiment.title)},\n "recipe": {_as_text(self.recipe)}'
-        with written_whole(self.path) as file:
+        with atomic_write(self.path) as file:
             file.write(f'{{{head},\n "runs": {{\n{lines}\n }}}}\n'.encode())
 
 

@@ -18,10 +18,10 @@ from ..errors import UserError
 from ..utils.markdown import markdown_table
 
 DRAWS = 2000  # of the bootstrap
-FEWEST = 2  # sizes of a law
+MIN_POINTS = 2  # sizes of a law
 
 
-class Point(NamedTuple):
+class ScalingPoint(NamedTuple):
     """A model: the compute of its training in FLOPs, and its loss by seed."""
 
     model: str
@@ -29,7 +29,7 @@ class Point(NamedTuple):
     losses: Mapping[int, float]
 
 
-class Law(NamedTuple):
+class PowerLaw(NamedTuple):
     """L = scale C^-exponent."""
 
     scale: float
@@ -40,7 +40,7 @@ class Law(NamedTuple):
         return (loss / self.scale) ** (-1 / self.exponent)
 
 
-class Estimate(NamedTuple):
+class IntervalEstimate(NamedTuple):
     """A number, and the interval of 95 % in which seeds leave it; None where there is one seed alone."""
 
     value: float
@@ -57,19 +57,19 @@ class Scaling(NamedTuple):
         worth: For each model of another family how much compute of the baseline's it is worth.
     """
 
-    laws: dict[str, Law]
-    exponents: dict[str, Estimate]
-    worth: dict[str, Estimate]
+    laws: dict[str, PowerLaw]
+    exponents: dict[str, IntervalEstimate]
+    worth: dict[str, IntervalEstimate]
 
 
-def fit_law(compute: Sequence[float], losses: Sequence[float]) -> Law:
+def fit_law(compute: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     """Fit a law to points.
 
     Raises:
         UserError: If there are fewer than two sizes, or the loss does not fall with compute.
     """
-    if len(set(compute)) < FEWEST:
-        raise UserError(f"a scaling law takes at least {FEWEST} sizes; got {len(set(compute))}.")
+    if len(set(compute)) < MIN_POINTS:
+        raise UserError(f"a scaling law takes at least {MIN_POINTS} sizes; got {len(set(compute))}.")
     if not np.isfinite(losses).all() or min(losses) <= 0:
         raise UserError(f"a scaling law takes losses above 0; got {list(losses)}.")
     law = _line(compute, losses)
@@ -78,12 +78,12 @@ def fit_law(compute: Sequence[float], losses: Sequence[float]) -> Law:
     return law
 
 
-def _line(compute: Sequence[float], losses: Sequence[float]) -> Law:
+def _line(compute: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     slope, intercept = np.polyfit(np.log(compute), np.log(losses), 1)
-    return Law(float(np.exp(intercept)), float(-slope))
+    return PowerLaw(float(np.exp(intercept)), float(-slope))
 
 
-def fit_scaling(families: Mapping[str, Sequence[Point]], draws: int = DRAWS, seed: int = 0) -> Scaling:
+def fit_scaling(families: Mapping[str, Sequence[ScalingPoint]], draws: int = DRAWS, seed: int = 0) -> Scaling:
     """Fit a law to each family, and measure the others in compute of the first.
 
     Intervals are percentiles of a bootstrap over seeds, drawn for all models together, as seeds share the data.
@@ -105,8 +105,8 @@ def fit_scaling(families: Mapping[str, Sequence[Point]], draws: int = DRAWS, see
     laws, worth = _once(families, seeds, fit_law)
     drawn = [_once(families, sample, _line) for sample in samples]  # also of seeds whose losses do not fall
 
-    def estimate(value: float, values: list[float]) -> Estimate:
-        return Estimate(value, *(np.percentile(values, (2.5, 97.5)) if values else (None, None)))
+    def estimate(value: float, values: list[float]) -> IntervalEstimate:
+        return IntervalEstimate(value, *(np.percentile(values, (2.5, 97.5)) if values else (None, None)))
 
     return Scaling(
         laws,
@@ -116,8 +116,8 @@ def fit_scaling(families: Mapping[str, Sequence[Point]], draws: int = DRAWS, see
 
 
 def _once(
-    families: Mapping[str, Sequence[Point]], seeds: Sequence[int], fit: Callable[..., Law]
-) -> tuple[dict[str, Law], dict[str, float]]:
+    families: Mapping[str, Sequence[ScalingPoint]], seeds: Sequence[int], fit: Callable[..., PowerLaw]
+) -> tuple[dict[str, PowerLaw], dict[str, float]]:
     """Fit the means over seeds, of which some may stand more than once."""
     means = {
         name: [(point.model, point.compute, float(np.mean([point.losses[seed] for seed in seeds]))) for point in family]
@@ -127,7 +127,7 @@ def _once(
     laws = {
         name: fit([compute for _, compute, _ in rows], [loss for *_, loss in rows])
         for name, rows in means.items()
-        if name == baseline or len(rows) >= FEWEST
+        if name == baseline or len(rows) >= MIN_POINTS
     }
     worth = {
         model: laws[baseline].compute(loss) / compute
@@ -138,7 +138,7 @@ def _once(
     return laws, worth
 
 
-def scaling_table(families: Mapping[str, Sequence[Point]], scaling: Scaling) -> str:
+def scaling_table(families: Mapping[str, Sequence[ScalingPoint]], scaling: Scaling) -> str:
     """Write what came out as Markdown."""
     baseline = next(iter(families))
     rows = [
@@ -155,14 +155,14 @@ def scaling_table(families: Mapping[str, Sequence[Point]], scaling: Scaling) -> 
     return "\n".join(lines)
 
 
-def _said(estimate: Estimate | None, digits: int = 2) -> str:
+def _said(estimate: IntervalEstimate | None, digits: int = 2) -> str:
     if estimate is None:
         return "-"
     interval = "" if estimate.low is None else f" [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
     return f"{estimate.value:.{digits}f}{interval}"
 
 
-def plot_scaling(families: Mapping[str, Sequence[Point]], scaling: Scaling, path: Path) -> None:
+def plot_scaling(families: Mapping[str, Sequence[ScalingPoint]], scaling: Scaling, path: Path) -> None:
     """Draw losses and laws over compute, both axes logarithmic."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()

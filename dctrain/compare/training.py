@@ -27,22 +27,22 @@ from .experiment import Experiment, Run
 GO_ON = "go on with --resume"  # what a run says that was told to stop
 TRAIN_LOSS = "train/loss"
 PATIENCE = 0.2  # seconds between looks at a process
-MOST_LETTERS = 60  # of a model's name in the name of a folder
+MAX_NAME_LENGTH = 60  # of a model's name in the name of a folder
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """The runs were told to stop."""
 
 
-def slug_of(experiment: Experiment, run: Run) -> str:
+def run_slug(experiment: Experiment, run: Run) -> str:
     """Name a run's folder, by the model's name and by what it is."""
     what = sha1(" ".join([run.model, *sorted(experiment.models[run.model])]).encode()).hexdigest()
-    return re.sub(r"[^\w.=-]+", "_", run.model)[:MOST_LETTERS] + f"-{what[:6]}-seed{run.seed}"
+    return re.sub(r"[^\w.=-]+", "_", run.model)[:MAX_NAME_LENGTH] + f"-{what[:6]}-seed{run.seed}"
 
 
-def log_of(root: Path, experiment: Experiment, run: Run) -> Path:
+def run_log_dir(root: Path, experiment: Experiment, run: Run) -> Path:
     """Name the file that a run writes its output to."""
-    return root / f"{slug_of(experiment, run)}.log"
+    return root / f"{run_slug(experiment, run)}.log"
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
     Raises:
         Stopped: If `stop` is set before the end.
     """
-    root, slug = config.parent, slug_of(experiment, run)
+    root, slug = config.parent, run_slug(experiment, run)
     command = [sys.executable, "-m", program, "fit", "--config", str(config), f"--name={slug}"]
     command += [f"--seed_everything={run.seed}", f"--data.seed={run.seed}", f"--trainer.default_root_dir={root}"]
     command += [
@@ -69,7 +69,7 @@ def train(
         "--trainer.logger=true",
     ]  # curves are read from TensorBoard's files
     command += [*experiment.arguments, *experiment.models[run.model]]
-    log = log_of(root, experiment, run)
+    log = run_log_dir(root, experiment, run)
     make_folder(str(root))
     with _no_other(root / f"{slug}.lock", stop) as lock:
         folder = _newest(root / slug)
@@ -83,17 +83,17 @@ def train(
         how = f"failed with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
         return {"error": f"{how}: {' '.join(lines[first:])} (see {log})"}
     if any(GO_ON in line for line in lines):
-        raise Stopped
+        raise TrainingStopped
     folder = _newest(root / slug)
     if folder is None:
         return {"error": f"trained nothing (see {log})"}
-    write_items(items_of(root.parent, experiment, run), read_items(folder))
+    write_items(run_items(root.parent, experiment, run), read_items(folder))
     return _read(folder, experiment.metrics)
 
 
-def items_of(results: Path, experiment: Experiment, run: Run) -> Path:
+def run_items(results: Path, experiment: Experiment, run: Run) -> Path:
     """Name the folder, beside the results, of what a run's last validation found of each item."""
-    return results / "items" / slug_of(experiment, run)
+    return results / "items" / run_slug(experiment, run)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _no_other(path: Path, stop: Event) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if stop.wait(PATIENCE):
-                    raise Stopped from None
+                    raise TrainingStopped from None
         yield file.fileno()
 
 
@@ -131,7 +131,7 @@ def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event
         if stop.wait(PATIENCE):
             process.terminate()
             process.wait()
-            raise Stopped
+            raise TrainingStopped
     return process.returncode
 
 

@@ -12,7 +12,7 @@ from ..distributed.strategy import data_rank
 from ..errors import UserError
 from .sampler import ORDER, EvalBatches, Permutation, Position, Progress, TrainBatches
 
-MOST_BATCH = 2**20  # samples of a rank in a step
+MAX_BATCH = 2**20  # samples of a rank in a step
 
 
 class ResumableDataModule(L.LightningDataModule):
@@ -34,8 +34,8 @@ class ResumableDataModule(L.LightningDataModule):
         super().__init__()
         numbers = {"batch_size": batch_size, "num_workers": num_workers, "seed": seed}
         check_types(ResumableDataModule.__init__, numbers)
-        if not 1 <= batch_size <= MOST_BATCH:
-            raise UserError(f"{batch_size=}: expected a whole number from 1 to {MOST_BATCH}.")
+        if not 1 <= batch_size <= MAX_BATCH:
+            raise UserError(f"{batch_size=}: expected a whole number from 1 to {MAX_BATCH}.")
         check_workers(num_workers)
         if not 0 <= seed < 2**32:
             raise UserError(f"{seed=} must be in [0, 2^32).")

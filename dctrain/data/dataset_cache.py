@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..checkpointing.checkpoint import make_folder
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 from ..utils.files import held, write_json
 
 
@@ -73,7 +73,7 @@ class Preparation:
         return self._read(self.manifest_path) if self.manifest_path.is_file() else None
 
     def _read(self, path: Path) -> dict:
-        with told_as(f"{path} is damaged; remove what was made of {self.plan_path.name} and make it again"):
+        with as_user_error(f"{path} is damaged; remove what was made of {self.plan_path.name} and make it again"):
             content = json.loads(path.read_text())
             if not isinstance(content, dict):
                 raise UserError(f"{path} is damaged: it holds no JSON object.")

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dcmha.parallel import Split
+from dcmha.parallel import ShardedDim
 
 HEADS, SHARDS, REPLICAS = "heads", "shards", "replicas"  # axes of a mesh
-WHOLE = Split()
+WHOLE = ShardedDim()
 
 
-class Block(NamedTuple):
+class ShardBlock(NamedTuple):
     """A block of a parameter, which a rank holds.
 
     Attributes:
@@ -41,7 +41,7 @@ def _narrow(x: Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tenso
     return x
 
 
-class Span(NamedTuple):
+class ShardSpan(NamedTuple):
     """Consecutive rows or columns: the first in a rank's tensor, the first in the whole one, how many."""
 
     local: int
@@ -49,7 +49,7 @@ class Span(NamedTuple):
     size: int
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """Which of so many ranks."""
 
     rank: int
@@ -61,37 +61,37 @@ class Share(NamedTuple):
         return min(size, self.rank * each), min(size, (self.rank + 1) * each)
 
 
-def split_blocks(shape: torch.Size, split: Split, heads: Share) -> list[Block]:
+def split_blocks(shape: torch.Size, split: ShardedDim, heads: RankShare) -> list[ShardBlock]:
     """List the blocks of a parameter of a shape that tensor parallelism leaves to a rank."""
     return list(_blocks(shape, _spans(shape, split, heads), split.dim or 0))
 
 
-def _blocks(shape: torch.Size, spans: list[Span], dim: int) -> Iterator[Block]:
+def _blocks(shape: torch.Size, spans: list[ShardSpan], dim: int) -> Iterator[ShardBlock]:
     for local, offset, size in spans:
         starts = [(0,) * dim + (start,) + (0,) * (len(shape) - dim - 1) for start in (local, offset)]
-        yield Block(*starts, (*shape[:dim], size, *shape[dim + 1 :]))
+        yield ShardBlock(*starts, (*shape[:dim], size, *shape[dim + 1 :]))
 
 
-def _spans(shape: torch.Size, split: Split, heads: Share) -> list[Span]:
+def _spans(shape: torch.Size, split: ShardedDim, heads: RankShare) -> list[ShardSpan]:
     """List what tensor parallelism leaves to a rank of the split axis; of the first, if none is split."""
     if split.dim is None:
-        return [Span(0, 0, shape[0])]
+        return [ShardSpan(0, 0, shape[0])]
     spans, unit, local, offset = [], shape[split.dim] // sum(split.parts), 0, 0
     for part in split.parts:
         start, end = heads.of(unit * part)
-        spans.append(Span(local, offset + start, end - start))
+        spans.append(ShardSpan(local, offset + start, end - start))
         local, offset = local + end - start, offset + unit * part
     return spans
 
 
-def _cut_rows(block: Block, start: int, end: int) -> Block | None:
+def _cut_rows(block: ShardBlock, start: int, end: int) -> ShardBlock | None:
     """Cut a block to the rows of a rank's tensor that a shard of it has; None if it has none of them."""
     first = max(start, block.local[0])
     rows = min(end, block.local[0] + block.sizes[0]) - first
     if rows <= 0:
         return None
     offset = block.offset[0] + first - block.local[0]
-    return Block((first - start, *block.local[1:]), (offset, *block.offset[1:]), (rows, *block.sizes[1:]))
+    return ShardBlock((first - start, *block.local[1:]), (offset, *block.offset[1:]), (rows, *block.sizes[1:]))
 
 
 class Layout:
@@ -102,11 +102,11 @@ class Layout:
         splits: How tensor parallelism splits parameters, by name; those that are not named it leaves whole.
     """
 
-    def __init__(self, mesh: DeviceMesh, splits: Mapping[str, Split]) -> None:
+    def __init__(self, mesh: DeviceMesh, splits: Mapping[str, ShardedDim]) -> None:
         self.splits = splits
         self.heads, self.shard = (_share(mesh, axis) for axis in (HEADS, SHARDS))
 
-    def blocks(self, name: str, shape: torch.Size) -> list[Block]:
+    def blocks(self, name: str, shape: torch.Size) -> list[ShardBlock]:
         """List the blocks that this rank holds of a parameter of a shape."""
         blocks = split_blocks(shape, self.splits.get(name, WHOLE), self.heads)
         rows = max(block.local[0] + block.sizes[0] for block in blocks)
@@ -114,7 +114,7 @@ class Layout:
         return [block for block in cut if block is not None]
 
 
-def _share(mesh: DeviceMesh, axis: str) -> Share:
+def _share(mesh: DeviceMesh, axis: str) -> RankShare:
     if axis not in (mesh.mesh_dim_names or ()):
-        return Share(0, 1)
-    return Share(mesh.get_local_rank(axis), mesh[axis].size())
+        return RankShare(0, 1)
+    return RankShare(mesh.get_local_rank(axis), mesh[axis].size())

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from .layout import Layout
 
-_IS_DEFERRED = ContextVar("is_deferred", default=False)
+_IS_META = ContextVar("is_deferred", default=False)
 
 
-class DrawsByModule(Protocol):
+class ModulewiseInit(Protocol):
     """A model that can draw the weights of one of its modules at a time."""
 
     def init_module(self, name: str, module: nn.Module) -> None:
@@ -21,21 +21,21 @@ class DrawsByModule(Protocol):
 
 
 @contextmanager
-def deferred_weights() -> Iterator[None]:
+def on_meta_device() -> Iterator[None]:
     """Let models of the body that can be drawn by module be built on the meta device."""
-    token = _IS_DEFERRED.set(True)
+    token = _IS_META.set(True)
     try:
         yield
     finally:
-        _IS_DEFERRED.reset(token)
+        _IS_META.reset(token)
 
 
 def weights_device() -> str | None:
     """Where a model that can be drawn by module is to be built; None for the default device."""
-    return "meta" if _IS_DEFERRED.get() else None
+    return "meta" if _IS_META.get() else None
 
 
-def draw_shards(model: DrawsByModule, layout: Layout, device: torch.device) -> None:
+def init_shards(model: ModulewiseInit, layout: Layout, device: torch.device) -> None:
     """Give a sharded model of the meta device its weights: the numbers that one process would draw.
 
     Every rank draws all of them, a module at a time, and keeps its parts.
@@ -61,7 +61,7 @@ def draw_shards(model: DrawsByModule, layout: Layout, device: torch.device) -> N
 
 
 @torch.no_grad()
-def fill_shards(model: nn.Module, layout: Layout, weights: Mapping[str, Tensor]) -> None:
+def load_shards(model: nn.Module, layout: Layout, weights: Mapping[str, Tensor]) -> None:
     """Copy a rank's parts of whole tensors into a sharded model; parameters that are not named stay as they are."""
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():

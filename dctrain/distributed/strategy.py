@@ -23,12 +23,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from ..checkpointing.async_save import Folders, open_checkpoint
-from ..checkpointing.training_state import MODEL, make_states, named_groups, own_parts, set_groups
+from ..checkpointing.async_save import ShardedCheckpointWriter, open_checkpoint
+from ..checkpointing.training_state import MODEL, local_shards, make_states, named_groups, set_groups
 from ..errors import UserError
-from .layout import HEADS, REPLICAS, SHARDS, Layout, Share
-from .meta_init import draw_shards
-from .tensor_parallel import Plan, split_model
+from .layout import HEADS, REPLICAS, SHARDS, Layout, RankShare
+from .meta_init import init_shards
+from .tensor_parallel import TensorParallelPlan, split_model
 
 POPEN = "popen"  # how Lightning starts the processes of a machine: each runs the command again
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -67,7 +67,7 @@ def shard_blocks(
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
 
 
-SplitsModel = Callable[[int, int], Plan]
+SplitsModel = Callable[[int, int], TensorParallelPlan]
 
 
 def shard_model(
@@ -100,7 +100,7 @@ def shard_model(
     reduced = torch.float32 if "16" in precision else None
     shard_blocks(model, blocks, mesh, MixedPrecisionPolicy(HALVES.get(precision), reduced, cast_forward_inputs=False))
     if any(parameter.is_meta for parameter in model.parameters()):
-        draw_shards(model, layout, device)
+        init_shards(model, layout, device)
     return layout
 
 
@@ -121,7 +121,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def __init__(self, replicas: int = 1, tensor_parallel: int = 1, async_save: bool = False) -> None:
         super().__init__(tensor_parallel_size=1)
         self.replicas, self.tensor_parallel = replicas, tensor_parallel
-        self.folders = Folders(async_save)
+        self.folders = ShardedCheckpointWriter(async_save)
 
     def setup_environment(self) -> None:
         """Connect the processes."""
@@ -167,7 +167,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
         """Save the folder `filepath`: each rank what it holds. An error of one is an error of all."""
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
-        self.folders.save(Path(filepath), own_parts(self.lightning_module, optimizer, self.layout), checkpoint)
+        self.folders.save(Path(filepath), local_shards(self.lightning_module, optimizer, self.layout), checkpoint)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once what is being saved is there."""
@@ -184,7 +184,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if optimizer is not None:
             make_states(module, optimizer, stored.shapes)
             set_groups(optimizer, stored.groups)
-        stored.fill(own_parts(module, optimizer, self.layout))
+        stored.fill(local_shards(module, optimizer, self.layout))
         return stored.meta
 
     def teardown(self) -> None:
@@ -216,10 +216,10 @@ class FSDP2Strategy(ModelParallelStrategy):
 StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks.")
 
 
-def data_rank(trainer: L.Trainer | None) -> Share:
+def data_rank(trainer: L.Trainer | None) -> RankShare:
     """Tell which part of the data a process trains on, of how many."""
     split = None if trainer is None else trainer.distributed_sampler_kwargs
-    return Share(0, 1) if split is None else Share(split["rank"], split["num_replicas"])
+    return RankShare(0, 1) if split is None else RankShare(split["rank"], split["num_replicas"])
 
 
 def is_sharding(strategy: object) -> bool:

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from dcmha.parallel import Split
+from dcmha.parallel import ShardedDim
 
-from .layout import WHOLE, Share, split_blocks
+from .layout import WHOLE, RankShare, split_blocks
 
 
-class Plan(NamedTuple):
+class TensorParallelPlan(NamedTuple):
     """How a model, already told to compute a rank's share, is split.
 
     Attributes:
@@ -27,12 +27,12 @@ class Plan(NamedTuple):
         styles: torch's styles of parallel modules, by name; they say how the parts are put together.
     """
 
-    splits: Mapping[str, Split]
+    splits: Mapping[str, ShardedDim]
     entered: Sequence[str]
     styles: Mapping[str, ParallelStyle]
 
 
-def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def split_model(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
     """Split a model in place over a mesh of one axis. Every rank has the same weights, or none yet."""
     for name, module in list(model.named_modules()):
         prefix = f"{name}." if name else ""
@@ -41,20 +41,22 @@ def split_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         if module._parameters and name not in plan.styles:
             _use_local_parameters(module, {k: plan.splits.get(prefix + k, WHOLE) for k in module._parameters})
     for name in plan.entered:
-        model.get_submodule(name).register_forward_pre_hook(lambda module, args: (enter(args[0], mesh), *args[1:]))
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: (copy_to_ranks(args[0], mesh), *args[1:])
+        )
     for name, style in plan.styles.items():
         parallelize_module(model.get_submodule(name), mesh, style)
 
 
-def _split_parameter(whole: nn.Parameter, split: Split, mesh: DeviceMesh) -> nn.Parameter:
-    blocks = split_blocks(whole.shape, split, Share(mesh.get_local_rank(), mesh.size()))
+def _split_parameter(whole: nn.Parameter, split: ShardedDim, mesh: DeviceMesh) -> nn.Parameter:
+    blocks = split_blocks(whole.shape, split, RankShare(mesh.get_local_rank(), mesh.size()))
     local = torch.cat([block.of_whole(whole.detach()) for block in blocks], split.dim or 0)
     placement: Placement = Replicate() if split.dim is None else Shard(split.dim)
     part = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
-def _use_local_parameters(module: nn.Module, splits: Mapping[str, Split]) -> None:
+def _use_local_parameters(module: nn.Module, splits: Mapping[str, ShardedDim]) -> None:
     """Let a module see this rank's parts, as tensors, while it computes."""
     gradients = {name: [Partial()] if split.is_summed else None for name, split in splits.items()}
 
@@ -71,6 +73,6 @@ def _use_local_parameters(module: nn.Module, splits: Mapping[str, Split]) -> Non
     module.register_forward_hook(hide, always_call=True)
 
 
-def enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def copy_to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Pass on a tensor that all ranks have; its gradients are added up, for each rank has that of its share."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])

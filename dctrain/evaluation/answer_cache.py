@@ -8,7 +8,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from ..utils.files import written_whole
+from ..utils.files import atomic_write
 from .ranks import Ranks
 
 
@@ -17,7 +17,7 @@ def digest(*parts: object) -> str:
     return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-class Journal:
+class AnswerCache:
     """Answers by the digest of their question.
 
     Args:
@@ -37,7 +37,7 @@ class Journal:
             self.known |= found
         path = folder / f"{name}.partial-{ranks.rank}.jsonl"
         whole = "".join(f"{json.dumps(line)}\n" for line in (belongs_to, *_read_lines(path, belongs_to)))
-        with written_whole(path) as file:  # without a last line that was cut off
+        with atomic_write(path) as file:  # without a last line that was cut off
             file.write(whole.encode())
         self._file = open(path, "a")  # noqa: SIM115  closed by close()
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import told_as
-from ..utils.files import written_whole
+from ..errors import as_user_error
+from ..utils.files import atomic_write
 
 NAME = "items-rank{}.npz"
 
@@ -68,7 +68,7 @@ class ItemRecorder:
             for path in folder.glob(NAME.format("*")):
                 if path.name not in current:
                     path.unlink()
-        with written_whole(folder / NAME.format(rank)) as file:
+        with atomic_write(folder / NAME.format(rank)) as file:
             np.savez_compressed(file, **arrays)
 
 
@@ -80,7 +80,7 @@ def read_items(folder: Path) -> dict[str, Items]:
     """
     found: dict[str, Items] = {}
     for path in sorted(folder.glob(NAME.format("*"))):
-        with told_as(f"{path} cannot be read"), np.load(path, allow_pickle=False) as arrays:
+        with as_user_error(f"{path} cannot be read"), np.load(path, allow_pickle=False) as arrays:
             for metric in dict.fromkeys(key.rpartition(":")[0] for key in arrays.files):
                 items = found.setdefault(metric, Items({}, {}))
                 names = arrays[f"{metric}:names"].tolist()

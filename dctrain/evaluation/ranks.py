@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 
 PATIENCE = timedelta(days=1)  # of ranks that have nothing left to do, for the others
 
@@ -40,7 +40,7 @@ class Ranks(NamedTuple):
         Raises:
             UserError: If there is no such kind of device.
         """
-        with told_as(f"device={name!r} is unknown"):
+        with as_user_error(f"device={name!r} is unknown"):
             return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
 
 
@@ -60,7 +60,7 @@ def _own_ranks() -> Ranks:
 
 
 @contextmanager
-def joined_ranks() -> Iterator[Ranks]:
+def init_ranks() -> Iterator[Ranks]:
     """Meet the other processes, if there are some; leave them at the end."""
     ranks = _own_ranks()
     if ranks.size == 1:

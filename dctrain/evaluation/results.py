@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 from ..utils.environment import environment
-from ..utils.files import write_json, written_whole
+from ..utils.files import atomic_write, write_json
 
 FORMAT = "dcmha-evaluation-1"
 PARTS = {"model", "checkpoint", "identity", "parameters", "environment", "results"}
@@ -128,11 +128,11 @@ def read_results(path: Path) -> Results:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist; accepted: a JSON file that `evaluate` wrote.")
-    with told_as(f"{path} is no JSON"):
+    with as_user_error(f"{path} is no JSON"):
         content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() < PARTS:
         raise UserError(f"{path} is no result of `evaluate`.")
-    with told_as(f"{path} is no result of `evaluate`"):
+    with as_user_error(f"{path} is no result of `evaluate`"):
         return _checked(Results(content))
 
 
@@ -169,7 +169,7 @@ def write_csv(path: Path, models: Iterable[Results]) -> None:
         origin = (identity["weights_crc32"], identity["dtype"], where["commit"], where["torch"])
         head = (results.model, results.content["checkpoint"], *origin)
         writer.writerows((*head, *measure) for measure in results.measures)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(text.getvalue().encode())
 
 

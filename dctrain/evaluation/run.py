@@ -7,15 +7,15 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..errors import UserError, told_as
-from ..utils.files import held, relative, written_whole
-from .answer_cache import Journal
-from .ranks import Ranks, joined_ranks
+from ..errors import UserError, as_user_error
+from ..utils.files import atomic_write, held, relative
+from .answer_cache import AnswerCache
+from .ranks import Ranks, init_ranks
 from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
 OUT = "evaluation"
-MOST_STEPS = 1024  # of an integral
+MAX_STEPS = 1024  # of an integral
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
 
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
     measures: Sequence[Measurable]
     ranks: Ranks
 
-    def run(self, described: dict, make_subject: Callable[[Journal], object]) -> Results:
+    def run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> Results:
         """Measure all that is not measured already.
 
         Args:
@@ -75,10 +75,10 @@ class Evaluation(NamedTuple):
             finally:
                 path.unlink()
 
-    def _run(self, described: dict, make_subject: Callable[[Journal], object]) -> Results:
+    def _run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> Results:
         path = self.folder / f"{self.name}.json"
         results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, should their disks differ
-        with _kept_journal(self.folder, self.name, described["identity"], self.ranks) as journal:
+        with _open_answer_cache(self.folder, self.name, described["identity"], self.ranks) as journal:
             subject = make_subject(journal)
             for measure in self.measures:
                 settings = measure.settings(subject)
@@ -93,9 +93,9 @@ class Evaluation(NamedTuple):
 
 
 @contextmanager
-def _kept_journal(folder: Path, name: str, identity: dict, ranks: Ranks) -> Iterator[Journal]:
+def _open_answer_cache(folder: Path, name: str, identity: dict, ranks: Ranks) -> Iterator[AnswerCache]:
     """Keep single answers until all is measured."""
-    journal = Journal(folder, name, identity, ranks)
+    journal = AnswerCache(folder, name, identity, ranks)
     is_done = False
     try:
         yield journal
@@ -127,7 +127,7 @@ def measure_models(
     """
     earlier = [read_results(Path(path)) for path in compare]
     folder, found = Path(out or OUT), []
-    with joined_ranks() as ranks:
+    with init_ranks() as ranks:
         for checkpoint, name in zip(checkpoints, name_models(checkpoints), strict=True):
             folder.mkdir(parents=True, exist_ok=True)
             found.append(measure(checkpoint, Evaluation(name, folder, measures, ranks)))
@@ -172,8 +172,8 @@ def check_at_least_one(**numbers: int | None) -> None:
 
 def check_steps(steps: int) -> None:
     """Raise UserError if an integral cannot have so many points (Gauss-Legendre: their computation takes memory)."""
-    if not 1 <= steps <= MOST_STEPS:
-        raise UserError(f"steps={steps}: expected 1 to {MOST_STEPS}.")
+    if not 1 <= steps <= MAX_STEPS:
+        raise UserError(f"steps={steps}: expected 1 to {MAX_STEPS}.")
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
@@ -213,8 +213,8 @@ def report(models: Sequence[Results], folder: Path | None) -> None:
     table = evaluation_table(models)
     print(f"\n{table}")
     if folder is not None:
-        with told_as():
-            with written_whole(folder / "table.md") as file:
+        with as_user_error():
+            with atomic_write(folder / "table.md") as file:
                 file.write(f"{table}\n".encode())
             write_csv(folder / "table.csv", models)
         print(f"\nresults in {relative(folder)}")

@@ -9,7 +9,7 @@ from torch import nn
 
 from dcmha.analysis import Branch, attention_layers, composition_branches, scale_branches, scale_heads
 
-from ..errors import told_as
+from ..errors import as_user_error
 from ..evaluation.results import Measure
 from ..evaluation.run import Measurable
 from .selectors import is_composed
@@ -18,7 +18,7 @@ KINDS = ("branches", "layers", "heads")
 WITHOUT, KIND = "without", "kind"  # settings that tell what was switched off
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """What is switched off together.
 
     Attributes:
@@ -62,7 +62,7 @@ class Ablated(NamedTuple):
     """A measurement of a model without a part."""
 
     measure: Measurable
-    part: Part
+    part: ModelPart
 
     @property
     def title(self) -> str:
@@ -100,11 +100,13 @@ def ablations(model: nn.Module, measures: Sequence[Measurable], kinds: Sequence[
     return [*measures, *(Ablated(measure, part) for part in parts for measure in measures)]
 
 
-def _parts(model: nn.Module, kind: str) -> list[Part]:
-    with told_as(f"off={kind}", ValueError):
+def _parts(model: nn.Module, kind: str) -> list[ModelPart]:
+    with as_user_error(f"off={kind}", ValueError):
         if kind == "heads":
             layers = attention_layers(model).items()
-            return [Part(kind, f"head {h} of {name}", head=(name, h)) for name, x in layers for h in range(x.num_heads)]
+            return [
+                ModelPart(kind, f"head {h} of {name}", head=(name, h)) for name, x in layers for h in range(x.num_heads)
+            ]
         known = composition_branches(model)
     if kind == "layers":
         groups = {f"composition of {one.layer}": [b for b in known if b.layer == one.layer] for one in known}
@@ -112,4 +114,4 @@ def _parts(model: nn.Module, kind: str) -> list[Part]:
         groups = {"composition": known}
         groups |= {f"{one.composition}-composition": [b for b in known if b[1] == one[1]] for one in known}
         groups |= {f"{one.composition} {one.branch}": [b for b in known if b[1:] == one[1:]] for one in known}
-    return [Part(kind, name, tuple(branches)) for name, branches in groups.items()]
+    return [ModelPart(kind, name, tuple(branches)) for name, branches in groups.items()]

@@ -21,7 +21,7 @@ TITLES = {"branches": "a branch, in all layers", "layers": "the composition of a
 SHOWN = 12  # of the heads, in the printed table: those that matter most
 
 
-class Row(NamedTuple):
+class AblationRow(NamedTuple):
     """A number of a model without a part.
 
     Attributes:
@@ -67,7 +67,7 @@ def explain_ablation(models: Sequence[Results]) -> Explanation:
     return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
 
 
-def _rows(results: Results) -> list[Row]:
+def _rows(results: Results) -> list[AblationRow]:
     """Compare each ablation with the whole model, measured alike; of other settings, such as an earlier limit, none."""
     entries = results.content["results"]
     rows = []
@@ -87,11 +87,13 @@ def _rows(results: Results) -> list[Row]:
             errors = (measure.stderr, other.stderr)
             error = math.hypot(*errors) if without and None not in errors else None
             is_main = measure.name == measures[0].name
-            rows.append(Row(results.model, of, measure.name, metric, kind, without, value, worse_by, error, is_main))
+            rows.append(
+                AblationRow(results.model, of, measure.name, metric, kind, without, value, worse_by, error, is_main)
+            )
     return rows
 
 
-def _with_parts(rows: Sequence[Row]) -> list[Row]:
+def _with_parts(rows: Sequence[AblationRow]) -> list[AblationRow]:
     """Leave out what was measured of the whole model alone, such as by `evaluate`."""
     titles = {row.title for row in rows if row.without}
     return [row for row in rows if row.title in titles]
@@ -108,7 +110,7 @@ def _number(measure: Measure) -> tuple[str, float]:
     return measure.metric, measure.value
 
 
-def _tables(rows: Sequence[Row]) -> Iterable[str]:
+def _tables(rows: Sequence[AblationRow]) -> Iterable[str]:
     """Write a table for each model and thing measured: a line for each part, of heads those that matter most."""
     for model, title in dict.fromkeys((row.model, row.title) for row in rows):
         of_table = [row for row in rows if (row.model, row.title) == (model, title) and row.is_main]
@@ -126,18 +128,18 @@ def _tables(rows: Sequence[Row]) -> Iterable[str]:
         yield f"{model}, {title}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
 
 
-def _cell(row: Row) -> str:
+def _cell(row: AblationRow) -> str:
     error = "" if row.stderr is None else f" ± {row.stderr:.4f}"
     return f"{row.value:.4f} ({row.worse_by:+.4f}{error})"
 
 
-def _of_errors(rows: Sequence[Row]) -> str:
+def _of_errors(rows: Sequence[AblationRow]) -> str:
     """Say what the standard errors are, where there are some."""
     known = any(row.stderr is not None for row in rows)
     return ", with a standard error as if all answers were independent, of one model and of both" if known else ""
 
 
-def _draw(model: str, rows: Sequence[Row]) -> Figure:
+def _draw(model: str, rows: Sequence[AblationRow]) -> Figure:
     """Draw how much worse the first metric gets, a row for each thing measured: bars for branches and layers, a map of
     the heads.
     """
@@ -152,12 +154,12 @@ def _draw(model: str, rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _main_rows(rows: Sequence[Row]) -> list[Row]:
+def _main_rows(rows: Sequence[AblationRow]) -> list[AblationRow]:
     """Leave out all metrics but the first, parts of a set, and the whole model."""
     return [row for row in rows if row.metric == rows[0].metric and row.is_main and row.kind]
 
 
-def _draw_kind(axes: Axes, rows: Sequence[Row], kind: str) -> None:
+def _draw_kind(axes: Axes, rows: Sequence[AblationRow], kind: str) -> None:
     if not rows:
         axes.axis("off")
     elif kind == "heads":
@@ -167,13 +169,13 @@ def _draw_kind(axes: Axes, rows: Sequence[Row], kind: str) -> None:
         _draw_bars(axes, rows, f"without {TITLES[kind]}")
 
 
-def _place(row: Row) -> tuple[str, int, float]:
+def _place(row: AblationRow) -> tuple[str, int, float]:
     """Tell the layer and the number of the head that a row is of."""
     head, _, layer = row.without.removeprefix("head ").partition(" of ")
     return layer, int(head), row.worse_by
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[AblationRow], title: str) -> None:
     names = [row.without.removeprefix("composition of ") for row in rows]
     errors = [row.stderr or 0.0 for row in rows]
     axes.barh(names, [row.worse_by for row in rows], color="C0", xerr=errors if any(errors) else None)

@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from dcmha.analysis import attention_layers, composition_branches, scale_branches, scale_heads
 
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 from .selectors import is_composed
 
 Objective = Callable[[], Tensor]  # calls the model, gives a scalar
 
 
-class Parts(NamedTuple):
+class PartSet(NamedTuple):
     """What can be turned down.
 
     Attributes:
@@ -51,7 +51,7 @@ class Attribution(NamedTuple):
         alone: What is lost where a part alone is switched off [N], float64; None if that was not asked.
     """
 
-    parts: Parts
+    parts: PartSet
     values: Tensor
     whole: float
     without: float
@@ -70,7 +70,7 @@ class Attribution(NamedTuple):
         return float(spearman_corrcoef(self.values, self.alone))
 
 
-def branch_parts(model: nn.Module) -> Parts:
+def branch_parts(model: nn.Module) -> PartSet:
     """List the branches of all compositions.
 
     Raises:
@@ -78,10 +78,10 @@ def branch_parts(model: nn.Module) -> Parts:
     """
     branches = composition_branches(model)
     layers, names = zip(*((one.layer, f"{one.composition} {one.branch}") for one in branches), strict=True)
-    return Parts("branches", layers, names, lambda f: scale_branches(model, dict(zip(branches, f, strict=True))))
+    return PartSet("branches", layers, names, lambda f: scale_branches(model, dict(zip(branches, f, strict=True))))
 
 
-def head_parts(model: nn.Module) -> Parts:
+def head_parts(model: nn.Module) -> PartSet:
     """List what each head of each attention layer gives to the output projection.
 
     Raises:
@@ -90,7 +90,7 @@ def head_parts(model: nn.Module) -> Parts:
     counts = {name: layer.num_heads for name, layer in attention_layers(model).items()}
     layers, names = zip(*((name, f"head {h}") for name, count in counts.items() for h in range(count)), strict=True)
     sizes = list(counts.values())
-    return Parts("heads", layers, names, lambda f: scale_heads(model, dict(zip(counts, f.split(sizes), strict=True))))
+    return PartSet("heads", layers, names, lambda f: scale_heads(model, dict(zip(counts, f.split(sizes), strict=True))))
 
 
 def kinds_of(model: nn.Module, kinds: Sequence[str]) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def kinds_of(model: nn.Module, kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kind for kind in kinds if kind != "branches" or is_composed(model))
 
 
-class Credits(NamedTuple):
+class AttributionSettings(NamedTuple):
     """What is credited, and how.
 
     Attributes:
@@ -112,7 +112,7 @@ class Credits(NamedTuple):
     alone: bool = False
 
     def attribute(
-        self, model: nn.Module, objectives: Sequence[Objective], makers: Mapping[str, Callable[[], Parts]]
+        self, model: nn.Module, objectives: Sequence[Objective], makers: Mapping[str, Callable[[], PartSet]]
     ) -> list[Attribution]:
         """Credit parts of a model with the sum of some scalars.
 
@@ -128,13 +128,13 @@ class Credits(NamedTuple):
         device = next(model.parameters()).device
         parts = []
         for kind in self.over:
-            with told_as(f"over={kind}", ValueError):
+            with as_user_error(f"over={kind}", ValueError):
                 parts.append(makers[kind]())
         return [attribute_parts(one, objectives, device, self.steps, self.alone) for one in parts]
 
 
 def attribute_parts(
-    parts: Parts, objectives: Sequence[Objective], device: torch.device, steps: int, alone: bool
+    parts: PartSet, objectives: Sequence[Objective], device: torch.device, steps: int, alone: bool
 ) -> Attribution:
     """Credit parts with the sum of some scalars, which the model computes of one batch each.
 

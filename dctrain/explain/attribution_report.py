@@ -15,7 +15,7 @@ PATCHES = "patches"  # the kind whose parts are places of an image, by rows and 
 SHOWN = 8  # of the parts of a kind, in the printed table
 
 
-class Row(NamedTuple):
+class AttributionRow(NamedTuple):
     """What a part, the `number`th of its kind, is credited with, and what is lost without it alone, where asked."""
 
     kind: str
@@ -56,10 +56,10 @@ def explain_attribution(found: Sequence[Attribution], what: str, image: np.ndarr
     return Explanation(what, reading, "\n\n".join(map(_tell, found)), pictures, tables)
 
 
-def _rows(a: Attribution) -> list[Row]:
+def _rows(a: Attribution) -> list[AttributionRow]:
     alone = [None] * len(a.values) if a.alone is None else a.alone.tolist()
     parts = zip(a.parts.layers, a.parts.names, a.values.tolist(), alone, strict=True)
-    return [Row(a.parts.kind, number, *part) for number, part in enumerate(parts)]
+    return [AttributionRow(a.parts.kind, number, *part) for number, part in enumerate(parts)]
 
 
 def _tell(a: Attribution) -> str:

@@ -21,7 +21,7 @@ PAPER = {"query projection": "o_qp", "query gate": "o_qg", "key projection": "o_
 TOKENS = 48  # that are drawn: those which the query looks at most
 
 
-class Row(NamedTuple):
+class BreakdownRow(NamedTuple):
     """A term of one head; see `dcmha.analysis.Breakdown`."""
 
     term: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     value: float
 
 
-class Pair(NamedTuple):
+class QueryKeyPair(NamedTuple):
     """What is looked at.
 
     Attributes:
@@ -94,7 +94,7 @@ def record_pair(
     return chosen, recorded[chosen], changes[chosen][0]
 
 
-def explain_breakdown(recorded: Recorded, pair: Pair) -> Explanation:
+def explain_breakdown(recorded: Recorded, pair: QueryKeyPair) -> Explanation:
     """Tell the terms of a pair.
 
     Args:
@@ -108,7 +108,11 @@ def explain_breakdown(recorded: Recorded, pair: Pair) -> Explanation:
         raise ValueError(f"key={pair.key} is hidden from query={pair.query} by a mask.")
     found = recorded.breakdown(pair.composition, pair.query, pair.key)
     columns = _columns(found)
-    rows = [Row(name, head, value) for name, values in columns.items() for head, value in enumerate(values.tolist())]
+    rows = [
+        BreakdownRow(name, head, value)
+        for name, values in columns.items()
+        for head, value in enumerate(values.tolist())
+    ]
     names = [name if name not in PAPER else f"{name} ({PAPER[name]})" for name in columns]
     lines = [
         [f"head {head}", *(f"{float(values[head]):+.4f}" for values in columns.values())]
@@ -151,7 +155,7 @@ def _seen(recorded: Recorded, query: int) -> Tensor:
     return (recorded.maps.weights[0, :, query] > 0).any(0)
 
 
-def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
+def _draw(recorded: Recorded, found: Breakdown, pair: QueryKeyPair) -> Figure:
     """Draw the terms, the matrices of the pair, and what heads look at before and after."""
     heads, shown = len(found.before), _shown(recorded, pair)
     labels = [pair.words[at] for at in shown]
@@ -179,7 +183,7 @@ def _draw(recorded: Recorded, found: Breakdown, pair: Pair) -> Figure:
     return figure
 
 
-def _looks(recorded: Recorded, pair: Pair) -> dict[str, Tensor]:
+def _looks(recorded: Recorded, pair: QueryKeyPair) -> dict[str, Tensor]:
     """Choose what shows where heads look without the composition, and with it."""
     maps = recorded.maps
     if pair.composition == "pre":
@@ -187,14 +191,14 @@ def _looks(recorded: Recorded, pair: Pair) -> dict[str, Tensor]:
     return {"weights before post-composition": maps.weights, "after": maps.composed_weights}
 
 
-def _brought(recorded: Recorded, pair: Pair, shown: Sequence[int]) -> np.ndarray | None:
+def _brought(recorded: Recorded, pair: QueryKeyPair, shown: Sequence[int]) -> np.ndarray | None:
     """Take the first matrices of the keys' projections along the sequence [R H, S]; None if there are none."""
     weights = recorded.pre if pair.composition == "pre" else recorded.post
     down = weights.key.down
     return None if down is None else down[0, shown].flatten(1).mT.numpy(force=True)
 
 
-def _shown(recorded: Recorded, pair: Pair) -> list[int]:
+def _shown(recorded: Recorded, pair: QueryKeyPair) -> list[int]:
     """Choose the tokens to draw, in their order."""
     looked = recorded.maps.composed_weights[0, :, pair.query].abs().amax(0)
     most = looked.argsort(descending=True)[:TOKENS].tolist()

@@ -15,7 +15,7 @@ from .heatmaps import draw_heads
 SHOWN = 10  # heads in the printed tables
 
 
-class Written(NamedTuple):
+class HeadWrites(NamedTuple):
     """What a head writes for a token or a class of images: the `rank`th of its logits."""
 
     layer: str
@@ -48,11 +48,11 @@ class Score(NamedTuple):
 
 def list_written(
     layer: str, head: int, sources: Sequence[str], logits: Tensor, name: Callable[[int], str], top: int
-) -> list[Written]:
+) -> list[HeadWrites]:
     """List the likeliest that a head writes for each source, whose logits [N, V] are given."""
     values, ids = logits.topk(min(top, logits.shape[1]))
     return [
-        Written(layer, head, source, rank, name(token), value)
+        HeadWrites(layer, head, source, rank, name(token), value)
         for source, *row in zip(sources, ids.tolist(), values.tolist(), strict=True)
         for rank, (token, value) in enumerate(zip(*row, strict=True), 1)
     ]
@@ -71,7 +71,7 @@ def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: T
     return Score(layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks))
 
 
-def explain_circuits(scores: Sequence[Score], written: Sequence[Written], top: int) -> Explanation:
+def explain_circuits(scores: Sequence[Score], written: Sequence[HeadWrites], top: int) -> Explanation:
     """Tell the best heads of each relation and what they write."""
     relations = list(dict.fromkeys(score.relation for score in scores))
     maps = {name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == name] for name in relations}
@@ -90,7 +90,7 @@ def _best(scores: Sequence[Score], relation: str) -> list[Score]:
     return sorted(of_relation, key=lambda score: -score.mean_reciprocal_rank)[:SHOWN]
 
 
-def _tables(relation: str, best: Sequence[Score], written: Sequence[Written], top: int) -> Iterator[str]:
+def _tables(relation: str, best: Sequence[Score], written: Sequence[HeadWrites], top: int) -> Iterator[str]:
     """Write the best heads of a relation, and what the first of them writes."""
     lines = [
         [f"{score.layer} head {score.head}", f"{100 * score.in_top:.1f} %", f"{score.mean_reciprocal_rank:.3f}"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from dcmha.analysis import MixingMeter, measure_mixing
 
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 
 
 class CompositionScalars(Callback):
@@ -38,7 +38,7 @@ class CompositionScalars(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """See whether there is something to measure."""
-        with told_as("CompositionScalars", ValueError), measure_mixing(_model(pl_module)):
+        with as_user_error("CompositionScalars", ValueError), measure_mixing(_model(pl_module)):
             pass
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dcmha.analysis import Diversity, attention_layers, head_diversity
 
 from ..checkpointing.checkpoint import make_folder
-from ..errors import told_as
+from ..errors import as_user_error
 from ..evaluation.run import name_models
 from ..utils.markdown import markdown_table
 from .explanation import Explanation, Origin, origin_of, write_explanation
@@ -23,7 +23,7 @@ KINDS = {"qk": "QK", "ov": "OV"}
 MOST = 0.9  # of the variance, whose components are counted
 
 
-class Row(NamedTuple):
+class DiversityRow(NamedTuple):
     """What is said of one kind of matrices of one layer.
 
     Attributes:
@@ -95,29 +95,29 @@ def explain_diversity(models: Iterable[tuple[str, nn.Module]]) -> Explanation:
 
 
 def _measure(model: nn.Module, name: str) -> dict[str, Diversity]:
-    with told_as(name):
+    with as_user_error(name):
         layers = attention_layers(model)
     return {
         layer: head_diversity(module) for layer, module in tqdm(layers.items(), desc=name, unit="layer", leave=False)
     }
 
 
-def _rows(model: str, layer: str, found: Diversity) -> list[Row]:
+def _rows(model: str, layer: str, found: Diversity) -> list[DiversityRow]:
     rows = []
     for field, kind in KINDS.items():
         curve = getattr(found, field)
         count = int((curve < MOST).sum()) + 1
-        rows.append(Row(model, layer, kind, len(curve), float(curve.mean()), count / len(curve)))
+        rows.append(DiversityRow(model, layer, kind, len(curve), float(curve.mean()), count / len(curve)))
     return rows
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[DiversityRow]) -> str:
     """Average the layers of each model."""
     lines = []
     for model in dict.fromkeys(row.model for row in rows):
         for kind in KINDS.values():
             of_kind = [row for row in rows if (row.model, row.kind) == (model, kind)]
-            captured, count = (np.mean([getattr(row, name) for row in of_kind]) for name in Row._fields[-2:])
+            captured, count = (np.mean([getattr(row, name) for row in of_kind]) for name in DiversityRow._fields[-2:])
             lines.append([model, kind, str(len(of_kind)), f"{100 * captured:.1f} %", f"{100 * count:.1f} %"])
     header = ["model", "matrices", "layers", "mean captured variance", "components for 90 %"]
     return markdown_table(header, lines) + "\n\nLower captured variance is higher diversity."

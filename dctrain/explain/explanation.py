@@ -9,10 +9,10 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from torch import nn
 
-from ..errors import told_as
+from ..errors import as_user_error
 from ..evaluation.results import checksum
 from ..utils.environment import environment
-from ..utils.files import relative, write_json, written_whole
+from ..utils.files import atomic_write, relative, write_json
 
 DPI = 120
 
@@ -96,5 +96,5 @@ def as_png(figure: Figure) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with told_as(f"{path} cannot be written"), written_whole(path) as file:
+    with as_user_error(f"{path} cannot be written"), atomic_write(path) as file:
         file.write(content)

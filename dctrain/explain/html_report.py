@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from dcmha.analysis import Recorded
 
 from ..checkpointing.checkpoint import make_folder
-from ..errors import UserError, told_as
-from ..utils.files import written_whole
+from ..errors import UserError, as_user_error
+from ..utils.files import atomic_write
 from .explanation import Explanation, Origin
 from .markup import figure_svg, table_html, text_html
 
 ROWS = 1000  # of a table; more are left out, and that is said
 LEVELS = 127
-MOST_BYTES = 64 * 2**20  # of maps in a page
+MAX_BYTES = 64 * 2**20  # of maps in a page
 
 
 def check_size(heads: int, tokens: int) -> None:
@@ -36,12 +36,12 @@ def check_size(heads: int, tokens: int) -> None:
     Raises:
         UserError: If not.
     """
-    most = int((MOST_BYTES / (2 * max(1, heads))) ** 0.5)
+    most = int((MAX_BYTES / (2 * max(1, heads))) ** 0.5)
     if tokens > most:
         raise UserError(f"{tokens} tokens are too many for a page of {heads} heads; accepted: at most {most}.")
 
 
-class Maps(NamedTuple):
+class PageMaps(NamedTuple):
     """The attention of one layer on one sequence, small enough for a page.
 
     Attributes:
@@ -57,14 +57,14 @@ class Maps(NamedTuple):
     after_scale: Tensor
 
 
-def facts_of(origin: Origin, model: nn.Module) -> str:
+def model_facts(origin: Origin, model: nn.Module) -> str:
     """Say in a line what a model is, and where it was looked at."""
     parameters, where = sum(parameter.numel() for parameter in model.parameters()), origin.environment
     what = f"{origin.checkpoint}, {parameters:,} parameters, {origin.dtype}, weights {origin.weights_crc32:08x}"
     return f"{what}; commit {where['commit']}, torch {where['torch']}, {where['device']}."
 
 
-def small_maps(recorded: Recorded) -> Maps:
+def small_maps(recorded: Recorded) -> PageMaps:
     """Keep of a recorded call what a page shows of its first sequence.
 
     Raises:
@@ -72,10 +72,10 @@ def small_maps(recorded: Recorded) -> Maps:
     """
     if not recorded.maps.composed_weights.isfinite().all():
         raise UserError("attention is not finite: the weights are damaged, or too large for their dtype.")
-    return Maps(*_quantised(recorded.uncomposed_weights[0]), *_quantised(recorded.maps.composed_weights[0]))
+    return PageMaps(*_quantised(recorded.uncomposed_weights[0]), *_quantised(recorded.maps.composed_weights[0]))
 
 
-class Shown(NamedTuple):
+class PageSubject(NamedTuple):
     """What attention is shown on.
 
     Attributes:
@@ -105,7 +105,12 @@ def page_path(out: str) -> Path:
 
 
 def write_page(
-    path: Path, title: str, facts: str, shown: Shown, maps: dict[str, Maps], found: Sequence[Explanation]
+    path: Path,
+    title: str,
+    facts: str,
+    shown: PageSubject,
+    maps: dict[str, PageMaps],
+    found: Sequence[Explanation],
 ) -> None:
     """Write the page.
 
@@ -132,7 +137,7 @@ def write_page(
         f"<nav>{links}</nav>{body}"
         f"<script>{_resource('page.js')}</script></body></html>\n"
     )
-    with told_as(f"{path} cannot be written"), written_whole(path) as file:
+    with as_user_error(f"{path} cannot be written"), atomic_write(path) as file:
         file.write(page.encode())
 
 
@@ -147,7 +152,7 @@ def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
     return rounded.round().to(torch.int8).cpu(), scale.cpu()
 
 
-def _attention(shown: Shown, maps: dict[str, Maps]) -> str:
+def _attention(shown: PageSubject, maps: dict[str, PageMaps]) -> str:
     if not maps:
         return '<p class="note">The model has no attention layers that can be recorded.</p>'
     layers = [

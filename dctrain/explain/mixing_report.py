@@ -17,7 +17,7 @@ SHARES = ("static", "query", "key")
 COMPOSITIONS = ("pre", "post")
 
 
-class Row(NamedTuple):
+class MixingRow(NamedTuple):
     """One number of the composition of a layer; see `dcmha.analysis.Mixing`.
 
     Attributes:
@@ -52,10 +52,10 @@ def explain_mixing(meters: Mapping[str, Mapping[str, MixingMeter]], what: str) -
     return Explanation(what, reading, _table(found), {"mixing": _draw(found, what)}, {"mixing": rows})
 
 
-def _rows(layer: str, composition: str, mixing: Mixing) -> list[Row]:
-    sizes = [Row(layer, composition, f"size of {branch}", *size) for branch, size in mixing.sizes.items()]
-    shares = [Row(layer, composition, f"share of {name}", share, 0.0) for name, share in mixing.shares.items()]
-    return [*sizes, Row(layer, composition, "effective rank", *mixing.effective_rank), *shares]
+def _rows(layer: str, composition: str, mixing: Mixing) -> list[MixingRow]:
+    sizes = [MixingRow(layer, composition, f"size of {branch}", *size) for branch, size in mixing.sizes.items()]
+    shares = [MixingRow(layer, composition, f"share of {name}", share, 0.0) for name, share in mixing.shares.items()]
+    return [*sizes, MixingRow(layer, composition, "effective rank", *mixing.effective_rank), *shares]
 
 
 def _table(found: Mapping[tuple[str, str], Mixing]) -> str:

@@ -13,21 +13,21 @@ from ..checkpointing.checkpoint import LATEST, find_checkpoint
 from ..cli.trainer_args import check_trainer
 from ..data.datamodule import ResumableDataModule
 from ..distributed.layout import HEADS, REPLICAS, SHARDS
-from ..distributed.meta_init import deferred_weights
+from ..distributed.meta_init import on_meta_device
 from ..distributed.strategy import check_strategy, is_sharding, mesh_axes
-from ..errors import UserError, reason, told_as
+from ..errors import UserError, as_user_error, reason
 from ..run_length import is_set
 from ..training_module import TrainingModule
 from .flops import forward_flops
 from .length import PEAK_TFLOPS, Length, count_steps, describe_time, measured_speed, stated_speed
-from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, share_of_a_rank
+from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2_memory, rank_share
 
 AUTO = "auto"
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")
 ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
 
 
-class Planning:
+class PlanCLI:
     """Makes a command line of `TrainerCLI`, given before it among the bases, plan what it would run."""
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
@@ -53,7 +53,7 @@ class Planning:
         if resume not in (None, LATEST):
             find_checkpoint(resume)
         model = self._get(self.config, "model")
-        with deferred_weights():
+        with on_meta_device():
             self.module = self._model_class(**model)
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -182,7 +182,7 @@ def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None
         UserError: If it cannot be planned with.
     """
     strategy = trainer["strategy"]
-    with told_as(f"trainer.max_time={trainer['max_time']!r}"):
+    with as_user_error(f"trainer.max_time={trainer['max_time']!r}"):
         Timer(trainer["max_time"])
     numbers = {"trainer.num_nodes": trainer["num_nodes"], "gpu_memory": gpu_memory}
     for name, number in numbers.items():
@@ -209,7 +209,7 @@ def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, axes: di
     """Count what a rank holds."""
     is_mixed = "16" in str(trainer["precision"] or "32")
     if axes[HEADS] > 1:
-        module = share_of_a_rank(module, axes[HEADS])
+        module = rank_share(module, axes[HEADS])
     model = module.model
     args, kwargs, _ = module.example(batch_size)
     dtype, recompute = torch.bfloat16 if is_mixed else torch.float32, module.hparams.recompute

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcmha import ComposedLayer, attention_flops, compose_options_of, visible_pairs
+from dcmha import ComposedAttentionBase, attention_flops, compose_options_of, visible_pairs
 
 
 def forward_flops(model: nn.Module, *example: object) -> int:
@@ -23,7 +23,7 @@ def forward_flops(model: nn.Module, *example: object) -> int:
     example = in_dtype(example, next(model.parameters()).dtype)
     counts: list[int] = []
     for module in model.modules():
-        if isinstance(module, ComposedLayer):
+        if isinstance(module, ComposedAttentionBase):
             module.attend = partial(_count, module, counts)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*example)
@@ -36,7 +36,7 @@ def in_dtype(args: Iterable[object], dtype: torch.dtype) -> tuple:
 
 
 def _count(
-    layer: ComposedLayer, counts: list[int], q: Tensor, k: Tensor, v: Tensor, *_, is_causal: bool = False,
+    layer: ComposedAttentionBase, counts: list[int], q: Tensor, k: Tensor, v: Tensor, *_, is_causal: bool = False,
     window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Add what a call of the operator costs, in place of making it."""

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ..callbacks.costs import COSTS
 from ..callbacks.speed import logged_speeds
-from ..errors import UserError, told_as
+from ..errors import UserError, as_user_error
 from ..run_dir import ENVIRONMENT
 from ..run_length import count_run_steps, is_set
 from ..utils.environment import read_environments
@@ -123,7 +123,7 @@ def measured_speed(run: str) -> Speed:
     """
     folder = Path(run)
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    with told_as(f"throughput={run!r}: expected the folder of a run that has trained"):
+    with as_user_error(f"throughput={run!r}: expected the folder of a run that has trained"):
         flops, unit, devices = _recorded(folder)
         log.Reload()
     rates = logged_speeds(log)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcmha import ComposedLayer, ComposeWeights
+from dcmha import ComposedAttentionBase, ComposeWeights
 
 from ..activation_checkpointing import Recompute, set_recompute
-from ..distributed.layout import WHOLE, Share, split_blocks
+from ..distributed.layout import WHOLE, RankShare, split_blocks
 from ..distributed.strategy import make_mesh, mesh_axes, shard_blocks
 from ..errors import UserError
 from ..training_module import TrainingModule
@@ -55,7 +55,7 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def share_of_a_rank(module: TrainingModule, ranks: int) -> TrainingModule:
+def rank_share(module: TrainingModule, ranks: int) -> TrainingModule:
     """Copy a module, its network being one rank's share under tensor parallelism: parameters of its shapes, no values.
 
     Args:
@@ -68,7 +68,7 @@ def share_of_a_rank(module: TrainingModule, ranks: int) -> TrainingModule:
     module = copy.deepcopy(module)
     splits = module.split_model(0, ranks).splits
     for name, whole in list(module.model.named_parameters()):
-        blocks = split_blocks(whole.shape, splits.get(name, WHOLE), Share(0, ranks))
+        blocks = split_blocks(whole.shape, splits.get(name, WHOLE), RankShare(0, ranks))
         part = torch.cat([block.of_whole(whole.detach()) for block in blocks], splits.get(name, WHOLE).dim or 0)
         owner, _, key = name.rpartition(".")
         module.model.get_submodule(owner)._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
@@ -111,7 +111,7 @@ def activation_bytes(
 
 def _kept_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> int:
     for module in model.modules():
-        if isinstance(module, ComposedLayer):
+        if isinstance(module, ComposedAttentionBase):
             module.attend = partial(_attend, module)
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
         return out
 
 
-def _attend(layer: ComposedLayer, q: Tensor, k: Tensor, v: Tensor, pre, post, *_, **__) -> Tensor:
+def _attend(layer: ComposedAttentionBase, q: Tensor, k: Tensor, v: Tensor, pre, post, *_, **__) -> Tensor:
     def parts(weights: ComposeWeights | None) -> list[Tensor]:
         return [] if weights is None else [x for x in (*weights.query, *weights.key, weights.base) if x is not None]
 

@@ -19,7 +19,7 @@ from ..errors import UserError
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Yield a file beside `path`, which takes its place when the body is done and the disk has it; on an error it is
     removed.
     """
@@ -57,7 +57,7 @@ def held(path: Path, said: str) -> Iterator[None]:
 
 
 @contextmanager
-def told_by_the_system(path: Path) -> Iterator[None]:
+def restoring_os_errors(path: Path) -> Iterator[None]:
     """Turn what torch's writer makes of an error of the system, such as a full disk, into that error again."""
     try:
         yield
@@ -94,12 +94,12 @@ def check_writable(name: str, path: Path) -> None:
 
 def write_json(path: Path, content: dict | list) -> None:
     """Write JSON whole."""
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 @contextmanager
-def filled_whole(folder: Path) -> Iterator[Path]:
+def atomic_dir(folder: Path) -> Iterator[Path]:
     """Yield a new folder within `folder`, whose files move up when the body is done; on an error nothing stays."""
     is_new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,16 +114,16 @@ def filled_whole(folder: Path) -> Iterator[Path]:
     partial.rmdir()
 
 
-def put_in_place(folder: Path, path: Path) -> None:
+def replace_dir(folder: Path, path: Path) -> None:
     """Rename a whole folder to a name that may be taken. What had it is there, whole, until then, and goes after."""
     before = path.with_name(f"before-{path.name}")
     if path.exists():
         os.replace(path, before)
     os.replace(folder, path)
-    remove_whole(before)
+    remove_atomically(before)
 
 
-def remove_whole(path: Path) -> None:
+def remove_atomically(path: Path) -> None:
     """Remove a file or a folder, if it is there; a half of it is never found under its name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import UserError
 
-MOST_PIXELS = 2**14  # of the side of an image
+MAX_IMAGE_SIDE = 2**14  # of the side of an image
 Checks = Mapping[str, tuple[Callable[[object], bool], str]]
 
 

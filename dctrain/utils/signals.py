@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process at once, with the signal's exit status, until `EndAtOnce` sees to it."""
+def exits_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process at once, with the signal's exit status, until `ExitOnSignal` sees to it."""
     before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
@@ -24,7 +24,7 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class EndAtOnce(Callback):
+class ExitOnSignal(Callback):
     """Takes SIGTERM back from Lightning when an evaluation starts."""
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

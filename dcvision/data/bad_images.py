@@ -2,7 +2,7 @@
 
 from dctrain.errors import UserError
 
-from .samples import Batch
+from .samples import ImageBatch
 
 ALWAYS_ALLOWED = 10  # of a limit that is a fraction; but never more than half of a set
 
@@ -32,7 +32,7 @@ class BadImages:
         is_early = self.size is None and share < 2 * ALWAYS_ALLOWED
         return by_limit if is_early else min(by_limit, share // 2)
 
-    def note(self, batch: Batch) -> None:
+    def note(self, batch: ImageBatch) -> None:
         """Count and report the unreadable images of a batch.
 
         Raises:

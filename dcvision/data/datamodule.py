@@ -9,16 +9,16 @@ from torch.utils.data import DataLoader
 
 from dctrain.cli.argument_types import check_types
 from dctrain.distributed.strategy import FSDP2Strategy
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
-from .decode import MAX_PIXELS, MOST_PIXELS, eval_transform, train_transform
+from .decode import MAX_PIXELS, PIXEL_LIMIT, eval_transform, train_transform
 from .fields import Fields
 from .image_data import ImageData
 from .samples import Collate, ImageSamples
 from .sources import Source, open_source
 from .stream import StreamedSample, classified
 
-SMALLEST_CROP, MOST_OPS, MOST_SIDE = 0.05, 64, 8192  # bounds before anything is allocated
+MIN_CROP, MAX_OPS, MAX_IMAGE_SIZE = 0.05, 64, 8192  # bounds before anything is allocated
 
 
 class ImageDataModule(ImageData):
@@ -84,17 +84,17 @@ class ImageDataModule(ImageData):
         super().__init__(train, val, stream_samples, max_bad_images, **loading)
         self.save_hyperparameters(logger=False)
         check_types(type(self).__init__, self.hparams)
-        if not 0 < min_crop_area <= 1 or not SMALLEST_CROP <= crop_fraction <= 1:
-            raise UserError(f"{min_crop_area=} must be in (0, 1], {crop_fraction=} in [{SMALLEST_CROP}, 1].")
-        if not 0 <= randaugment_ops <= MOST_OPS or not 0 <= randaugment_magnitude <= 30:
-            raise UserError(f"{randaugment_ops=} must be in [0, {MOST_OPS}] and {randaugment_magnitude=} in [0, 30].")
-        if num_classes < 2 or not 1 <= image_size <= MOST_SIDE:
-            raise UserError(f"{num_classes=} must be at least 2, {image_size=} in [1, {MOST_SIDE}].")
-        if not 1 <= max_pixels <= MOST_PIXELS:
-            raise UserError(f"{max_pixels=} must be in [1, {MOST_PIXELS}]; Pillow opens no larger image.")
+        if not 0 < min_crop_area <= 1 or not MIN_CROP <= crop_fraction <= 1:
+            raise UserError(f"{min_crop_area=} must be in (0, 1], {crop_fraction=} in [{MIN_CROP}, 1].")
+        if not 0 <= randaugment_ops <= MAX_OPS or not 0 <= randaugment_magnitude <= 30:
+            raise UserError(f"{randaugment_ops=} must be in [0, {MAX_OPS}] and {randaugment_magnitude=} in [0, 30].")
+        if num_classes < 2 or not 1 <= image_size <= MAX_IMAGE_SIZE:
+            raise UserError(f"{num_classes=} must be at least 2, {image_size=} in [1, {MAX_IMAGE_SIZE}].")
+        if not 1 <= max_pixels <= PIXEL_LIMIT:
+            raise UserError(f"{max_pixels=} must be in [1, {PIXEL_LIMIT}]; Pillow opens no larger image.")
         if not 0 <= max_bad_images < (math.inf if isinstance(max_bad_images, int) else 1):
             raise UserError(f"{max_bad_images=} must be a number of images, or a fraction in [0, 1).")
-        with told_as("data.fields"):
+        with as_user_error("data.fields"):
             self.fields = Fields(**fields or {})
         self.num_classes, self.image_size, self.max_pixels = num_classes, image_size, max_pixels
         self.train_transform = train_transform(

@@ -21,7 +21,7 @@ warnings.filterwarnings("ignore", "The image decoding and encoding capabilities 
 
 Transform = Callable[[Tensor], Tensor]
 MAX_PIXELS = 2**27  # 400 MB decoded; the largest image of ImageNet has about half as many
-MOST_PIXELS = 2 * Image.MAX_IMAGE_PIXELS  # Pillow opens no larger image
+PIXEL_LIMIT = 2 * Image.MAX_IMAGE_PIXELS  # Pillow opens no larger image
 
 
 class BadImage(Exception):

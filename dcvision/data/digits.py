@@ -11,7 +11,7 @@ from torchvision.io import encode_png
 from webdataset import TarWriter
 
 from dcmha.cache_dirs import cache_dir
-from dctrain.utils.files import written_whole
+from dctrain.utils.files import atomic_write
 
 NUM_SHARDS = {"train": 8, "val": 4}
 NUM_VALIDATION = 360
@@ -37,7 +37,7 @@ def _write_all(folder: Path) -> None:
             for number, shard in enumerate(np.array_split(indices, NUM_SHARDS[split])):
                 path = Path(made) / "digits" / f"{split}-{number}.tar"
                 path.parent.mkdir(exist_ok=True)
-                with written_whole(path) as file, TarWriter(file, mtime=0) as writer:
+                with atomic_write(path) as file, TarWriter(file, mtime=0) as writer:
                     for i in shard:
                         writer.write(_sample(int(i), digits.images[i], int(digits.target[i])))
         with suppress(OSError):  # another process was faster

@@ -8,7 +8,7 @@ from typing import BinaryIO, ClassVar, NamedTuple
 from dctrain.errors import UserError
 
 
-class Picked(NamedTuple):
+class PickedFields(NamedTuple):
     """What is taken of a sample.
 
     Attributes:
@@ -45,7 +45,7 @@ class SampleFields:
             if not all(wanted.split(";")):
                 raise UserError(f"fields.{field.name}={wanted!r} must name a field, such as jpg or input.jpg.")
 
-    def pick(self, sample: dict[str, object], name: str) -> Picked:
+    def pick(self, sample: dict[str, object], name: str) -> PickedFields:
         """Take the fields of a sample.
 
         Args:
@@ -56,7 +56,7 @@ class SampleFields:
             UserError: If there is not one of each.
         """
         image, other = (_pick(sample, getattr(self, wanted), name) for wanted in ("image", self.other))
-        return Picked(sample[image], other, sample[other])
+        return PickedFields(sample[image], other, sample[other])
 
     def index(self, tar: TarFile, member: TarInfo, name: str) -> tuple[int, ...]:
         """Tell what an index keeps of the other field of a sample in a shard.
@@ -107,7 +107,7 @@ class Fields(SampleFields):
         return int(content)
 
 
-USUAL = Fields()
+DEFAULT_FIELDS = Fields()
 
 
 def _pick(sample: dict[str, object], wanted: str, name: str) -> str:

@@ -5,7 +5,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
@@ -71,10 +71,10 @@ def validation_images(
     for option, file in (("--validation_tar", path), ("--labels", labels), ("--classes", classes)):
         if file is None or not file.is_file():
             raise UserError(f"{option} must name a file; got {file}.")
-    with told_as(str(classes)):
+    with as_user_error(str(classes)):
         names = classes.read_text().split()
     number = {name: i for i, name in enumerate(names)}
-    with told_as(f"--validation_tar: {path} is no uncompressed tar file"), tarfile.open(path, "r:") as tar:
+    with as_user_error(f"--validation_tar: {path} is no uncompressed tar file"), tarfile.open(path, "r:") as tar:
         members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
     truth = _ground_truth(labels, [Path(m.name).stem for m in members], devkit_meta)
     unknown = sorted(set(truth) - set(names))
@@ -98,7 +98,7 @@ def validation_images(
 
 def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> list[str]:
     """Return the class name of each image."""
-    with told_as(str(labels)):
+    with as_user_error(str(labels)):
         lines = labels.read_text().splitlines()
     if lines and lines[0].startswith("ImageId"):
         rows = _read_solutions(labels, lines)
@@ -115,7 +115,7 @@ def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> l
         raise UserError(f"{labels} holds the devkit's class numbers; --devkit_meta must name its meta.mat.")
     from scipy.io import loadmat
 
-    with told_as(f"{devkit_meta} is no meta.mat of the devkit"):
+    with as_user_error(f"{devkit_meta} is no meta.mat of the devkit"):
         synsets = loadmat(devkit_meta, squeeze_me=True)["synsets"]
         wnid = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
     unknown = sorted({int(value) for value in values} - wnid.keys())

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from webdataset import TarWriter
 
 from dctrain.data.dataset_cache import digest_lines, file_digest, preparing, verify_files
-from dctrain.errors import UserError, told_as
-from dctrain.utils.files import written_whole
+from dctrain.errors import UserError, as_user_error
+from dctrain.utils.files import atomic_write
 
 from .decode import BadImage, decode
 from .imagenet import Image, class_folders, validation_images
@@ -87,7 +87,7 @@ def verify(folder: str) -> None:
     if not manifests:
         raise UserError(f"--folder: {folder} holds no *-manifest.json of dcvision shards.")
     for path in manifests:
-        with told_as(f"{path} is damaged"):
+        with as_user_error(f"{path} is damaged"):
             shards = list(json.loads(path.read_text())["shards"])
         verify_files(path.parent, shards)
 
@@ -121,7 +121,7 @@ def plan(images: list[Image], out: Path, prefix: str, num_shards: int, seed: int
 
 def write_shard(shard: Shard) -> dict:
     """Write one shard whole, but for images that cannot be read, and return its entry of the manifest."""
-    with written_whole(shard.path) as file, TarWriter(file, mtime=0) as writer:
+    with atomic_write(shard.path) as file, TarWriter(file, mtime=0) as writer:
         for image in shard.images:
             content = image.read()
             with suppress(BadImage):

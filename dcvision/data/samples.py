@@ -18,7 +18,7 @@ from .sources import Source
 IGNORED = -100  # label of a sample that pads a rank's share and counts nowhere; cross-entropy's own default
 
 
-class Batch(NamedTuple):
+class ImageBatch(NamedTuple):
     """What a step gets: images uint8 [B, 3, size, size], labels int64 [B], names; unreadable ones as (name, reason).
 
     Where no image could be read, one black image labelled -100 stands in, and `names` is empty.
@@ -30,18 +30,18 @@ class Batch(NamedTuple):
     skipped: list[tuple[str, str]]
 
 
-def as_batch(batch: Batch | Sequence[Tensor]) -> Batch:
+def as_batch(batch: ImageBatch | Sequence[Tensor]) -> ImageBatch:
     """Take the batches of other loaders, (images, labels)."""
-    if isinstance(batch, Batch):
+    if isinstance(batch, ImageBatch):
         return batch
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
         got = type(batch).__name__
         raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (images, labels).")
     images, labels = batch
-    return Batch(images, labels, [""] * len(labels), [])
+    return ImageBatch(images, labels, [""] * len(labels), [])
 
 
-class Skipped(NamedTuple):
+class SkippedSample(NamedTuple):
     """Stands for an unreadable image on its way to the main process."""
 
     name: str
@@ -61,24 +61,26 @@ class ImageSamples(Dataset):
     def __init__(self, source: Source, transform: Transform, seed: int, max_pixels: int) -> None:
         self.source, self.transform, self.seed, self.max_pixels = source, transform, seed, max_pixels
 
-    def __getitem__(self, ref: SampleRef) -> tuple[Tensor, int, str] | Skipped:
+    def __getitem__(self, ref: SampleRef) -> tuple[Tensor, int, str] | SkippedSample:
         name = self.source.name(ref.index)
         try:
             image, label = self.source.read(ref.index)
         except OSError as error:  # removed, or a disk that fails
-            return Skipped(name, reason(error))
+            return SkippedSample(name, reason(error))
         made = make_image(image, name, self.transform, self.max_pixels, self.seed, ref.epoch, ref.index)
-        if isinstance(made, Skipped):
+        if isinstance(made, SkippedSample):
             return made
         return made, IGNORED if ref.is_padding else label, name
 
 
-def make_image(image: bytes | Tensor, name: str, transform: Transform, max_pixels: int, *key: int) -> Tensor | Skipped:
+def make_image(
+    image: bytes | Tensor, name: str, transform: Transform, max_pixels: int, *key: int
+) -> Tensor | SkippedSample:
     """Decode and transform one image with the random choices of `key`."""
     try:
         decoded = image if isinstance(image, Tensor) else decode(image, max_pixels)
     except BadImage as error:
-        return Skipped(name, str(error))
+        return SkippedSample(name, str(error))
     with sample_rng(*key):
         return transform(decoded)
 
@@ -93,11 +95,11 @@ class Collate:
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
 
-    def __call__(self, samples: list[tuple[Tensor, int, str] | Skipped]) -> Batch:
-        good = [sample for sample in samples if not isinstance(sample, Skipped)]
-        skipped = [tuple(sample) for sample in samples if isinstance(sample, Skipped)]
+    def __call__(self, samples: list[tuple[Tensor, int, str] | SkippedSample]) -> ImageBatch:
+        good = [sample for sample in samples if not isinstance(sample, SkippedSample)]
+        skipped = [tuple(sample) for sample in samples if isinstance(sample, SkippedSample)]
         if not good:
             black = torch.zeros(1, 3, self.image_size, self.image_size, dtype=torch.uint8)
-            return Batch(black, torch.tensor([IGNORED]), [], skipped)
+            return ImageBatch(black, torch.tensor([IGNORED]), [], skipped)
         images, labels, names = zip(*good, strict=True)
-        return Batch(torch.stack(images), torch.tensor(labels), list(names), skipped)
+        return ImageBatch(torch.stack(images), torch.tensor(labels), list(names), skipped)

@@ -21,13 +21,13 @@ import numpy as np
 from tqdm import tqdm
 
 from dcmha.cache_dirs import cache_dir
-from dctrain.errors import UserError, told_as
-from dctrain.utils.files import written_whole
+from dctrain.errors import UserError, as_user_error
+from dctrain.utils.files import atomic_write
 
-from .fields import USUAL, SampleFields
+from .fields import DEFAULT_FIELDS, SampleFields
 
 INDEX_VERSION = 3
-MOST_SHARDS = 10**6  # names that a pattern may stand for
+MAX_SHARDS = 10**6  # names that a pattern may stand for
 
 
 class ShardIndex(NamedTuple):
@@ -54,11 +54,11 @@ def expand_urls(urls: str) -> list[str]:
     Raises:
         UserError: If braces do not match, or a folder holds no shard.
     """
-    with told_as(f"shards {urls!r}"):
+    with as_user_error(f"shards {urls!r}"):
         patterns = (url for part in urls.split("::") for url in braceexpand.braceexpand(part))
-        expanded = list(islice(patterns, MOST_SHARDS + 1))
-        if len(expanded) > MOST_SHARDS:
-            raise UserError(f"shards {urls!r} are more than {MOST_SHARDS:,} names; expected fewer.")
+        expanded = list(islice(patterns, MAX_SHARDS + 1))
+        if len(expanded) > MAX_SHARDS:
+            raise UserError(f"shards {urls!r} are more than {MAX_SHARDS:,} names; expected fewer.")
     if len(expanded) == 1 and Path(expanded[0]).is_dir():
         folder = Path(expanded[0])
         expanded = sorted(str(path) for path in folder.glob("*.tar"))
@@ -96,7 +96,7 @@ class ShardSource:
         UserError: If a shard is missing, truncated or malformed.
     """
 
-    def __init__(self, urls: list[str], fields: SampleFields = USUAL) -> None:
+    def __init__(self, urls: list[str], fields: SampleFields = DEFAULT_FIELDS) -> None:
         missing = [url for url in urls if not Path(url).is_file()]
         if missing:
             raise UserError(f"{len(missing)} of {len(urls)} shards are missing, the first is {missing[0]}.")
@@ -175,7 +175,7 @@ def _index_path(folder: Path, url: str, fields: SampleFields) -> Path:
 
 
 def _save_index(path: Path, index: ShardIndex) -> None:
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         np.savez(file, **index._asdict())
 
 
@@ -188,7 +188,7 @@ def _read_index(path: Path) -> ShardIndex | None:
         return None
 
 
-def index_shard(url: str, fields: SampleFields = USUAL) -> ShardIndex:
+def index_shard(url: str, fields: SampleFields = DEFAULT_FIELDS) -> ShardIndex:
     """Read the headers of a shard, and its class numbers.
 
     Raises:

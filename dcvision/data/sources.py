@@ -15,11 +15,11 @@ import torchvision
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.files import check_regular
 
 from .digits import digit_shards
-from .fields import USUAL, SampleFields
+from .fields import DEFAULT_FIELDS, SampleFields
 from .shards import ShardSource, expand_urls, is_remote
 
 KINDS = ("digits", "shards:PATTERN", "folder:DIR", "torchvision:NAME:DIR")
@@ -61,7 +61,7 @@ class FolderSource:
     def __init__(self, root: str) -> None:
         if not Path(root).is_dir():
             raise UserError(f"the image folder {root} does not exist.")
-        with told_as(f"the image folder {root} is not laid out as one folder per class"):
+        with as_user_error(f"the image folder {root} is not laid out as one folder per class"):
             found = torchvision.datasets.ImageFolder(root)
         self.samples, self.classes = found.samples, found.classes
         self.shard_sizes = [len(self.samples)]
@@ -144,7 +144,7 @@ def stream_urls(spec: str) -> list[str] | None:
     return urls if any(is_remote(url) for url in urls) else None
 
 
-def open_source(spec: str, is_train: bool, fields: SampleFields = USUAL) -> Source:
+def open_source(spec: str, is_train: bool, fields: SampleFields = DEFAULT_FIELDS) -> Source:
     """Open a local data set given in the notation above; `fields` says what is taken of the samples of shards.
 
     Raises:

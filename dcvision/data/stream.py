@@ -14,11 +14,11 @@ import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 
 from .decode import Transform
 from .fields import SampleFields
-from .samples import Collate, Skipped, make_image
+from .samples import Collate, SkippedSample, make_image
 
 SHUFFLE_BUFFER = 5000
 
@@ -40,12 +40,12 @@ class StreamedSample:
         seed: int,
         fields: SampleFields,
         max_pixels: int,
-        finish: Callable[[Tensor | Skipped, object, str, int], tuple],
+        finish: Callable[[Tensor | SkippedSample, object, str, int], tuple],
     ) -> None:
         self.transform, self.seed, self.fields, self.max_pixels = transform, seed, fields, max_pixels
         self.finish, self.count = finish, 0
 
-    def __call__(self, raw: dict) -> tuple | Skipped:
+    def __call__(self, raw: dict) -> tuple | SkippedSample:
         name = f"{raw['__url__']}/{raw['__key__']}"
         sample = {field: value for field, value in raw.items() if not field.startswith("__")}
         encoded, field, content = self.fields.pick(sample, name)
@@ -58,8 +58,8 @@ class StreamedSample:
 
 
 def classified(
-    num_classes: int, image: Tensor | Skipped, label: int, name: str, count: int
-) -> tuple[Tensor, int, str] | Skipped:
+    num_classes: int, image: Tensor | SkippedSample, label: int, name: str, count: int
+) -> tuple[Tensor, int, str] | SkippedSample:
     """Make the sample of an image and its class number.
 
     Raises:
@@ -67,12 +67,12 @@ def classified(
     """
     if not 0 <= label < num_classes:
         raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {num_classes - 1}.")
-    return image if isinstance(image, Skipped) else (image, label, name)
+    return image if isinstance(image, SkippedSample) else (image, label, name)
 
 
 def _told(samples: Iterator) -> Iterator:
     """Tell in one line what webdataset raises for streams that fail, are cut short or are no tar file."""
-    with told_as("a stream of shards"):
+    with as_user_error("a stream of shards"):
         yield from samples
 
 

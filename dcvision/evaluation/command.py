@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dctrain.cli.argument_types import check_workers
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.results import Results, describe
 from dctrain.evaluation.run import (
     Evaluation,
@@ -20,7 +20,7 @@ from dctrain.evaluation.run import (
     short_names,
 )
 
-from .images import Answerer, ImageSet
+from .images import ImageScorer, ImageSet
 from .networks import load_classifier
 
 
@@ -79,11 +79,11 @@ def measure_network(
     """Load a model and measure it; `expand` makes of the measures those of this model."""
     network, ranks = load_classifier(checkpoint), evaluation.ranks
     place = ranks.device(device)
-    with told_as(f"device={device!r} cannot be used"):
+    with as_user_error(f"device={device!r} cannot be used"):
         network.model.to(place, dtype)
     if expand is not None:
         evaluation = evaluation._replace(measures=expand(network.model, evaluation.measures))
     described = describe(evaluation.name, checkpoint, network.model, preprocessing=network.preprocessing)
     return evaluation.run(
-        described, lambda journal: Answerer(network, journal, ranks, batch_size, num_workers, place, dtype)
+        described, lambda journal: ImageScorer(network, journal, ranks, batch_size, num_workers, place, dtype)
     )

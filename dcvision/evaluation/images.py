@@ -16,20 +16,20 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from dctrain.data.dataset_cache import file_digest
-from dctrain.errors import UserError, told_as
-from dctrain.evaluation.answer_cache import Journal, digest
+from dctrain.errors import UserError, as_user_error
+from dctrain.evaluation.answer_cache import AnswerCache, digest
 from dctrain.evaluation.ranks import Ranks
 from dctrain.evaluation.results import Measure
 
 from ..data.decode import BadImage
 from ..data.sources import Source, open_source
-from .networks import Network
+from .networks import Classifier
 
 VALIDATION_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})")
 TOP = 5
 
 
-class Answerer(NamedTuple):
+class ImageScorer(NamedTuple):
     """A network and how it is asked.
 
     Attributes:
@@ -43,8 +43,8 @@ class Answerer(NamedTuple):
         conditions: What the answers depend on beside the image: parts that are switched off.
     """
 
-    network: Network
-    journal: Journal
+    network: Classifier
+    journal: AnswerCache
     ranks: Ranks
     batch_size: int
     num_workers: int
@@ -57,12 +57,12 @@ class Answerer(NamedTuple):
         """The model."""
         return self.network.model
 
-    def under(self, condition: str) -> "Answerer":
+    def under(self, condition: str) -> "ImageScorer":
         """Ask the same network under a condition, whose answers are kept apart."""
         return self._replace(conditions=(*self.conditions, condition))
 
 
-class Answer(NamedTuple):
+class ImageAnswer(NamedTuple):
     """Of an image: its loss in nats (NaN if it could not be read) and the likeliest classes, the first at first."""
 
     loss: float
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 class _Images(torch.utils.data.Dataset):
     """Some images of a source, as a network takes them; None where one cannot be read."""
 
-    def __init__(self, source: Source, network: Network, indices: list[int]) -> None:
+    def __init__(self, source: Source, network: Classifier, indices: list[int]) -> None:
         self.source, self.prepare, self.indices = source, network.prepare, indices
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class ImageSet(NamedTuple):
         """Name it, uniquely."""
         return f"images {self.spec}"
 
-    def settings(self, answerer: Answerer) -> dict:
+    def settings(self, answerer: ImageScorer) -> dict:
         """Tell what the numbers depend on beside the model."""
         source = self.open()
         content = digest([source.name(index) for index in range(len(source))], _labels(source))
@@ -120,7 +120,7 @@ class ImageSet(NamedTuple):
             "preprocessing": answerer.network.preprocessing,
         }
 
-    def run(self, answerer: Answerer) -> tuple[list[Measure], str | None]:
+    def run(self, answerer: ImageScorer) -> tuple[list[Measure], str | None]:
         """Classify all images; the note tells of those that cannot be read.
 
         Raises:
@@ -132,7 +132,7 @@ class ImageSet(NamedTuple):
         keys = [digest(self.spec, source.name(i), label, *answerer.conditions) for i, label in enumerate(labels)]
         todo = [index for index, key in enumerate(keys) if key not in answerer.journal.known]
         speed = _answer(answerer, source, todo[answerer.ranks.rank :: answerer.ranks.size], labels, keys, self.name)
-        answers = [Answer(*answerer.journal.known[key]) for key in keys]
+        answers = [ImageAnswer(*answerer.journal.known[key]) for key in keys]
         read = [(index, answer) for index, answer in enumerate(answers) if not math.isnan(answer.loss)]
         if not read:
             raise UserError(f"{self.spec}: no image can be read.")
@@ -156,7 +156,7 @@ class ImageSet(NamedTuple):
             raise UserError(f"{self.spec} holds no image.")
         return source
 
-    def _measures(self, read: list[tuple[int, Answer]], labels: list[int]) -> list[Measure]:
+    def _measures(self, read: list[tuple[int, ImageAnswer]], labels: list[int]) -> list[Measure]:
         top1 = [answer.classes[0] == labels[index] for index, answer in read]
         top5 = [labels[index] in answer.classes for index, answer in read]
         loss, count = math.fsum(answer.loss for _, answer in read) / len(read), len(read)
@@ -166,9 +166,9 @@ class ImageSet(NamedTuple):
             Measure(self.name, "loss", loss, None, False, count, "images"),
         ]
 
-    def _reassessed(self, read: list[tuple[int, Answer]], source: Source) -> list[Measure]:
+    def _reassessed(self, read: list[tuple[int, ImageAnswer]], source: Source) -> list[Measure]:
         """Score against the reassessed labels: right is any of an image's; images without any do not count."""
-        with told_as(f"real={self.real} is no list of lists of classes"):
+        with as_user_error(f"real={self.real} is no list of lists of classes"):
             real = [list(map(int, labels)) for labels in json.loads(Path(self.real).read_text())]
         hits = []
         for index, answer in read:
@@ -186,7 +186,7 @@ class ImageSet(NamedTuple):
         return [_accuracy(f"{self.name}, ReaL", "top1", hits)]
 
 
-def readable_images(network: Network, spec: str, limit: int | None) -> Iterator[tuple[int, torch.Tensor]]:
+def readable_images(network: Classifier, spec: str, limit: int | None) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield images of a set as a network takes them [3, size, size], each with its label.
 
     They are drawn from all of the set, whatever its order, always the same; those that cannot be read are left out.
@@ -233,7 +233,7 @@ def _check_classes(spec: str, source: Source, known: list[str] | None) -> None:
 
 
 def _answer(
-    answerer: Answerer, source: Source, indices: list[int], labels: list[int], keys: list[str], described: str
+    answerer: ImageScorer, source: Source, indices: list[int], labels: list[int], keys: list[str], described: str
 ) -> float | None:
     """Classify a rank's images and learn the others' answers; return images per second of the network, copies
     to and from its device included.
@@ -256,7 +256,7 @@ def _answer(
     return sum(count[rest]) / sum(seconds[rest]) if seconds else None
 
 
-def _batches(answerer: Answerer, source: Source, indices: list[int], described: str) -> Iterator[tuple[list, list]]:
+def _batches(answerer: ImageScorer, source: Source, indices: list[int], described: str) -> Iterator[tuple[list, list]]:
     loader = DataLoader(
         _Images(source, answerer.network, indices),
         answerer.batch_size,
@@ -272,7 +272,7 @@ def _as_lists(items: list[tuple[int, torch.Tensor | None]]) -> tuple[list, list]
 
 
 @torch.inference_mode()
-def _classify(answerer: Answerer, images: torch.Tensor) -> torch.Tensor:
+def _classify(answerer: ImageScorer, images: torch.Tensor) -> torch.Tensor:
     """Compute logits [B, classes], float32, on the CPU."""
     return answerer.network.model(images.to(answerer.device, answerer.dtype)).float().cpu()
 

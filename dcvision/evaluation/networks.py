@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, to_pil_image
 
 from dctrain.checkpointing.checkpoint import find_checkpoint, map_checkpoint
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 
 from ..compat_checks import normalisation
 from ..data.decode import Transform, decode, eval_transform
@@ -20,7 +20,7 @@ from ..export import load_network
 from ..pretrained import is_exported, load_pretrained
 
 
-class Network(NamedTuple):
+class Classifier(NamedTuple):
     """A classifier.
 
     Attributes:
@@ -36,7 +36,7 @@ class Network(NamedTuple):
     classes: list[str] | None
 
 
-def load_classifier(checkpoint: str) -> Network:
+def load_classifier(checkpoint: str) -> Classifier:
     """Load a classifier.
 
     Args:
@@ -49,22 +49,22 @@ def load_classifier(checkpoint: str) -> Network:
     if Path(checkpoint).exists() and not is_exported(checkpoint):
         return _of_run(checkpoint)
     model = load_pretrained(checkpoint).eval()
-    with told_as(f"{checkpoint}: its pretrained_cfg does not describe a preprocessing"):
+    with as_user_error(f"{checkpoint}: its pretrained_cfg does not describe a preprocessing"):
         config = resolve_data_config({}, model=model)
         transform = create_transform(**config)
     words = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
     classes = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
-    return Network(model, partial(_by_timm, transform), {"by": "timm", **words}, classes)
+    return Classifier(model, partial(_by_timm, transform), {"by": "timm", **words}, classes)
 
 
-def _of_run(checkpoint: str) -> Network:
+def _of_run(checkpoint: str) -> Classifier:
     model, size, classes = load_network(checkpoint)
     data = map_checkpoint(find_checkpoint(checkpoint)).get("datamodule_hyper_parameters", {})
     fraction = data.get("crop_fraction", 1.0)
     transform = eval_transform(size, fraction)
     scales = normalisation(model)
     words = {"by": "dcvision", "size": size, "crop_fraction": fraction, **scales}
-    return Network(model.eval(), partial(as_in_training, transform, *scales.values()), words, classes)
+    return Classifier(model.eval(), partial(as_in_training, transform, *scales.values()), words, classes)
 
 
 def _by_timm(transform: Callable[[Image.Image], Tensor], image: bytes | Tensor) -> Tensor:

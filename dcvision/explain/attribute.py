@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one, check_steps
-from dctrain.explain.attribution import Credits, Parts, kinds_of
+from dctrain.explain.attribution import AttributionSettings, PartSet, kinds_of
 from dctrain.explain.attribution_report import explain_attribution
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.selectors import check_kinds
 
 from ..attention_plots import patch_grid, read_image
 from ..evaluation.images import readable_images
-from ..evaluation.networks import Network
+from ..evaluation.networks import Classifier
 from .images import load_on, load_with_image
 
 KINDS = ("branches", "heads", "patches")
@@ -77,19 +77,21 @@ def attribute(
     folder = make_folder(out)
     if image is not None:
         network, pixels = load_with_image(checkpoint, image, device)
-        credits = Credits(over or kinds_of(network.model, kinds), steps, alone)
+        credits = AttributionSettings(over or kinds_of(network.model, kinds), steps, alone)
         with torch.no_grad():
             number = find_class(network, target, network.model(pixels)[0])
         found = attribution_of(network, pixels, number, credits, read_image(image, pixels.shape[-1]))
         found = found._replace(title=f"{found.title} for {Path(image).name}")
     else:
         network = load_on(checkpoint, device)
-        credits = Credits(over or kinds_of(network.model, kinds), steps, alone)
+        credits = AttributionSettings(over or kinds_of(network.model, kinds), steps, alone)
         found = _mean_attribution(network, images, credits, limit, batch_size)
     write_explanation(found, folder, [origin_of(checkpoint, network.model)], asked)
 
 
-def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credits, shown: Tensor) -> Explanation:
+def attribution_of(
+    network: Classifier, pixels: Tensor, number: int, credits: AttributionSettings, shown: Tensor
+) -> Explanation:
     """Credit the log-probability of a class, given by its number, for an image [1, 3, size, size].
 
     The credits of patches are drawn over `shown`, the image as uint8 [3, height, width].
@@ -105,7 +107,7 @@ def attribution_of(network: Network, pixels: Tensor, number: int, credits: Credi
     return explain_attribution(found, title, shown.permute(1, 2, 0).numpy())
 
 
-def find_class(network: Network, target: str | None, logits: Tensor) -> int:
+def find_class(network: Classifier, target: str | None, logits: Tensor) -> int:
     """Find a class by its name or number; the likeliest one if None."""
     if target is None:
         return int(logits.argmax())
@@ -117,12 +119,14 @@ def find_class(network: Network, target: str | None, logits: Tensor) -> int:
     raise UserError(f"target={target!r}; accepted: a class from 0 to {len(logits) - 1}{names}.")
 
 
-def class_name(network: Network, number: int) -> str:
+def class_name(network: Classifier, number: int) -> str:
     """Name a class, by its number if need be."""
     return network.classes[number] if network.classes else f"class {number}"
 
 
-def _mean_attribution(network: Network, images: str, credits: Credits, limit: int, batch_size: int) -> Explanation:
+def _mean_attribution(
+    network: Classifier, images: str, credits: AttributionSettings, limit: int, batch_size: int
+) -> Explanation:
     """Credit the mean log-probability of the right classes; one batch at a time is on the device."""
     model = network.model.requires_grad_(False)
     device = next(model.parameters()).device
@@ -144,7 +148,7 @@ def _mean_log_probability(model: nn.Module, pixels: Tensor, labels: Tensor) -> T
     return -F.cross_entropy(model(pixels).float(), labels)
 
 
-def _patch_parts(model: nn.Module, size: int) -> Parts:
+def _patch_parts(model: nn.Module, size: int) -> PartSet:
     """List the patches of an image, which fade in from the colour that is 0 once normalised."""
     rows, columns = patch_grid(model, size)
 
@@ -162,4 +166,4 @@ def _patch_parts(model: nn.Module, size: int) -> Parts:
 
     places = [(f"row {row}", f"column {column}") for row in range(rows) for column in range(columns)]
     layers, names = zip(*places, strict=True)
-    return Parts("patches", layers, names, scaled)
+    return PartSet("patches", layers, names, scaled)

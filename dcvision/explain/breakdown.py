@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import told_as
-from dctrain.explain.breakdown_report import Pair, explain_breakdown, record_pair
+from dctrain.errors import as_user_error
+from dctrain.explain.breakdown_report import QueryKeyPair, explain_breakdown, record_pair
 from dctrain.explain.explanation import Explanation, origin_of, write_explanation
 from dctrain.explain.selectors import find_layer, find_position
 
-from ..attention_plots import View, patch_grid, prefix_tokens
-from ..evaluation.networks import Network
+from ..attention_plots import AttentionView, patch_grid, prefix_tokens
+from ..evaluation.networks import Classifier
 from .images import load_with_image
 
 
@@ -50,14 +50,14 @@ def breakdown(
     asked = locals().copy()
     folder = make_folder(out)
     network, pixels = load_with_image(checkpoint, image, device)
-    with told_as(checkpoint, ValueError):
+    with as_user_error(checkpoint, ValueError):
         found = breakdown_of(network, pixels, layer, composition, query, key)
     write_explanation(found, folder, [origin_of(checkpoint, network.model)], asked)
 
 
 @torch.inference_mode()
 def breakdown_of(
-    network: Network,
+    network: Classifier,
     pixels: Tensor,
     layer: str | None = None,
     composition: str = "post",
@@ -71,7 +71,7 @@ def breakdown_of(
         UserError: If there is no such patch, or layers attend within windows.
     """
     model = network.model
-    view = View(pixels[0], patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)
+    view = AttentionView(pixels[0], patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)
     rows, columns = view.grid
     looks = view.prefix + view.query
     layers = find_layer(model, layer, composition)
@@ -79,10 +79,10 @@ def breakdown_of(
         model, partial(model, pixels), layers, composition, looks, lambda one: view.check({"the layer": one})
     )
     at = most if key is None else view.prefix + find_position("key", key, rows * columns)
-    return explain_breakdown(recorded, Pair(chosen, composition, looks, at, token_names(view), view.prefix))
+    return explain_breakdown(recorded, QueryKeyPair(chosen, composition, looks, at, token_names(view), view.prefix))
 
 
-def token_names(view: View) -> list[str]:
+def token_names(view: AttentionView) -> list[str]:
     """Call patches by row and column."""
     rows, columns = view.grid
     return [f"prefix {n}" for n in range(view.prefix)] + [f"{r}, {c}" for r in range(rows) for c in range(columns)]

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from dcmha.analysis import attention_layers, head_outputs
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.explain.circuits_report import Score, Written, explain_circuits, list_written, score_head
+from dctrain.explain.circuits_report import HeadWrites, Score, explain_circuits, list_written, score_head
 from dctrain.explain.explanation import origin_of, write_explanation
 
 from ..attention_plots import prefix_tokens
@@ -84,7 +84,7 @@ def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:
     classifier = model.get_classifier()
     if not isinstance(classifier, nn.Linear):
         raise UserError(f"{checkpoint} has no linear classifier.")
-    with told_as(checkpoint, ValueError):
+    with as_user_error(checkpoint, ValueError):
         found = attention_layers(model)
     fitting = {name: layer for name, layer in found.items() if layer.proj.out_features == classifier.in_features}
     if not fitting:
@@ -116,7 +116,7 @@ def _layer_scale(model: nn.Module, name: str) -> Tensor | float:
 @torch.inference_mode()
 def _judge(
     name: str, layer: nn.Module, tokens: Tensor, reads: Tensor, labels: list[int], names: list[str], top: int
-) -> tuple[list[Score], list[Written]]:
+) -> tuple[list[Score], list[HeadWrites]]:
     """Score the heads of a layer by what `reads` [K, C] makes of what they write, and list the classes that they write
     for the images of each class.
     """

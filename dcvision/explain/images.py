@@ -4,31 +4,31 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 from dctrain.utils.device import check_device
 from dctrain.utils.files import check_regular
 
-from ..evaluation.networks import Network, load_classifier
+from ..evaluation.networks import Classifier, load_classifier
 
 
-def load_with_image(checkpoint: str, image: str, device: str) -> tuple[Network, Tensor]:
+def load_with_image(checkpoint: str, image: str, device: str) -> tuple[Classifier, Tensor]:
     """Load a classifier, and an image as it takes it [1, 3, size, size].
 
     Raises:
         UserError: If one cannot be read, or the device cannot be used.
     """
     network = load_on(checkpoint, device)
-    with told_as(f"the image {image} cannot be read"):
+    with as_user_error(f"the image {image} cannot be read"):
         return network, network.prepare(check_regular(Path(image)).read_bytes())[None].to(device)
 
 
-def load_on(checkpoint: str, device: str) -> Network:
+def load_on(checkpoint: str, device: str) -> Classifier:
     """Load a classifier onto a device.
 
     Raises:
         UserError: If it cannot be read, or the device cannot be used.
     """
     network = load_classifier(checkpoint)
-    with told_as(f"device={device!r} cannot be used"):
+    with as_user_error(f"device={device!r} cannot be used"):
         network.model.to(check_device(device))
     return network

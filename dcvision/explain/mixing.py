@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from dcmha.analysis import measure_mixing
 from dctrain.checkpointing.checkpoint import make_folder
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.explain.explanation import origin_of, write_explanation
 from dctrain.explain.mixing_report import explain_mixing
@@ -42,7 +42,7 @@ def mixing(
     model = network.model
     shown = iter(tqdm(readable_images(network, images, limit), "images", total=limit, leave=False))
     count = 0
-    with told_as(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model) as meters:
+    with as_user_error(checkpoint, ValueError), torch.inference_mode(), measure_mixing(model) as meters:
         while batch := list(islice(shown, batch_size)):
             model(torch.stack([image for _, image in batch]).to(device))
             count += len(batch)

@@ -5,19 +5,27 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dcmha import ComposedLayer
+from dcmha import ComposedAttentionBase
 from dcmha.analysis import attention_layers, measure_mixing, record_attention
-from dctrain.errors import told_as
+from dctrain.errors import as_user_error
 from dctrain.evaluation.run import check_steps, name_models
-from dctrain.explain.attribution import Credits
+from dctrain.explain.attribution import AttributionSettings
 from dctrain.explain.diversity import explain_diversity
 from dctrain.explain.explanation import Explanation, origin_of
-from dctrain.explain.html_report import Maps, Shown, check_size, facts_of, page_path, small_maps, write_page
+from dctrain.explain.html_report import (
+    PageMaps,
+    PageSubject,
+    check_size,
+    model_facts,
+    page_path,
+    small_maps,
+    write_page,
+)
 from dctrain.explain.mixing_report import explain_mixing
 from dctrain.utils.files import relative
 
-from ..attention_plots import View, patch_grid, prefix_tokens, read_image
-from ..evaluation.networks import Network
+from ..attention_plots import AttentionView, patch_grid, prefix_tokens, read_image
+from ..evaluation.networks import Classifier
 from .attribute import KINDS, attribution_of, find_class
 from .breakdown import breakdown_of, token_names
 from .images import load_with_image
@@ -51,40 +59,44 @@ def report(
     check_steps(steps)
     network, pixels = load_with_image(checkpoint, image, device)
     model, (name,) = network.model, name_models([checkpoint])
-    view = View(read_image(image, pixels.shape[-1]), patch_grid(model, pixels.shape[-1]), prefix_tokens(model), None)
-    with told_as(checkpoint, ValueError):
+    view = AttentionView(
+        read_image(image, pixels.shape[-1]), patch_grid(model, pixels.shape[-1]), prefix_tokens(model), None
+    )
+    with as_user_error(checkpoint, ValueError):
         heads = sum(layer.num_heads for layer in attention_layers(model).values())
     check_size(heads, view.prefix + view.grid[0] * view.grid[1])
     with torch.no_grad():
         number = find_class(network, target, model(pixels)[0])
     maps = _maps(model, pixels, view)
     found = [*_of_image(network, pixels, view.pixels, number, steps), explain_diversity([(name, model)])]
-    shown = Shown(token_names(view), view.grid, view.prefix, view.pixels)
+    shown = PageSubject(token_names(view), view.grid, view.prefix, view.pixels)
     composed = "" if _composing(model) else " Plain attention: there is no composition to break down."
     missing = [name for name in attention_layers(model) if name not in maps]
     composed += f" Not recorded: {', '.join(missing)}." if missing else ""
-    facts = f"{facts_of(origin_of(checkpoint, model), model)}{composed}"
+    facts = f"{model_facts(origin_of(checkpoint, model), model)}{composed}"
     path = page_path(out)
     write_page(path, f"{name}: {Path(image).name}", facts, shown, maps, found)
     print(relative(path))
 
 
-def _composing(model: nn.Module) -> list[ComposedLayer]:
-    return [layer for layer in model.modules() if isinstance(layer, ComposedLayer) and layer.options.is_composed]
+def _composing(model: nn.Module) -> list[ComposedAttentionBase]:
+    return [
+        layer for layer in model.modules() if isinstance(layer, ComposedAttentionBase) and layer.options.is_composed
+    ]
 
 
 @torch.inference_mode()
-def _maps(model: nn.Module, pixels: Tensor, view: View) -> dict[str, Maps]:
+def _maps(model: nn.Module, pixels: Tensor, view: AttentionView) -> dict[str, PageMaps]:
     """Record all layers that can be: self-attention of this project's.
 
     Raises:
         UserError: If one attends within windows.
     """
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, ComposedLayer)]
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, ComposedAttentionBase)]
     if not layers:
         return {}
 
-    def keep(one) -> Maps:
+    def keep(one) -> PageMaps:
         view.check({"a layer": one})
         return small_maps(one)
 
@@ -93,17 +105,17 @@ def _maps(model: nn.Module, pixels: Tensor, view: View) -> dict[str, Maps]:
     return maps
 
 
-def _of_image(network: Network, pixels: Tensor, shown: Tensor, number: int, steps: int) -> list[Explanation]:
+def _of_image(network: Classifier, pixels: Tensor, shown: Tensor, number: int, steps: int) -> list[Explanation]:
     """Explain what the model does with an image; of plain attention, without what is of compositions."""
     composing = _composing(network.model)
     if not composing:
-        credits = Credits([kind for kind in KINDS if kind != "branches"], steps)
+        credits = AttributionSettings([kind for kind in KINDS if kind != "branches"], steps)
         return [attribution_of(network, pixels, number, credits, shown)]
     with torch.inference_mode(), measure_mixing(network.model) as meters:
         network.model(pixels)
     composition = "post" if composing[0].options.post_compose else "pre"
     return [
-        attribution_of(network, pixels, number, Credits(KINDS, steps), shown),
+        attribution_of(network, pixels, number, AttributionSettings(KINDS, steps), shown),
         breakdown_of(network, pixels, composition=composition),
         explain_mixing(meters, "compositions over the image's patches"),
     ]

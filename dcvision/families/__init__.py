@@ -1,6 +1,6 @@
 """Attention of timm's families beyond the plain vision transformers: what each computes, in parts that can be composed.
 
-`FAMILIES_BY_PARTS` names the classes that can be composed, `LEFT` those that cannot, with the reason.
+`FAMILIES_BY_PARTS` names the classes that can be composed, `UNSUPPORTED` those that cannot, with the reason.
 """
 
 from timm.layers.attention2d import Attention2d as ImageAttention
@@ -34,8 +34,8 @@ from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import nn
 
 from . import base, biases, mobile, offsets, plain, pooled, talking_heads, windows
-from .base import ComposedParts, Family, Parts, composed_class
-from .unsupported import CONVOLUTIONS, LEFT
+from .base import AttentionParts, ComposedParts, Family, composed_class
+from .unsupported import CONVOLUTIONS, UNSUPPORTED
 
 FAMILIES_BY_PARTS: dict[type[nn.Module], Family] = {
     SwinV2Attention: windows.SWIN_V2,
@@ -72,4 +72,12 @@ FAMILIES_BY_PARTS: dict[type[nn.Module], Family] = {
 }
 base.FAMILIES.update(FAMILIES_BY_PARTS)
 
-__all__ = ["CONVOLUTIONS", "FAMILIES_BY_PARTS", "LEFT", "ComposedParts", "Family", "Parts", "composed_class"]
+__all__ = [
+    "CONVOLUTIONS",
+    "FAMILIES_BY_PARTS",
+    "UNSUPPORTED",
+    "ComposedParts",
+    "Family",
+    "AttentionParts",
+    "composed_class",
+]

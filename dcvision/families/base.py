@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dcmha import ComposedLayer, ComposeProjection, ComposeWeights, compose_options_of
-from dcmha.cross import SidedProjection
+from dcmha import ComposedAttentionBase, ComposeProjection, ComposeWeights, compose_options_of
+from dcmha.cross import CrossComposeProjection
 
 
-class Parts(NamedTuple):
+class AttentionParts(NamedTuple):
     """What an attention module makes of its input.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
     post: Tensor | None = None
 
 
-class Widths(NamedTuple):
+class AttentionWidths(NamedTuple):
     """Of the tokens that make compose weights: of the queries, and of the keys if they are others."""
 
     queries: int
@@ -57,14 +57,14 @@ class Family(NamedTuple):
         mixes_heads: Whether the class has static mixing of its own, of all heads.
     """
 
-    parts: Callable[..., Parts]
-    widths: Callable[[nn.Module], Widths]
+    parts: Callable[..., AttentionParts]
+    widths: Callable[[nn.Module], AttentionWidths]
     heads: str = "num_heads"
     scale: Callable[[nn.Module], float] = lambda module: float(module.scale)
     mixes_heads: bool = False
 
 
-class ComposedParts(ComposedLayer):
+class ComposedParts(ComposedAttentionBase):
     """Attention of a family, composed. It shares the parameters, buffers, parts and attributes of timm's module.
 
     Args:
@@ -80,7 +80,7 @@ class ComposedParts(ComposedLayer):
 
     def __init__(self, attention: nn.Module, **options) -> None:
         nn.Module.__init__(self)
-        share(self, attention)
+        share_parameters(self, attention)
         self._set_options(**options)
         if self.window is not None:
             raise ValueError(f"window={self.window}: {type(attention).__name__} has windows of its own, or none.")
@@ -97,7 +97,7 @@ class ComposedParts(ComposedLayer):
         if widths.keys is None:
             self.compose = ComposeProjection(widths.queries, self.num_heads, **made)
         else:
-            self.compose = SidedProjection(widths.queries, widths.keys, self.num_heads, **made)
+            self.compose = CrossComposeProjection(widths.queries, widths.keys, self.num_heads, **made)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickle by timm's class: a process that reads it may not have made the composed class yet."""
@@ -113,7 +113,7 @@ class ComposedParts(ComposedLayer):
         return parts.finish(self.attend(parts.q, parts.k, parts.v, pre, post, parts.bias))
 
 
-def share(module: nn.Module, other: nn.Module) -> None:
+def share_parameters(module: nn.Module, other: nn.Module) -> None:
     """Give a module the parameters, buffers, parts and attributes of another."""
     module.__dict__.update({n: v.copy() if isinstance(v, dict | set) else v for n, v in vars(other).items()})
 
@@ -158,9 +158,9 @@ def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(heads(part, module.num_heads) for part in module.qkv(x).chunk(3, -1))
 
 
-def one_width(module: nn.Module) -> Widths:
+def one_width(module: nn.Module) -> AttentionWidths:
     """Read the width of the input of a fused projection."""
-    return Widths(module.qkv.in_features)
+    return AttentionWidths(module.qkv.in_features)
 
 
 def output(module: nn.Module, x: Tensor) -> Tensor:

@@ -7,16 +7,16 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Family, Parts, Widths, as_image, as_tokens, heads, join
+from .base import AttentionParts, AttentionWidths, Family, as_image, as_tokens, heads, join
 from .talking_heads import constant_of, static_mixing
 
 
-def _parts(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *others) -> Parts:
+def _parts(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *others) -> AttentionParts:
     """Make parts of q, k [B, H, T, D] and v [B, H, S, E]. Queries and keys get zeros up to the width E of the values,
     which the operator has one of: no score changes.
     """
     q, k = (F.pad(part, (0, v.shape[-1] - part.shape[-1])) for part in (q, k))
-    parts = Parts(q, k, v, *others)
+    parts = AttentionParts(q, k, v, *others)
     return parts if parts.bias is not None else parts._replace(bias=_bias(module, q))
 
 
@@ -30,18 +30,18 @@ def _split(module: nn.Module, x: Tensor, *widths: int) -> tuple[Tensor, ...]:
     return heads(x, module.num_heads).split(widths, -1)
 
 
-def _tiny_vit(module: nn.Module, x: Tensor) -> Parts:
+def _tiny_vit(module: nn.Module, x: Tensor) -> AttentionParts:
     tokens = module.norm(x)
     q, k, v = _split(module, module.qkv(tokens), module.key_dim, module.key_dim, module.val_dim)
     return _parts(module, q, k, v, tokens, tokens, lambda attended: module.proj(join(attended)))
 
 
-def _efficientformer(module: nn.Module, x: Tensor) -> Parts:
+def _efficientformer(module: nn.Module, x: Tensor) -> AttentionParts:
     q, k, v = _split(module, module.qkv(x), module.key_dim, module.key_dim, module.val_dim)
     return _parts(module, q, k, v, x, x, lambda attended: module.proj(join(attended)))
 
 
-def _levit(module: nn.Module, x: Tensor) -> Parts:
+def _levit(module: nn.Module, x: Tensor) -> AttentionParts:
     """Of tokens [B, T, C], or of images [B, C, h, w] if the model is made of convolutions."""
     qkv, tokens = module.qkv(x), x
     if module.use_conv:
@@ -50,7 +50,7 @@ def _levit(module: nn.Module, x: Tensor) -> Parts:
     return _parts(module, q, k, v, tokens, tokens, partial(_levit_output, module, x.shape[2:]))
 
 
-def _levit_down(module: nn.Module, x: Tensor) -> Parts:
+def _levit_down(module: nn.Module, x: Tensor) -> AttentionParts:
     """Queries are fewer than keys."""
     down = module.q.down(x)
     q, kv, queries, keys, size = module.q.ln(down), module.kv(x), down, x, down.shape[2:]
@@ -66,7 +66,7 @@ def _levit_output(module: nn.Module, size: tuple[int, int], attended: Tensor) ->
     return module.proj(as_image(joined, size) if module.use_conv else joined)
 
 
-def _efficientformer_v2(module: nn.Module, x: Tensor) -> Parts:
+def _efficientformer_v2(module: nn.Module, x: Tensor) -> AttentionParts:
     """Of images [B, C, h, w], with static mixing of scores, after their bias, and of weights."""
     if module.stride_conv is not None:
         x = module.stride_conv(x)
@@ -83,7 +83,7 @@ def _efficientformer_v2(module: nn.Module, x: Tensor) -> Parts:
     return _parts(module, q, k, v, tokens, tokens, finish, bias, pre, post)
 
 
-def _efficientformer_v2_down(module: nn.Module, x: Tensor) -> Parts:
+def _efficientformer_v2_down(module: nn.Module, x: Tensor) -> AttentionParts:
     """Queries are every second pixel's."""
     queries, keys, value, query = as_tokens(x[..., ::2, ::2]), as_tokens(x), module.v(x), module.q(x)
     q, k, v = (heads(as_tokens(part), module.num_heads) for part in (query, module.k(x), value))
@@ -94,19 +94,21 @@ def _efficientformer_v2_down(module: nn.Module, x: Tensor) -> Parts:
     return _parts(module, q, k, v, queries, keys, finish)
 
 
-def _levit_down_widths(module: nn.Module) -> Widths:
+def _levit_down_widths(module: nn.Module) -> AttentionWidths:
     width = module.kv.linear.weight.shape[1]
-    return Widths(width, width)
+    return AttentionWidths(width, width)
 
 
-def _efficientformer_v2_down_widths(module: nn.Module) -> Widths:
+def _efficientformer_v2_down_widths(module: nn.Module) -> AttentionWidths:
     width = module.k.conv.in_channels
-    return Widths(width, width)
+    return AttentionWidths(width, width)
 
 
-TINY_VIT = Family(_tiny_vit, lambda module: Widths(module.qkv.in_features))
-EFFICIENTFORMER = Family(_efficientformer, lambda module: Widths(module.qkv.in_features))
-LEVIT = Family(_levit, lambda module: Widths(module.qkv.linear.weight.shape[1]))
+TINY_VIT = Family(_tiny_vit, lambda module: AttentionWidths(module.qkv.in_features))
+EFFICIENTFORMER = Family(_efficientformer, lambda module: AttentionWidths(module.qkv.in_features))
+LEVIT = Family(_levit, lambda module: AttentionWidths(module.qkv.linear.weight.shape[1]))
 LEVIT_DOWN = Family(_levit_down, _levit_down_widths)
-EFFICIENTFORMER_V2 = Family(_efficientformer_v2, lambda module: Widths(module.q.conv.in_channels), mixes_heads=True)
+EFFICIENTFORMER_V2 = Family(
+    _efficientformer_v2, lambda module: AttentionWidths(module.q.conv.in_channels), mixes_heads=True
+)
 EFFICIENTFORMER_V2_DOWN = Family(_efficientformer_v2_down, _efficientformer_v2_down_widths)

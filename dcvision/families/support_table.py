@@ -11,7 +11,7 @@ from torch import nn
 
 from ..swap import attention_names
 
-TAKEN, REFUSED, NONE = "taken", "refused", "no self-attention"
+TAKEN, UNSUPPORTED, NONE = "taken", "refused", "no self-attention"
 
 
 def survey() -> list[tuple[str, str, str, str]]:
@@ -34,7 +34,7 @@ def _ask(names: list[str]) -> tuple[str, str, str]:
         except Exception:  # noqa: S112  some deprecated names, and models that cannot be built on the meta device
             continue
         return name, *_verdict(model)
-    return "-", REFUSED, "no model could be built"
+    return "-", UNSUPPORTED, "no model could be built"
 
 
 def _verdict(model: nn.Module) -> tuple[str, str]:
@@ -42,7 +42,7 @@ def _verdict(model: nn.Module) -> tuple[str, str]:
         names = attention_names(model)
     except ValueError as error:
         said = str(error).partition(";")[0] if "supported are" in str(error) else str(error)
-        return (NONE, "") if "no self-attention" in said and "none found" in said else (REFUSED, said)
+        return (NONE, "") if "no self-attention" in said and "none found" in said else (UNSUPPORTED, said)
     kinds = {type(model.get_submodule(name)).__name__ for name in names}
     return TAKEN, f"{len(names)} layers: {', '.join(sorted(kinds))}"
 

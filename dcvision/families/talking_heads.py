@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .base import Family, Parts, Widths, heads, one_width, output, project
+from .base import AttentionParts, AttentionWidths, Family, heads, one_width, output, project
 
 
-def _cait(module: nn.Module, x: Tensor) -> Parts:
+def _cait(module: nn.Module, x: Tensor) -> AttentionParts:
     """Scores become W a + b over heads, which is composition with the static base W^T - I. The softmax does not see the
     constant b of a head; that of the weights adds b times the sum of the head's values.
     """
@@ -18,7 +18,7 @@ def _cait(module: nn.Module, x: Tensor) -> Parts:
     def finish(attended: Tensor) -> Tensor:
         return output(module, attended + constant_of(module.proj_w.bias, v))
 
-    return Parts(q, k, v, x, x, finish, None, pre, post)
+    return AttentionParts(q, k, v, x, x, finish, None, pre, post)
 
 
 def static_mixing(weight: Tensor) -> Tensor:
@@ -31,12 +31,12 @@ def constant_of(bias: Tensor, v: Tensor) -> Tensor:
     return bias.view(1, -1, 1, 1) * v.sum(2, keepdim=True)
 
 
-def _class_attention(module: nn.Module, x: Tensor) -> Parts:
+def _class_attention(module: nn.Module, x: Tensor) -> AttentionParts:
     """The first token of [B, S, C] attends to all."""
     first = x[:, :1]
     q, k, v = (heads(part, module.num_heads) for part in (module.q(first), module.k(x), module.v(x)))
-    return Parts(q, k, v, first, x, partial(output, module))
+    return AttentionParts(q, k, v, first, x, partial(output, module))
 
 
 CAIT = Family(_cait, one_width, mixes_heads=True)
-CLASS_ATTENTION = Family(_class_attention, lambda module: Widths(module.q.in_features, module.k.in_features))
+CLASS_ATTENTION = Family(_class_attention, lambda module: AttentionWidths(module.q.in_features, module.k.in_features))

@@ -27,7 +27,7 @@ ONE_HEAD = "a single head: there are no heads to mix"
 
 CONVOLUTIONS = (ConvAttention,)  # which are named attention
 
-LEFT: dict[type[nn.Module], str] = {
+UNSUPPORTED: dict[type[nn.Module], str] = {
     **dict.fromkeys((XCA, ChannelAttention, ChannelAttentionV2, CrossCovarianceAttn), OF_CHANNELS),
     **dict.fromkeys((FactorAttnConvRelPosEnc, LinearSelfAttention, LiteMLA, EfficientAdditiveAttention), LINEAR),
     **dict.fromkeys((SplitAttn, SelectiveKernel, SelectiveKernelAttn, ChannelAttn, LightChannelAttn), GATES),

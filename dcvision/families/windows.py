@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Family, Parts, heads, join, one_width, output, project
+from .base import AttentionParts, Family, heads, join, one_width, output, project
 
-MOST_LOG_SCALE = math.log(100.0)  # of cosine attention
+MAX_LOG_SCALE = math.log(100.0)  # of cosine attention
 
 
 def _cosine(q: Tensor, k: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise q and k; the scale of each head goes into q, as the operator has one for all."""
-    scale = log_scale.reshape(1, -1, 1, 1).clamp(max=MOST_LOG_SCALE).exp()
+    scale = log_scale.reshape(1, -1, 1, 1).clamp(max=MAX_LOG_SCALE).exp()
     return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
 
 
@@ -25,11 +25,11 @@ def _with_mask(bias: Tensor, mask: Tensor | None, rows: int) -> Tensor:
     return bias + mask.repeat(rows // mask.shape[0], 1, 1).unsqueeze(1)
 
 
-def _swin_v2(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> Parts:
+def _swin_v2(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> AttentionParts:
     bias = None if module.q_bias is None else torch.cat((module.q_bias, module.k_bias, module.v_bias))
     q, k, v = (heads(part, module.num_heads) for part in F.linear(x, module.qkv.weight, bias).chunk(3, -1))
     q, k = _cosine(q, k, module.logit_scale)
-    return Parts(q, k, v, x, x, partial(output, module), _with_mask(_swin_v2_bias(module), mask, len(x)))
+    return AttentionParts(q, k, v, x, x, partial(output, module), _with_mask(_swin_v2_bias(module), mask, len(x)))
 
 
 def _swin_v2_bias(module: nn.Module) -> Tensor:
@@ -40,14 +40,14 @@ def _swin_v2_bias(module: nn.Module) -> Tensor:
     return 16 * torch.sigmoid(bias.permute(2, 0, 1))[None]
 
 
-def _swin_v2_cr(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> Parts:
+def _swin_v2_cr(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> AttentionParts:
     q, k, v = project(module, x)
     q, k = _cosine(q, k, module.logit_scale)
     bias = module._relative_positional_encodings()
-    return Parts(q, k, v, x, x, partial(output, module), _with_mask(bias, mask, len(x)))
+    return AttentionParts(q, k, v, x, x, partial(output, module), _with_mask(bias, mask, len(x)))
 
 
-def _twins_local(module: nn.Module, x: Tensor, size: tuple[int, int]) -> Parts:
+def _twins_local(module: nn.Module, x: Tensor, size: tuple[int, int]) -> AttentionParts:
     """Tokens are padded with zeros to whole windows, which are attended to, as in timm."""
     (height, width), side = size, module.ws
     padded = F.pad(x.unflatten(1, (height, width)), (0, 0, 0, -width % side, 0, -height % side))
@@ -58,7 +58,7 @@ def _twins_local(module: nn.Module, x: Tensor, size: tuple[int, int]) -> Parts:
         joined = join(attended).view(grid.shape).transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return module.proj_drop(module.proj(joined[:, :height, :width].flatten(1, 2)))
 
-    return Parts(*project(module, tokens), tokens, tokens, finish)
+    return AttentionParts(*project(module, tokens), tokens, tokens, finish)
 
 
 SWIN_V2 = Family(_swin_v2, one_width, scale=lambda module: 1.0)

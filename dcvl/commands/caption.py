@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from dclm.sampling import Sampling
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one
 
-from ..captioning import tell_captions
+from ..captioning import generate_captions
 from ..load import load_pair
-from .images import batches, check_tells, find_pictures
+from .images import batches, check_captioner, find_images
 
 
 def caption(
@@ -36,17 +36,17 @@ def caption(
         device: Where to run, such as cuda.
     """
     check_at_least_one(max_new_tokens=max_new_tokens, batch_size=batch_size, num_beams=num_beams)
-    with told_as():
+    with as_user_error():
         Sampling(temperature, None, top_p)  # checks both before anything is loaded
-    files, pair = find_pictures(images), load_pair(checkpoint, device)
+    files, pair = find_images(images), load_pair(checkpoint, device)
     most = pair.encode.context_length - 1
     if max_new_tokens is not None and max_new_tokens > most:
         raise UserError(f"{max_new_tokens=}: expected at most {most}, what the context of the model takes.")
     longest = most if max_new_tokens is None else max_new_tokens
-    check_tells(pair)
+    check_captioner(pair)
     for number, (part, pictures) in enumerate(batches(pair, files, batch_size)):
         options = {"top_p": top_p, "seed": None if seed is None else seed + number, "num_beams": num_beams}
-        with told_as(of=ValueError):
-            told = tell_captions(pair.model, pictures, pair.tokenizer, longest, temperature, **options)
+        with as_user_error(of=ValueError):
+            told = generate_captions(pair.model, pictures, pair.tokenizer, longest, temperature, **options)
         for file, text in zip(part, told, strict=True):
             print(f"{file}\t{text}", flush=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.utils.files import check_regular
 from dcvision.data.decode import BadImage
@@ -18,7 +18,7 @@ from dcvision.data.sources import Source, open_source
 
 from ..data.captions import TEMPLATE, check_templates, in_template
 from ..load import LoadedPair, load_pair
-from .images import check_contrasts, embed_texts
+from .images import check_contrastive, embed_texts
 
 
 def classify(
@@ -59,8 +59,8 @@ def classify(
     if source.labels().max() >= len(names):
         raise UserError(f"the set has a class {source.labels().max()}; {len(names)} classes are named.")
     pair = load_pair(checkpoint, device)
-    check_contrasts(pair)
-    sentences = pair.facts["templates"] if sentences is None else sentences
+    check_contrastive(pair)
+    sentences = pair.metadata["templates"] if sentences is None else sentences
     texts = [in_template(sentence, name.replace("_", " ")) for name in names for sentence in sentences]
     means = embed_texts(pair, texts, batch_size).unflatten(0, (len(names), -1)).mean(1)
     is_right, lost = _judge(pair, source, F.normalize(means, dim=1), limit, batch_size)
@@ -73,7 +73,7 @@ def classify(
 
 
 def _lines(name: str, path: str) -> list[str]:
-    with told_as(f"{name}={path} cannot be read"):
+    with as_user_error(f"{name}={path} cannot be read"):
         found = [line.strip() for line in check_regular(Path(path)).read_text(encoding="utf-8").rstrip().splitlines()]
     if not all(found) or not found:
         raise UserError(f"{name}={path} holds {'an empty line' if found else 'nothing'}.")
@@ -100,6 +100,6 @@ def _judge(
                 continue
             wanted.append(int(labels[index]))
         if pictures:
-            embedded = model.embed_images(model.see(torch.stack(pictures).to(device))).float().cpu()
+            embedded = model.embed_images(model.encode_images(torch.stack(pictures).to(device))).float().cpu()
             is_right += ((embedded @ classes.mT).argmax(1) == torch.tensor(wanted)).tolist()
     return is_right, lost

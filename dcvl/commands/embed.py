@@ -8,10 +8,10 @@ import numpy as np
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.utils.files import written_whole
+from dctrain.utils.files import atomic_write
 
 from ..load import load_pair
-from .images import embed_pictures, find_pictures
+from .images import embed_image_files, find_images
 
 
 def embed(
@@ -30,12 +30,12 @@ def embed(
     path = Path(out)
     if path.suffix != ".npy":
         raise UserError(f"out={out}; accepted: a file whose name ends in .npy.")
-    files, pair = find_pictures(images), load_pair(checkpoint, device)
+    files, pair = find_images(images), load_pair(checkpoint, device)
     make_folder(str(path.parent))
-    found = embed_pictures(pair, files, batch_size).numpy()
-    with written_whole(path) as file:
+    found = embed_image_files(pair, files, batch_size).numpy()
+    with atomic_write(path) as file:
         np.save(file, found)
     names = Path(f"{path}.txt")
-    with written_whole(names) as file:
+    with atomic_write(names) as file:
         file.write("".join(f"{name}\n" for name in files).encode())
     print(f"{path}: {found.shape[0]} x {found.shape[1]}; names in {names}")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.utils.files import check_regular
 from dcvision.data.imagenet import EXTENSIONS
 
 from ..load import LoadedPair
 
 
-def find_pictures(named: Sequence[str]) -> list[Path]:
+def find_images(named: Sequence[str]) -> list[Path]:
     """List picture files: those that are named, and those below folders, in the order of their names.
 
     Raises:
@@ -46,12 +46,12 @@ def batches(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Iterato
         part = list(files[start : start + batch_size])
         pictures = []
         for file in part:
-            with told_as(f"the picture {file} cannot be read"):
+            with as_user_error(f"the picture {file} cannot be read"):
                 pictures.append(pair.prepare(check_regular(file).read_bytes()))
         yield part, torch.stack(pictures).to(device)
 
 
-def check_contrasts(pair: LoadedPair) -> None:
+def check_contrastive(pair: LoadedPair) -> None:
     """Refuse towers whose outputs were never compared.
 
     Raises:
@@ -61,7 +61,7 @@ def check_contrasts(pair: LoadedPair) -> None:
         raise UserError("the model embeds nothing: it was trained to tell captions alone (model.contrastive null).")
 
 
-def check_tells(pair: LoadedPair) -> None:
+def check_captioner(pair: LoadedPair) -> None:
     """Refuse towers that tell no captions.
 
     Raises:
@@ -72,19 +72,19 @@ def check_tells(pair: LoadedPair) -> None:
 
 
 @torch.inference_mode()
-def embed_pictures(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Tensor:
+def embed_image_files(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Tensor:
     """Embed pictures [N, E], of length 1, on the CPU."""
-    check_contrasts(pair)
+    check_contrastive(pair)
     model = pair.model
     return torch.cat(
-        [model.embed_images(model.see(part)).float().cpu() for _, part in batches(pair, files, batch_size)]
+        [model.embed_images(model.encode_images(part)).float().cpu() for _, part in batches(pair, files, batch_size)]
     )
 
 
 @torch.inference_mode()
 def embed_texts(pair: LoadedPair, texts: Sequence[str], batch_size: int) -> Tensor:
     """Embed texts [N, E], of length 1, on the CPU; longer ones than the context are cut, which is said."""
-    check_contrasts(pair)
+    check_contrastive(pair)
     device, found, num_cut = next(pair.model.parameters()).device, [], 0
     for start in range(0, len(texts), batch_size):
         encoded = [pair.encode(text) for text in texts[start : start + batch_size]]

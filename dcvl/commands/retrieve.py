@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one
 from dctrain.utils.files import check_regular
 
 from ..load import load_pair
-from .images import embed_pictures, embed_texts, find_pictures
+from .images import embed_image_files, embed_texts, find_images
 
 
 def retrieve(
@@ -38,9 +38,9 @@ def retrieve(
         device: Where to run, such as cuda.
     """
     check_at_least_one(top=top, batch_size=batch_size)
-    wanted, files = _read_texts(text, texts), find_pictures(images)
+    wanted, files = _read_texts(text, texts), find_images(images)
     pair = load_pair(checkpoint, device)
-    cosines = embed_texts(pair, wanted, batch_size) @ embed_pictures(pair, files, batch_size).mT
+    cosines = embed_texts(pair, wanted, batch_size) @ embed_image_files(pair, files, batch_size).mT
     names = [str(file) for file in files]
     for line in _told(cosines.mT, names, wanted, top) if by_image else _told(cosines, wanted, names, top):
         print(line)
@@ -51,7 +51,7 @@ def _read_texts(text: Sequence[str], path: str | None) -> list[str]:
         raise UserError("text and texts: accepted: one of the two, texts or a file of them.")
     found = list(text)
     if path is not None:
-        with told_as(f"texts={path} cannot be read"):
+        with as_user_error(f"texts={path} cannot be read"):
             found = check_regular(Path(path)).read_text(encoding="utf-8").splitlines()
     found = [line.strip() for line in found if line.strip()]
     if not found:

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from dctrain.utils.lazy import lazily
+from dctrain.utils.lazy import lazy_exports
 
-from .samples import Batch
+from .samples import CaptionBatch
 
 if TYPE_CHECKING:
     from .datamodule import CaptionDataModule
 
-__all__ = ["Batch", "CaptionDataModule"]
-__getattr__, __dir__ = lazily(__name__, {"CaptionDataModule": "datamodule"})
+__all__ = ["CaptionBatch", "CaptionDataModule"]
+__getattr__, __dir__ = lazy_exports(__name__, {"CaptionDataModule": "datamodule"})

@@ -13,7 +13,7 @@ from typing import BinaryIO, ClassVar, Protocol
 
 from torch import Tensor
 
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dcvision.data.fields import SampleFields
 from dcvision.data.shards import ShardSource, expand_urls
 from dcvision.data.sources import open_source
@@ -82,7 +82,7 @@ class CaptionFields(SampleFields):
         Raises:
             UserError: If there is none, or it is no UTF-8.
         """
-        with told_as(f"the captions of {name}"):
+        with as_user_error(f"the captions of {name}"):
             text = content.decode()
             found = _of_json(json.loads(text)) if _is_json(field) else text.split("\n")
         captions = [caption.strip() for caption in found if caption.strip()]

@@ -9,15 +9,15 @@ from torch.utils.data import DataLoader
 from dclm.data.tokenizers import Tokenizer, open_tokenizer
 from dctrain.cli.argument_types import check_types
 from dctrain.data.sampler import Permutation
-from dctrain.errors import UserError, told_as
+from dctrain.errors import UserError, as_user_error
 from dcvision.data.decode import MAX_PIXELS, eval_transform, train_transform
 from dcvision.data.image_data import ImageData
-from dcvision.data.samples import Skipped, make_image
+from dcvision.data.samples import SkippedSample, make_image
 from dcvision.data.sources import stream_urls
 from dcvision.data.stream import StreamedSample
 
 from .captions import TEMPLATE, CaptionFields, CaptionSource, check_templates, open_captions
-from .samples import Batch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, black, choose_caption
+from .samples import CaptionBatch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, black, choose_caption
 from .scenes import ENDLESS, NAME, scene_tokenizer
 
 
@@ -103,7 +103,7 @@ class CaptionDataModule(ImageData):
                 f"{val_samples=} at least 1."
             )
         check_templates(templates)
-        with told_as("data.fields"):
+        with as_user_error("data.fields"):
             self.fields = CaptionFields(**fields or {})
         self.tokenizer, self.templates = tokenizer, templates
         self.context_length, self.image_size = context_length, image_size
@@ -149,7 +149,7 @@ class CaptionDataModule(ImageData):
         """
         encoded, captions = source.read(index)
         image = make_image(encoded, source.name(index), self.eval_transform, self.max_pixels, index)
-        if isinstance(image, Skipped):
+        if isinstance(image, SkippedSample):
             raise UserError(f"{image.name} cannot be read: {image.reason}")
         return image, captions
 
@@ -193,7 +193,7 @@ class CaptionDataModule(ImageData):
         sample = StreamedSample(self.train_transform, seed, self.fields, self.max_pixels, finish)
         return self.stream(self.train_spec, sample, Collate(self.image_size), self.steps_per_epoch)
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_before_batch_transfer(self, batch: CaptionBatch, dataloader_idx: int) -> CaptionBatch:
         """Report unreadable images and captions that were cut; stop the run above the limit of the former."""
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
         if batch.num_cut and not self._has_told_of_cuts:
@@ -217,7 +217,7 @@ class CaptionDataModule(ImageData):
 
 
 def _captioned(
-    encode: CaptionEncoder, seed: int, image: Tensor | Skipped, captions: list[str], name: str, count: int
+    encode: CaptionEncoder, seed: int, image: Tensor | SkippedSample, captions: list[str], name: str, count: int
 ) -> CaptionedImage:
     """Make the sample of a streamed image and one of its captions."""
     return CaptionedImage(image, [encode(choose_caption(captions, (seed, count)))], name, is_padding=False)

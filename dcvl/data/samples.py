@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from dclm.data.tokenizers import Tokenizer
 from dclm.loss import IGNORED
 from dctrain.data.sampler import SampleRef
-from dctrain.errors import reason, told_as
+from dctrain.errors import as_user_error, reason
 from dcvision.data.decode import Transform
-from dcvision.data.samples import Skipped, make_image
+from dcvision.data.samples import SkippedSample, make_image
 
 from ..network import Texts
 from .captions import CaptionSource
@@ -55,7 +55,7 @@ class CaptionEncoder:
             UserError: If the tokenizer cannot.
         """
         eos, begin = self.tokenizer.eos_id, self.tokenizer.begin_ids or [self.tokenizer.eos_id]
-        with told_as(f"{caption!r} holds what the tokenizer has no token for"):
+        with as_user_error(f"{caption!r} holds what the tokenizer has no token for"):
             ids = [*begin, *self.tokenizer.encode([caption])[0].tolist()]
         kept = ids[: self.context_length - 1]
         input_ids = np.full(self.context_length, eos, dtype=np.int64)
@@ -69,7 +69,7 @@ class CaptionEncoder:
         return EncodedCaption(input_ids, targets, end, is_cut)
 
 
-class Batch(NamedTuple):
+class CaptionBatch(NamedTuple):
     """What a step gets.
 
     Attributes:
@@ -92,7 +92,7 @@ class Batch(NamedTuple):
 class CaptionedImage(NamedTuple):
     """A sample on its way to a batch; `image` says what was wrong where it could not be read."""
 
-    image: Tensor | Skipped
+    image: Tensor | SkippedSample
     captions: list[EncodedCaption]
     name: str
     is_padding: bool
@@ -127,7 +127,7 @@ class CaptionedSamples(Dataset):
         try:
             encoded, captions = self.source.read(ref.index)
         except OSError as error:  # removed, or a disk that fails
-            return CaptionedImage(Skipped(name, reason(error)), [self.encode("")], name, ref.is_padding)
+            return CaptionedImage(SkippedSample(name, reason(error)), [self.encode("")], name, ref.is_padding)
         image = make_image(encoded, name, self.transform, self.max_pixels, *key)
         chosen = captions if self.has_all else [choose_caption(captions, key)]
         return CaptionedImage(image, [self.encode(caption) for caption in chosen], name, ref.is_padding)
@@ -148,8 +148,8 @@ class Collate:
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
 
-    def __call__(self, samples: list[CaptionedImage]) -> Batch:
-        are_bad = [isinstance(sample.image, Skipped) for sample in samples]
+    def __call__(self, samples: list[CaptionedImage]) -> CaptionBatch:
+        are_bad = [isinstance(sample.image, SkippedSample) for sample in samples]
         images = [
             black(self.image_size, sample.image) if is_bad else sample.image
             for sample, is_bad in zip(samples, are_bad, strict=True)
@@ -163,7 +163,7 @@ class Collate:
         skipped = [tuple(sample.image) for sample, is_bad in zip(samples, are_bad, strict=True) if is_bad]
         num_cut = sum(caption.is_cut for caption in captions)
         names = [sample.name for sample, is_bad in zip(samples, are_bad, strict=True) if not is_bad]
-        return Batch(torch.stack(images), texts, torch.tensor(counts), names, num_cut, skipped)
+        return CaptionBatch(torch.stack(images), texts, torch.tensor(counts), names, num_cut, skipped)
 
 
 def black(size: int, image: Tensor) -> Tensor:

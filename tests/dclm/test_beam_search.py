@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dclm
-from dclm.blocks import Context
+from dclm.blocks import CrossContext
 
 V, LONGEST = 5, 4
 
@@ -37,7 +37,7 @@ def log_probabilities(decoder: dclm.Decoder, prompt: torch.Tensor, rows: list[tu
     lengths = torch.tensor([len(tokens) for tokens in rows])
     ids = torch.tensor([[*prompt.tolist(), *tokens, *[0] * (LONGEST - len(tokens))] for tokens in rows])
     if context is not None:
-        context = Context(context.tokens.expand(len(rows), -1, -1))
+        context = CrossContext(context.tokens.expand(len(rows), -1, -1))
     logs = decoder(ids, context=context).log_softmax(-1)[:, len(prompt) - 1 : -1]
     found = logs.gather(2, ids[:, len(prompt) :, None])[..., 0]
     return found.masked_fill(torch.arange(LONGEST) >= lengths[:, None], 0.0).sum(1).tolist()
@@ -47,10 +47,10 @@ def log_probabilities(decoder: dclm.Decoder, prompt: torch.Tensor, rows: list[tu
 @pytest.mark.parametrize(("penalty", "stops"), [(0.0, (2,)), (1.0, (2,)), (0.7, (1, 3)), (1.0, ())])
 def test_many_beams_find_the_best_of_all(penalty, stops):
     decoder = made(context_dim=12, cross_layers=1)
-    ids, context = prompts(3), Context(torch.randn(3, 7, 12, dtype=torch.float64))
+    ids, context = prompts(3), CrossContext(torch.randn(3, 7, 12, dtype=torch.float64))
     found = dclm.beam_search(decoder, ids, LONGEST, V**3, length_penalty=penalty, stop_tokens=stops, context=context)
     for row, (prompt, got) in enumerate(zip(ids, found, strict=True)):
-        own = Context(context.tokens[row : row + 1])
+        own = CrossContext(context.tokens[row : row + 1])
         every = every_continuation(stops)
         logs = log_probabilities(decoder, prompt, every, own)
         scores = {tokens: value / len(tokens) ** penalty for tokens, value in zip(every, logs, strict=True)}

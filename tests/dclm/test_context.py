@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dclm
-from dclm.blocks import Context
+from dclm.blocks import CrossContext
 from dclm.tensor_parallel import split_decoder
 
 OVERRIDES = {"dim": 32, "num_layers": 3, "num_heads": 4, "mlp_dim": 48, "vocab_size": 23, "context_length": 16}
@@ -22,11 +22,11 @@ def made(name: str = "dcformer_pp_debug", **overrides) -> dclm.Decoder:
     return decoder
 
 
-def inputs(rows: int = 2, tokens: int = 9) -> tuple[torch.Tensor, Context]:
+def inputs(rows: int = 2, tokens: int = 9) -> tuple[torch.Tensor, CrossContext]:
     torch.manual_seed(1)
     mask = torch.ones(rows, 7, dtype=torch.bool)
     mask[-1, 3:] = False
-    return torch.randint(23, (rows, tokens)), Context(torch.randn(rows, 7, 12, dtype=torch.float64), mask)
+    return torch.randint(23, (rows, tokens)), CrossContext(torch.randn(rows, 7, 12, dtype=torch.float64), mask)
 
 
 @pytest.mark.parametrize("cross_compose", [False, True])
@@ -43,8 +43,8 @@ def test_decoding_is_the_whole_pass(name, cross_compose):
         rest = [decoder.decode(part.flip(0), cache) for part in ids[:, 4:].split([1, 4], 1)]
     found = torch.cat([first, *(part.flip(0) for part in rest)], 1)
     torch.testing.assert_close(found, expected)
-    assert not torch.allclose(decoder(ids, context=Context(context.tokens + 1, context.mask)), expected)
-    hidden = Context(context.tokens.masked_fill(~context.mask[..., None], 100.0), context.mask)
+    assert not torch.allclose(decoder(ids, context=CrossContext(context.tokens + 1, context.mask)), expected)
+    hidden = CrossContext(context.tokens.masked_fill(~context.mask[..., None], 100.0), context.mask)
     torch.testing.assert_close(decoder(ids, context=hidden), expected)
 
 
@@ -63,13 +63,13 @@ def test_without_what_it_adds_it_is_the_plain_decoder():
 def test_states_before_the_context_do_not_know_it():
     decoder = made(**LOOKS)
     ids, context = inputs()
-    before, after = decoder.both_states(ids, context=context)
+    before, after = decoder.hidden_and_final(ids, context=context)
     torch.testing.assert_close(decoder.output(after), decoder(ids, context=context))
-    other = Context(context.tokens + 1, context.mask)
-    assert torch.equal(decoder.both_states(ids, context=other)[0], before)
+    other = CrossContext(context.tokens + 1, context.mask)
+    assert torch.equal(decoder.hidden_and_final(ids, context=other)[0], before)
     assert torch.equal(decoder.states_before_context(ids), before)
     plain = made()
-    before, after = plain.both_states(ids)
+    before, after = plain.hidden_and_final(ids)
     torch.testing.assert_close(plain.norm(before), after)
 
 
@@ -84,7 +84,7 @@ def test_gradients_reach_the_context(is_checkpointed):
     step = torch.zeros_like(tokens)
     step[0, 2, 5] = 1e-5
     with torch.no_grad():
-        up, down = (decoder(ids, targets=ids, context=Context(tokens + x, context.mask)) for x in (step, -step))
+        up, down = (decoder(ids, targets=ids, context=CrossContext(tokens + x, context.mask)) for x in (step, -step))
     assert float((up - down) / 2e-5) == pytest.approx(float(tokens.grad[0, 2, 5]), rel=1e-4)
     assert not tokens.grad[1, 3:].any() and tokens.grad[1, :3].any()
 
@@ -94,13 +94,13 @@ def test_generation_looks_at_the_context():
     ids, context = inputs(rows=2, tokens=3)
     found = dclm.generate(decoder, ids, 5, context=context)
     for row in range(2):
-        alone = Context(context.tokens[row : row + 1], context.mask[row : row + 1])
+        alone = CrossContext(context.tokens[row : row + 1], context.mask[row : row + 1])
         assert torch.equal(dclm.generate(decoder, ids[row : row + 1], 5, context=alone)[0], found[row])
         text = found[row : row + 1]
         for end in range(3, 8):
             assert decoder(text[:, :end], context=alone)[0, -1].argmax() == text[0, end]
     padded = dclm.generate(decoder, [ids[0], ids[1, 1:]], 5, context=context)
-    alone = Context(context.tokens[1:], context.mask[1:])
+    alone = CrossContext(context.tokens[1:], context.mask[1:])
     assert torch.equal(padded[1], dclm.generate(decoder, ids[1:, 1:], 5, context=alone)[0])
 
 
@@ -145,7 +145,7 @@ def test_mistakes_in_calls():
     with pytest.raises(ValueError, match="context has 2 rows; accepted: 1, those of the text"):
         looking(ids[:1], context=context)
     with pytest.raises(ValueError, match=r"context has shape \[2, 7, 5\]; accepted: \[2, tokens, 12\]"):
-        looking(ids, context=Context(context.tokens[..., :5]))
+        looking(ids, context=CrossContext(context.tokens[..., :5]))
     with pytest.raises(ValueError, match="the cache is of 2 rows; got 1"):
         looking.decode(ids[:1], looking.make_cache(9, context=context))
     with pytest.raises(ValueError, match="cross_layers cannot be split"):

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from dctrain.checkpointing import async_save
 from dctrain.checkpointing.checkpoint import check_resumable, find_checkpoint, load_checkpoint, newest_checkpoint
 from dctrain.checkpointing.lightning_io import AtomicCheckpointIO
-from dctrain.checkpointing.sharded import whole_part
+from dctrain.checkpointing.sharded import as_local_shard
 from dctrain.errors import UserError
 from tests.dctrain.commands import record
 from tests.dctrain.recorder import read
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_last_whole(corpus, tmp_path, capsys, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*args, **kwargs)
 
-    owner, name = (dcp.FileSystemWriter, "write_data") if where == "tensors" else (async_save, "written_whole")
+    owner, name = (dcp.FileSystemWriter, "write_data") if where == "tensors" else (async_save, "atomic_write")
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, full)
     with pytest.raises(SystemExit) as exit_info:
@@ -203,9 +203,9 @@ def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypat
     monkeypatch.setattr(async_save, "_begin", lambda *args: go_on.wait(30) and begin(*args))
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
-        saving = async_save.Folders(in_background=True)
+        saving = async_save.ShardedCheckpointWriter(in_background=True)
         x, meta = torch.ones(3), {"best": {"a": 1}, "optimizer_states": [{"param_groups": []}]}
-        saving.save(tmp_path / "a.ckpt", {"state_dict.x": whole_part(x)}, meta)
+        saving.save(tmp_path / "a.ckpt", {"state_dict.x": as_local_shard(x)}, meta)
         x.zero_(), meta["best"].clear()
         assert saving.is_saving and not (tmp_path / "a.ckpt").exists()
         go_on.set()

@@ -5,14 +5,14 @@ import torch
 
 import dclm
 from dclm.data.tokenizers import ByteTokenizer
-from dclm.stop_strings import GrowingText
+from dclm.stop_strings import StopStringBuffer
 
 from .test_decoder import ids, small
 
 
 def fed(text: str, **stops) -> tuple[list[str], bool, str]:
     """What each byte releases, whether it has ended, and the rest."""
-    growing = GrowingText(ByteTokenizer(), **stops)
+    growing = StopStringBuffer(ByteTokenizer(), **stops)
     released = [growing.add(byte) for byte in text.encode()]
     return released, growing.is_ended, growing.rest()
 
@@ -33,7 +33,7 @@ def test_text_is_released_as_soon_as_it_is_certain(text, strings, expected):
 
 
 def test_a_stop_token_releases_what_was_held():
-    growing = GrowingText(ByteTokenizer(), [256], ["xyz"])
+    growing = StopStringBuffer(ByteTokenizer(), [256], ["xyz"])
     assert [growing.add(token) for token in (97, 120, 121, 256, 97)] == ["a", "", "", "xy", ""]
     assert growing.is_ended and growing.rest() == ""
 

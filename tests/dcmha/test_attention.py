@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dcmha import ComposeWeights, DCAttention, SideWeights
-from dcmha.cache import Seen
+from dcmha.cache import CacheView
 from dcmha.impl import masking
 from dcmha.impl.reference import compose
 
@@ -194,7 +194,7 @@ class GrowingCache:
                 for old, new in zip(self.keys, keys, strict=True)
             ]
         self.k, self.v, self.keys = k, v, keys
-        return Seen(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True, self.window)
+        return CacheView(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True, self.window)
 
 
 @pytest.mark.parametrize("num_kv_heads", [None, 2])

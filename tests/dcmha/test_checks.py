@@ -165,16 +165,16 @@ def test_visible_pairs_of_any_size_are_counted_at_once():
 def test_context_seen_by_another_layer_is_refused():
     context, x = torch.randn(1, 5, 32), torch.randn(1, 3, 32)
     layer = DCCrossAttention(32, 4)
-    layer(x, layer.see(context))
+    layer(x, layer.precompute_kv(context))
     plain = {"pre_compose": False, "post_compose": False}
     for options in ({"rank": 1}, plain, {"num_heads": 8}, {"key_wise": False}, {"pre_compose": False}):
         with pytest.raises(ValueError, match="another layer"):
-            layer(x, DCCrossAttention(**{"dim": 32, "num_heads": 4} | options).see(context))
+            layer(x, DCCrossAttention(**{"dim": 32, "num_heads": 4} | options).precompute_kv(context))
     for options in (plain, {"key_wise": False}):
         other = DCCrossAttention(32, 4, **options)
-        other(x, other.see(context))
+        other(x, other.precompute_kv(context))
         with pytest.raises(ValueError, match="another layer"):
-            other(x, layer.see(context))
+            other(x, layer.precompute_kv(context))
 
 
 def test_numbers_of_other_libraries_become_plain_ones():

@@ -88,12 +88,12 @@ def test_without_composition_it_is_plain():
     "options", [{}, {"key_wise": False}, {"query_wise": False}, {"pre_compose": False, "post_compose": False}]
 )
 def test_a_context_is_seen_once(options):
-    """Some tokens after others, and other rows of the batch, need no more of the context than `see` made of it."""
+    """Later tokens and other rows of the batch need only the precomputed keys and values of the context."""
     layer, (x, context) = make(**options), sequences()
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 3:] = False
     expected = layer(x, context, mask)
-    seen = layer.see(context, mask)
+    seen = layer.precompute_kv(context, mask)
     context.fill_(100.0)
     torch.testing.assert_close(torch.cat([layer(part, seen) for part in x.split([1, 3, 1], 1)], 1), expected)
     rows = torch.tensor([1, 1, 0])
@@ -124,11 +124,11 @@ def test_bad_input():
     with pytest.raises(ValueError, match="nothing is left to compose"):
         make(query_wise=False, key_wise=False)
     with pytest.raises(ValueError, match=r"x has shape \[1, 5, 32\]; accepted: \[2, tokens, 32\]"):
-        layer(x[:1], layer.see(context))
-    with pytest.raises(ValueError, match="context_mask is given beside what `see` made"):
-        layer(x, layer.see(context), torch.ones(2, 9, dtype=torch.bool))
+        layer(x[:1], layer.precompute_kv(context))
+    with pytest.raises(ValueError, match="context_mask is given beside what `precompute_kv` made"):
+        layer(x, layer.precompute_kv(context), torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; accepted: \[B, tokens, 24\]"):
-        layer.see(x)
+        layer.precompute_kv(x)
     with pytest.raises(ValueError, match=r"unknown options \['window'\]; accepted: rank, "):
         make(window=3)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcmha import DCAttention, layer, resolve_impl
-from dcmha.impl.call import Ranks
+from dcmha.impl.call import ComposeRanks
 
 
 def queries(*shape: int, device: str = "cuda", dtype=torch.bfloat16) -> torch.Tensor:
@@ -42,9 +42,9 @@ def capability(monkeypatch):
         (queries(2, 6, 9, 64, device="cpu"), {"dropout_p": 0.1}, "compiled", "no dropout"),
         (
             queries(2, 6, 9, 64, device="cpu"),
-            {"ranks": Ranks(4, 5)},
+            {"ranks": ComposeRanks(4, 5)},
             "compiled",
-            "ranks up to 4, got Ranks(query=4, key=5)",
+            "ranks up to 4, got ComposeRanks(query=4, key=5)",
         ),
         (queries(2, 6, 9, 64, device="meta"), {}, "compiled", "'cpu' does not take the call: it needs CPU tensors"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcmha import ComposeWeights, SideWeights, composed_attention
-from dcmha.impl.compiled.blocks import Block, attend
+from dcmha.impl.compiled.blocks import QueryBlock, attend
 
 from .inputs import (
     BRANCHES,
@@ -141,7 +141,7 @@ def test_chunk_compiles_with_inductor():
     for T, S in ((24, 40), (17, 31)):
         operands = make_operands(Case(T=T, S=S, H=4, D=8), torch.float32)
         pre, post = (weights_of(operands, composition) for composition in ("pre", "post"))
-        block = Block(*(operands[n] for n in "qkv"), pre, post, None, None, 0.3, 1, True, False, 0.0, None)
+        block = QueryBlock(*(operands[n] for n in "qkv"), pre, post, None, None, 0.3, 1, True, False, 0.0, None)
         results = [f(block) for f in (attend, compiled)]
         gradients = [torch.autograd.grad(y.square().sum(), list(operands.values())) for y in results]
         for name, a, b in zip(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dcmha import DCAttention, Split, split_heads
+from dcmha import DCAttention, ShardedDim, split_heads
 
 from .inputs import relative_error
 
@@ -19,8 +19,8 @@ LAYERS = {
 }
 
 
-def share(whole: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
-    """A rank's share of a parameter, as the docstring of `Split` says."""
+def share(whole: Tensor, split: ShardedDim, rank: int, ranks: int) -> Tensor:
+    """A rank's share of a parameter, as the docstring of `ShardedDim` says."""
     if split.dim is None:
         return whole
     unit = whole.shape[split.dim] // sum(split.parts)
@@ -28,12 +28,12 @@ def share(whole: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
     return torch.cat([part.chunk(ranks, split.dim)[rank] for part in parts], split.dim)
 
 
-def share_of(layer: DCAttention, rank: int, ranks: int) -> tuple[DCAttention, dict[str, Split]]:
+def share_of(layer: DCAttention, rank: int, ranks: int) -> tuple[DCAttention, dict[str, ShardedDim]]:
     part = copy.deepcopy(layer)
     splits = split_heads(part, ranks)
     for name, whole in layer.named_parameters():
         owner, _, key = name.rpartition(".")
-        own = share(whole.detach(), splits.get(name, Split()), rank, ranks)
+        own = share(whole.detach(), splits.get(name, ShardedDim()), rank, ranks)
         part.get_submodule(owner)._parameters[key] = nn.Parameter(own.clone())
     if rank:
         part.proj.bias = None  # added once
@@ -57,7 +57,7 @@ def test_shares_add_up(kind, ranks):
     assert relative_error(x.grad, d_x) < 1e-12
     for name, whole in layer.named_parameters():
         for rank, (part, splits) in enumerate(parts):
-            split = splits.get(name, Split())
+            split = splits.get(name, ShardedDim())
             if split.is_summed:
                 got, wanted = sum(dict(p.named_parameters())[name].grad for p, _ in parts), whole.grad
             elif name in dict(part.named_parameters()):

@@ -19,7 +19,7 @@ from dctrain.compare.experiment import experiment_of, read_experiment
 from dctrain.compare.report import write_report
 from dctrain.compare.results import Results
 from dctrain.compare.statistics import ItemNoise, item_noise, paired_difference
-from dctrain.compare.training import environments, items_of
+from dctrain.compare.training import environments, run_items
 from dctrain.errors import UserError
 from dctrain.evaluation.items import ItemRecorder, Items, read_items, write_items
 from tests.dctrain.commands import ROOT
@@ -358,7 +358,7 @@ def test_the_report(tmp_path):
     assert "Not finished: one validation | seed 1" in table and "Ran on: a CPU, torch 2, commit abc" in table
     assert "val/top1: intervals count seeds alone, not the evaluation's own noise" in table
     for run in experiment.runs:
-        write_items(items_of(tmp_path, experiment, run), {"val/top1": named([1, 0, run.model == "a"])})
+        write_items(run_items(tmp_path, experiment, run), {"val/top1": named([1, 0, run.model == "a"])})
     counted = write_report(experiment, results, tmp_path)
     assert "val/top1: intervals count seeds and the 3 items of the evaluation." in counted
     assert "val/loss: intervals count seeds alone" in counted

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from dctrain.cli.entry_points import help_path
-from dctrain.cli.subcommands import imported
+from dctrain.cli.subcommands import import_function
 from tests.dcvision.commands import run, small
 
 
@@ -42,7 +42,7 @@ def test_help_lists_all_subcommands(program, capsys):
     module = import_module(f"{program}.cli")
     module.main(["--help"])
     listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
-    cli = imported(module.PROGRAM.trainer)
+    cli = import_function(module.PROGRAM.trainer)
     assert sorted(listed) == sorted(["plan", *cli.subcommands(), *module.PROGRAM.functions])
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dctrain.loggers import finish, keep_curves, record_ids
+from dctrain.loggers import finish, record_ids, truncate_curves
 from tests.dcvision.commands import run, small
 from tests.faults.fault_injection import mistake
 
@@ -127,7 +127,7 @@ def test_rows_of_a_resumed_run_are_whole_and_up_to_its_step(tmp_path):
     log.parent.mkdir()
     log.write_bytes(b"loss,step\r\n1.0,1\r\n2.0,2\r\n3.0,3\r\n4.0,")
     logger = CSVLogger(tmp_path, name="", version=0)
-    keep_curves([logger], step=2, is_due=False)
+    truncate_curves([logger], step=2, is_due=False)
     logger.log_metrics({"loss": 5.0}, step=3)
     logger.save()
     with log.open(newline="") as file:
@@ -158,6 +158,6 @@ def test_a_validation_that_is_taken_again_stands_once(tmp_path):
         table.writeheader()
         table.writerows(rows)
     for is_due, kept in ((False, 4), (True, 3)):
-        keep_curves([CSVLogger(tmp_path, name="", version=0)], step=2, is_due=is_due)
+        truncate_curves([CSVLogger(tmp_path, name="", version=0)], step=2, is_due=is_due)
         with log.open(newline="") as file:
             assert len(list(csv.DictReader(file))) == kept

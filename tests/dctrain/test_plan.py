@@ -6,9 +6,9 @@ from torch import nn
 
 import dclm
 from dclm.cli import main
-from dctrain.distributed.meta_init import deferred_weights
+from dctrain.distributed.meta_init import on_meta_device
 from dctrain.errors import UserError
-from dctrain.plan.memory import Memory, activation_bytes, check_fits, fsdp2_memory, sharded_numel, share_of_a_rank
+from dctrain.plan.memory import Memory, activation_bytes, check_fits, fsdp2_memory, rank_share, sharded_numel
 
 CONFIG = ["plan", "--config", "configs/lm/dcpythia_6b9.yaml"]
 
@@ -49,10 +49,10 @@ def test_shards_of_a_world():
 
 def test_a_share_of_heads():
     """Four ranks split all but norms and what is as wide as the model; the module itself stays whole."""
-    with deferred_weights():
+    with on_meta_device():
         module = dclm.LanguageModel("dcformer_pp_debug", overrides={"num_groups": 4})
     whole = sum(p.numel() for p in module.model.parameters())
-    share = share_of_a_rank(module, 4).model
+    share = rank_share(module, 4).model
     assert 0.25 < sum(p.numel() for p in share.parameters()) / whole < 0.27
     assert share.blocks[0].attn.num_heads == 1 and module.model.blocks[0].attn.num_heads == 4
     ids = torch.zeros(2, 64, dtype=torch.long, device="meta")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dctrain.compare.scaling import Point, fit_law, fit_scaling, plot_scaling, scaling_table
+from dctrain.compare.scaling import ScalingPoint, fit_law, fit_scaling, plot_scaling, scaling_table
 from dctrain.errors import UserError
 
 COMPUTE = [1e15, 4e15, 3e16]
@@ -13,10 +13,12 @@ COMPUTE = [1e15, 4e15, 3e16]
 
 def family(
     prefix: str, scale: float, exponent: float, noise: float = 0.0, seeds: int = 1, start: int = 0
-) -> list[Point]:
+) -> list[ScalingPoint]:
     generator = np.random.default_rng(start)
     return [
-        Point(f"{prefix}{n}", c, {s: scale * c**-exponent * math.exp(noise * generator.normal()) for s in range(seeds)})
+        ScalingPoint(
+            f"{prefix}{n}", c, {s: scale * c**-exponent * math.exp(noise * generator.normal()) for s in range(seeds)}
+        )
         for n, c in enumerate(COMPUTE)
     ]
 
@@ -57,7 +59,7 @@ def test_the_papers_table_4():
     pythia = {"2.8B": (2.775e9, 6.63), "6.9B": (6.857e9, 6.29), "12B": (11.846e9, 6.01)}
     composed = {"DC 2.8B": (2.8e9, 6.36), "DC 6.9B": (6.9e9, 5.95)}
     families = {
-        name: [Point(model, 6 * n * tokens, {0: math.log(ppl)}) for model, (n, ppl) in models.items()]
+        name: [ScalingPoint(model, 6 * n * tokens, {0: math.log(ppl)}) for model, (n, ppl) in models.items()]
         for name, models in (("Pythia", pythia), ("DCPythia", composed))
     }
     worth = fit_scaling(families).worth
@@ -77,7 +79,7 @@ def test_no_law_says_why():
     ):
         with pytest.raises(UserError, match=said):
             fit_law(compute, losses)
-    apart = {"a": [Point("x", 1e9, {0: 1.0})], "b": [Point("y", 1e9, {1: 1.0})]}
+    apart = {"a": [ScalingPoint("x", 1e9, {0: 1.0})], "b": [ScalingPoint("y", 1e9, {1: 1.0})]}
     with pytest.raises(UserError, match="no seed has finished for all models"):
         fit_scaling(apart)
     with pytest.raises(UserError, match="no seed"):

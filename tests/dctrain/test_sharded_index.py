@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dctrain.checkpointing.sharded import Part, read_parts, read_whole, whole_part, write_parts
+from dctrain.checkpointing.sharded import LocalShard, as_local_shard, read_shards, read_unsharded, write_shards
 from dctrain.checkpointing.sharded_index import INDEX, read_index
-from dctrain.distributed.layout import Block
+from dctrain.distributed.layout import ShardBlock
 from dctrain.errors import UserError
 
 
@@ -18,26 +18,26 @@ from dctrain.errors import UserError
 def folder(tmp_path) -> Path:
     """A checkpoint of a matrix in two blocks, a scalar of float64 and an empty vector, written by one rank."""
     x = torch.arange(12.0).reshape(4, 3)
-    blocks = [Block((0, 0), (0, 0), (1, 3)), Block((1, 0), (1, 0), (3, 3))]
-    parts = {"x": Part(x, x.shape, blocks), "scalar": whole_part(torch.tensor(0.1, dtype=torch.float64))}
-    parts["empty"] = whole_part(torch.empty(0, dtype=torch.bfloat16))
+    blocks = [ShardBlock((0, 0), (0, 0), (1, 3)), ShardBlock((1, 0), (1, 0), (3, 3))]
+    parts = {"x": LocalShard(x, x.shape, blocks), "scalar": as_local_shard(torch.tensor(0.1, dtype=torch.float64))}
+    parts["empty"] = as_local_shard(torch.empty(0, dtype=torch.bfloat16))
     if dist.is_initialized():  # left by a run that failed, of another test in this process
         dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        write_parts(tmp_path / "a.ckpt", parts)
+        write_shards(tmp_path / "a.ckpt", parts)
     finally:
         dist.destroy_process_group()
     return tmp_path / "a.ckpt"
 
 
 def test_tensors_are_read_back(folder):
-    read = read_whole(folder, ["x", "scalar", "empty"])
+    read = read_unsharded(folder, ["x", "scalar", "empty"])
     assert torch.equal(read["x"], torch.arange(12.0).reshape(4, 3))
     assert read["scalar"].item() == 0.1 and read["scalar"].dtype == torch.float64
     assert read["empty"].shape == (0,) and read["empty"].dtype == torch.bfloat16
     row = torch.empty(2, 3)
-    read_parts(folder, {"x": Part(row, torch.Size((4, 3)), [Block((0, 0), (1, 0), (2, 3))])}, alone=True)
+    read_shards(folder, {"x": LocalShard(row, torch.Size((4, 3)), [ShardBlock((0, 0), (1, 0), (2, 3))])}, alone=True)
     assert row.tolist() == [[3, 4, 5], [6, 7, 8]]
 
 
@@ -103,4 +103,4 @@ def test_block_of_another_shape_than_the_index_says_is_refused(folder):
         folder, _set("tensors", "x", "blocks", [blocks[0] | {k: blocks[1][k] for k in ("start", "length")}, blocks[1]])
     )
     with pytest.raises(UserError, match=r"a\.ckpt"):
-        read_whole(folder, ["x"])
+        read_unsharded(folder, ["x"])

@@ -10,7 +10,7 @@ from dcmha import ComposeWeights
 from dcmha.analysis import Recorded
 from dcmha.impl.reference import AttentionMaps
 from dctrain.errors import UserError
-from dcvision.attention_plots import View, draw_attention, patch_grid, read_image
+from dcvision.attention_plots import AttentionView, draw_attention, patch_grid, read_image
 
 HEADS, PREFIX, GRID = 3, 1, (2, 4)
 TOKENS = PREFIX + GRID[0] * GRID[1]
@@ -36,7 +36,7 @@ def cells(figure, columns: int) -> list[list]:
 def test_rows_are_the_maps_of_the_query(has_pre, has_post):
     one, query = make_recorded(has_pre, has_post), 6
     pixels = torch.randint(255, (3, 32, 32), dtype=torch.uint8)
-    figures = draw_attention({"blocks.0.attn": one}, View(pixels, GRID, PREFIX, query))
+    figures = draw_attention({"blocks.0.attn": one}, AttentionView(pixels, GRID, PREFIX, query))
     rows = {"uncomposed": one.uncomposed_weights}
     rows |= {"pre-composed": one.maps.weights} if has_pre else {}
     rows |= {"post-composed": one.maps.composed_weights} if has_post else {}
@@ -53,7 +53,9 @@ def test_rows_are_the_maps_of_the_query(has_pre, has_post):
 
 def test_compositions_are_drawn_less_the_identity():
     recorded = {"a": make_recorded(), "b": make_recorded(has_post=False)}
-    figure = draw_attention(recorded, View(torch.zeros(3, 8, 8, dtype=torch.uint8), GRID, PREFIX, None))["compositions"]
+    figure = draw_attention(recorded, AttentionView(torch.zeros(3, 8, 8, dtype=torch.uint8), GRID, PREFIX, None))[
+        "compositions"
+    ]
     pre, post = cells(figure, 2)
     for cell, one in zip(pre, recorded.values(), strict=True):
         assert np.array_equal(drawn(cell), (one.pre_composition - torch.eye(HEADS)).numpy())
@@ -70,10 +72,10 @@ def test_windows_and_wrong_queries_are_refused():
         (GRID, -1, "query=-1; accepted"),
     ):
         with pytest.raises(UserError, match=message):
-            draw_attention({"a": one}, View(pixels, grid, PREFIX, query))
+            draw_attention({"a": one}, AttentionView(pixels, grid, PREFIX, query))
     windows = AttentionMaps(*(torch.cat([maps] * 4) for maps in one.maps))
     with pytest.raises(UserError, match="attends within 4 x 9 tokens"):
-        View(pixels, GRID, PREFIX, None).check({"a": Recorded(windows, one.uncomposed_weights, None, None, 1)})
+        AttentionView(pixels, GRID, PREFIX, None).check({"a": Recorded(windows, one.uncomposed_weights, None, None, 1)})
 
 
 @pytest.mark.parametrize(

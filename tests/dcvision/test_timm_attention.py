@@ -7,7 +7,7 @@ from timm.layers.attention import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 from torch import nn
 
-from dcvision.timm_attention import FAMILIES, AdoptedPooling
+from dcvision.timm_attention import FAMILIES, ComposedPooling
 
 B, T, C, H, D = 2, 7, 48, 6, 8
 PREFIX = 2
@@ -23,7 +23,7 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 def adopt(module: nn.Module) -> nn.Module:
-    adopted = FAMILIES.get(type(module), AdoptedPooling)(module).eval()
+    adopted = FAMILIES.get(type(module), ComposedPooling)(module).eval()
     with torch.no_grad():
         for name, parameter in adopted.named_parameters():
             if "compose." in name:

@@ -17,7 +17,7 @@ from dctrain.errors import UserError
 from dcvision.factory import build_model
 from dcvl import CaptionDataModule, ImageText
 from dcvl.caption_plots import draw_words
-from dcvl.captioning import exact_matches, tell_captions
+from dcvl.captioning import exact_matches, generate_captions
 from dcvl.data.captions import open_captions
 from dcvl.data.samples import CaptionedSamples, CaptionEncoder
 from dcvl.data.scenes import RELATIONS, Scene, SceneSource, Thing, scene_tokenizer
@@ -216,17 +216,17 @@ def made(embed_dim: int | None = 8, **overrides) -> ImageText:
 def test_captions_are_told_greedily():
     model, tokenizer = made(), scene_tokenizer()
     images = torch.randn(3, 3, 32, 32)
-    told = tell_captions(model, images, tokenizer, 6)
+    told = generate_captions(model, images, tokenizer, 6)
     for image, caption in zip(images, told, strict=True):
         ids = [tokenizer.eos_id]
-        context = model.context(model.see(image[None]))
+        context = model.context(model.encode_images(image[None]))
         while len(ids) <= 6 and (len(ids) == 1 or ids[-1] != tokenizer.eos_id):
             ids.append(int(model.text(torch.tensor([ids]), context=context)[0, -1].argmax()))
         ended = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
         assert tokenizer.decode(ended) == caption
     assert len(set(told)) > 1
     with pytest.raises(ValueError, match="tells no captions"):
-        tell_captions(made(context_dim=None, cross_layers=0, cross_compose=False), images, tokenizer, 6)
+        generate_captions(made(context_dim=None, cross_layers=0, cross_compose=False), images, tokenizer, 6)
 
 
 def test_captions_are_searched_by_beams():
@@ -236,15 +236,15 @@ def test_captions_are_searched_by_beams():
 
     def score(image, caption):
         ids = [tokenizer.eos_id, *tokenizer.encode([caption])[0].tolist(), tokenizer.eos_id][:7]
-        logits = model.text(torch.tensor([ids[:-1]]), context=model.context(model.see(image[None])))
+        logits = model.text(torch.tensor([ids[:-1]]), context=model.context(model.encode_images(image[None])))
         return float(logits[0].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).mean())
 
     with torch.no_grad():
-        told = {beams: tell_captions(model, images, tokenizer, 6, num_beams=beams) for beams in (1, 8)}
+        told = {beams: generate_captions(model, images, tokenizer, 6, num_beams=beams) for beams in (1, 8)}
         gains = [score(i, b) - score(i, a) for i, a, b in zip(images, told[1], told[8], strict=True)]
     assert sum(gains) > 0.1 and told[1] != told[8]
     with pytest.raises(ValueError, match="num_beams=8 with temperature=0.5, top_p=None: beams are not sampled"):
-        tell_captions(model, images, tokenizer, 6, 0.5, num_beams=8)
+        generate_captions(model, images, tokenizer, 6, 0.5, num_beams=8)
 
 
 def test_towers_whose_widths_do_not_meet():
@@ -324,7 +324,7 @@ def test_embeddings_are_as_long_under_autocast():
     """Half precision would make cosines coarse."""
     model, images = made(), torch.randn(3, 3, 32, 32)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        embedded = model.embed_images(model.see(images))
+        embedded = model.embed_images(model.encode_images(images))
     assert embedded.dtype == torch.float32
     torch.testing.assert_close(embedded.norm(dim=1), torch.ones(3), rtol=1e-6, atol=1e-6)
 

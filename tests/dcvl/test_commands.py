@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 import dclm
 import dcvl.captioning
-from dclm.blocks import Context
+from dclm.blocks import CrossContext
 from dclm.loss import IGNORED
 from dctrain.errors import UserError
 from dcvl.data.scenes import SceneSource, scene_tokenizer
@@ -59,16 +59,16 @@ def test_towers_alone_are_what_they_were_together(trained):
     image = timm.create_model(f"local-dir:{trained / 'exported/image'}", pretrained=True).eval()
     text = dclm.load_pretrained(trained / "exported/text")
     with torch.inference_mode():
-        seen = pair.model.see(images)
+        seen = pair.model.encode_images(images)
         torch.testing.assert_close(image(images), seen.pooled)
         torch.testing.assert_close(image.forward_features(images), seen.patches)
-        expected = pair.model.text(ids, context=Context(seen.patches[:1]))
-        torch.testing.assert_close(text(ids, context=Context(seen.patches[:1])), expected)
+        expected = pair.model.text(ids, context=CrossContext(seen.patches[:1]))
+        torch.testing.assert_close(text(ids, context=CrossContext(seen.patches[:1])), expected)
         both = pair.model.embed_images(seen)
-        torch.testing.assert_close(exported.model.embed_images(exported.model.see(images)), both)
+        torch.testing.assert_close(exported.model.embed_images(exported.model.encode_images(images)), both)
         embedded = pair.model.encode_texts(ids, torch.tensor([encoded.end]))
         torch.testing.assert_close(exported.model.encode_texts(ids, torch.tensor([encoded.end])), embedded)
-    assert exported.facts == pair.facts and exported.tokenizer.spec == pair.tokenizer.spec
+    assert exported.metadata == pair.metadata and exported.tokenizer.spec == pair.tokenizer.spec
     torch.testing.assert_close(exported.prepare(pictures(trained)[0].read_bytes()), images[0])
 
 
@@ -108,7 +108,7 @@ def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
     pair = load_pair(str(trained / "t/version_0"))
     with torch.inference_mode():
-        alone = pair.model.embed_images(pair.model.see(pair.prepare(pictures(trained)[4].read_bytes())[None]))
+        alone = pair.model.embed_images(pair.model.encode_images(pair.prepare(pictures(trained)[4].read_bytes())[None]))
     np.testing.assert_allclose(found[4], alone[0], atol=1e-5)
 
 
@@ -141,7 +141,9 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
             ids = torch.stack([torch.from_numpy(text.input_ids) for text in encoded])
             means.append(pair.model.encode_texts(ids, torch.tensor([text.end for text in encoded])).mean(0))
         images = torch.stack([pair.prepare(path.read_bytes()) for path in pictures(trained)])
-        best = (pair.model.embed_images(pair.model.see(images)) @ normalize(torch.stack(means), dim=1).mT).argmax(1)
+        best = (
+            pair.model.embed_images(pair.model.encode_images(images)) @ normalize(torch.stack(means), dim=1).mT
+        ).argmax(1)
     right = (best == torch.tensor([0, 0, 1, 1, 1])).float().mean()
     assert f"{100 * float(right):.2f} ± " in printed and "% of 5 images, 2 classes" in printed
 
@@ -202,7 +204,7 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
         (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
         (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; accepted: a file whose name ends in .npy"),
         (
-            ["visualize", "--image=bad.png", "--out=o", f"--text={' '.join(['small'] * 20)}"],
+            ["visualize", "--image=bad.png", "--out=o", "--text=" + " ".join(["small"] * 20)],
             "longer than the 16 tokens",
         ),
         (

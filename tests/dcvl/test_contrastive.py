@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcvl.contrastive import Pairs, contrastive_loss
+from dcvl.contrastive import ContrastiveBatch, contrastive_loss
 
 SCALE, BIAS = torch.tensor(3.0, dtype=torch.float64), torch.tensor(-1.5, dtype=torch.float64)
 
 
-def made(count: int = 5) -> Pairs:
+def made(count: int = 5) -> ContrastiveBatch:
     torch.manual_seed(0)
     images, texts = (F.normalize(torch.randn(count, 7, dtype=torch.float64), dim=1) for _ in range(2))
-    return Pairs(images, texts, torch.arange(count)[:, None].repeat(1, 3), torch.ones(count, dtype=torch.bool))
+    return ContrastiveBatch(
+        images, texts, torch.arange(count)[:, None].repeat(1, 3), torch.ones(count, dtype=torch.bool)
+    )
 
 
 def test_sigmoid():
@@ -38,7 +40,7 @@ def test_softmax():
 def test_pairs_that_do_not_count_are_as_if_they_were_not_there(kind):
     pairs = made()
     counts = torch.tensor([True, False, True, True, False])
-    fewer = Pairs(*(part[counts] for part in pairs))
+    fewer = ContrastiveBatch(*(part[counts] for part in pairs))
     found = contrastive_loss(kind, pairs._replace(counts=counts), SCALE, BIAS)
     torch.testing.assert_close(found, contrastive_loss(kind, fewer, SCALE, BIAS))
     none = contrastive_loss(kind, pairs._replace(counts=torch.zeros_like(counts)), SCALE, BIAS)

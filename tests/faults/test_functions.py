@@ -10,14 +10,14 @@ from torch import nn
 
 import dclm
 import dcvision
-from dclm.blocks import Context
+from dclm.blocks import CrossContext
 from dclm.data.tokenizers import ByteTokenizer
 from dclm.huggingface import DCFormerConfig, DCFormerForCausalLM, DCLMConfig, DCLMForCausalLM, DCPythiaForCausalLM
 from dcmha import ComposeWeights, DCCrossAttention, SideWeights, composed_attention, rotary_embedding
 from dctrain.errors import UserError
 from dcvision import ImageClassifier
-from dcvision.data import Batch
-from dcvl.contrastive import Pairs, contrastive_loss
+from dcvision.data import ImageBatch
+from dcvl.contrastive import ContrastiveBatch, contrastive_loss
 from dcvl.network import ImageText, as_tokens
 from dcvl.retrieval import RetrievalAt1
 
@@ -133,9 +133,9 @@ def test_swapped_decoders_keep_what_is_frozen():
     assert swapped.grad_checkpointing
 
 
-def make_pairs(**changes) -> Pairs:
+def make_pairs(**changes) -> ContrastiveBatch:
     unit = nn.functional.normalize(torch.randn(4, 8), dim=1)
-    return Pairs(unit, unit, torch.arange(8).view(4, 2), torch.ones(4, dtype=torch.bool))._replace(**changes)
+    return ContrastiveBatch(unit, unit, torch.arange(8).view(4, 2), torch.ones(4, dtype=torch.bool))._replace(**changes)
 
 
 def test_contrastive_arguments():
@@ -147,7 +147,9 @@ def test_contrastive_arguments():
         contrastive_loss("sigmoid", make_pairs(counts=torch.ones(4, 1, dtype=torch.bool)), scale, None)
     with pytest.raises(ValueError, match="scale"):
         contrastive_loss("sigmoid", make_pairs(), torch.ones(4), None)
-    nothing = Pairs(torch.zeros(0, 8), torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.long), torch.ones(0).bool())
+    nothing = ContrastiveBatch(
+        torch.zeros(0, 8), torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.long), torch.ones(0).bool()
+    )
     assert contrastive_loss("sigmoid", nothing, scale, None) == 0
 
 
@@ -164,7 +166,7 @@ def test_logits_that_are_nan_are_wrong():
             return x.new_full((len(x), 3), torch.nan)
 
     model = ImageClassifier(Damaged(), num_classes=3, image_size=8)
-    batch = Batch(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.long), ["a", "b"], 0)
+    batch = ImageBatch(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.long), ["a", "b"], 0)
     model.log = lambda *args, **kwargs: None
     model.validation_step(batch, 0)
     assert model.val_top1.compute() == 0 and model.val_loss.compute().isnan()
@@ -204,13 +206,13 @@ def test_positions_and_contexts_of_other_shapes(q):
             rotary_embedding(positions, 8)
     layer, other = DCCrossAttention(16, 4), DCCrossAttention(16, 4, num_groups=2)
     with pytest.raises(ValueError, match="groups"):
-        layer(torch.zeros(1, 3, 16), other.see(torch.zeros(1, 5, 16)))
+        layer(torch.zeros(1, 3, 16), other.precompute_kv(torch.zeros(1, 5, 16)))
     x, context, real = torch.zeros(1, 3, 16), torch.zeros(1, 5, 16), torch.ones(1, 5, dtype=torch.bool)
     with pytest.raises(TypeError, match="attn_mask"):
         layer(x, context, real, torch.ones(3, 5, dtype=torch.long))
     with pytest.raises(ValueError, match="context_mask"):
         layer(x, context, [True] * 5)
-    assert Context(x, None).mask is None
+    assert CrossContext(x, None).mask is None
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 Array = np.ndarray
-SMALLEST_NORMAL = np.finfo(np.float32).tiny
+MIN_NORMAL = np.finfo(np.float32).tiny
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -21,7 +21,7 @@ def exp2(x: Array) -> Array:
 
 def flush(x: Array) -> Array:
     """Replace subnormal numbers by zeros of their sign."""
-    return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0.0), x), x)
+    return np.where(np.abs(x) < MIN_NORMAL, np.copysign(np.float32(0.0), x), x)
 
 
 def flushing(operation: Callable[..., Array]) -> Callable[..., Array]:

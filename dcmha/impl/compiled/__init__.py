@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..call import Call, is_exporting, is_transformed
+from ..call import AttentionCall, is_exporting, is_transformed
 from ..dropout import draw_seed
 from .blocks import attend, attend_compiled
 from .chunking import is_one_block, list_blocks
 
 
-def attention(call: Call) -> Tensor:
+def attention(call: AttentionCall) -> Tensor:
     """Compute composed attention chunk by chunk: [B, H, T, D]."""
     is_compiling = torch.compiler.is_compiling()
     seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None

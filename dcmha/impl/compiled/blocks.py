@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
-from ..call import Call, compute_dtype
+from ..call import AttentionCall, compute_dtype
 from ..dropout import drop
 from ..masking import masked_softmax
 
@@ -26,8 +26,8 @@ WIDE_GROUP = 16  # heads composed together from which on what is summed is worth
 WIDE_OPTIONS = {"realize_reads_threshold": 64, "realize_opcount_threshold": 2000, "realize_acc_reads_threshold": 64}
 
 
-class Block(NamedTuple):
-    """Queries of a call and the keys they may see: as `Call`, without what is sliced away.
+class QueryBlock(NamedTuple):
+    """Queries of a call and the keys they may see: as `AttentionCall`, without what is sliced away.
 
     Attributes:
         q: Queries [B, H, T, D].
@@ -60,7 +60,7 @@ class Block(NamedTuple):
     seed: Tensor | None
 
 
-def attend(block: Block) -> Tensor:
+def attend(block: QueryBlock) -> Tensor:
     """Attend from a block of queries to its keys: [B, H, T, D]."""
     dtype = compute_dtype(block.q.dtype)
     (B, H, T, D), (_, key_heads, S, _) = block.q.shape, block.k.shape
@@ -80,7 +80,7 @@ def attend(block: Block) -> Tensor:
     return out.view(B, H, T, D).to(block.q.dtype)
 
 
-def gradients(block: Block, d_out: Tensor) -> list[Tensor]:
+def gradients(block: QueryBlock, d_out: Tensor) -> list[Tensor]:
     """Compute the gradients of a block's tensors, of those there are in the order of `tensors_of`."""
     given = [x for x in tensors_of(block) if x is not None]
 
@@ -92,7 +92,7 @@ def gradients(block: Block, d_out: Tensor) -> list[Tensor]:
     return list(back(d_out))
 
 
-def tensors_of(call: Call | Block) -> list[Tensor | None]:
+def tensors_of(call: AttentionCall | QueryBlock) -> list[Tensor | None]:
     """List the tensors that have gradients, of a call or a block: q, k, v, both compositions' weights, the bias."""
     weights = [w for composition in (call.pre, call.post) for w in flat_weights(composition)]
     return [call.q, call.k, call.v, *weights, call.bias]
@@ -110,24 +110,24 @@ def weights_from(flat: list[Tensor | None]) -> ComposeWeights | None:
     return ComposeWeights(SideWeights(*flat[:3]), SideWeights(*flat[3:6]), flat[6])
 
 
-def with_tensors(call: Call | Block, tensors: Sequence[Tensor | None]) -> Call | Block:
+def with_tensors(call: AttentionCall | QueryBlock, tensors: Sequence[Tensor | None]) -> AttentionCall | QueryBlock:
     """Put others in the place of those that `tensors_of` lists."""
     q, k, v, *weights, bias = tensors
     pre, post = weights_from(weights[:7]), weights_from(weights[7:])
     return call._replace(q=q, k=k, v=v, pre=pre, post=post, bias=bias)
 
 
-def attend_compiled(block: Block) -> Tensor:
+def attend_compiled(block: QueryBlock) -> Tensor:
     """Do what `attend` does by a compiled graph."""
     return _run_compiled("attend", block)
 
 
-def gradients_compiled(block: Block, d_out: Tensor) -> list[Tensor]:
+def gradients_compiled(block: QueryBlock, d_out: Tensor) -> list[Tensor]:
     """Do what `gradients` does by a compiled graph."""
     return _run_compiled("gradients", block, d_out)
 
 
-def _run_compiled(name: str, block: Block, *rest: Tensor):
+def _run_compiled(name: str, block: QueryBlock, *rest: Tensor):
     shape = (*block.q.shape, block.k.shape[1], None if block.has_open_keys else block.k.shape[2])
     is_known = shape in _static_shapes or len(_static_shapes) < STATIC_SHAPES
     if is_known:
@@ -144,7 +144,7 @@ def _run_compiled(name: str, block: Block, *rest: Tensor):
 _static_shapes: set[tuple] = set()
 
 
-def _open_keys(block: Block) -> None:
+def _open_keys(block: QueryBlock) -> None:
     """Leave the number of keys open."""
     S = block.k.shape[2]
     weights = [w for composition in (block.pre, block.post) if composition is not None for w in composition.key]

@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights
-from ..call import Call
+from ..call import AttentionCall
 from ..masking import both_visible, key_range, same_document, visible_keys
-from .blocks import Block
+from .blocks import QueryBlock
 
 WHOLE_LENGTH = 256  # up to this many queries: one block and no recompute
 CHUNK = 128
 
 
-def is_one_block(call: Call) -> bool:
+def is_one_block(call: AttentionCall) -> bool:
     """Tell whether a call is not cut."""
     return call.q.shape[-2] <= WHOLE_LENGTH
 
 
-def list_blocks(call: Call, seed: Tensor | None) -> list[Block]:
+def list_blocks(call: AttentionCall, seed: Tensor | None) -> list[QueryBlock]:
     """Cut a call into blocks of queries."""
     T = call.q.shape[-2]
     if is_one_block(call):
@@ -27,7 +27,7 @@ def list_blocks(call: Call, seed: Tensor | None) -> list[Block]:
     return [_block(call, seed, start, min(start + CHUNK, T)) for start in range(0, T, CHUNK)]
 
 
-def _block(call: Call, seed: Tensor | None, start: int, stop: int) -> Block:
+def _block(call: AttentionCall, seed: Tensor | None, start: int, stop: int) -> QueryBlock:
     """Cut a call to the queries [start, stop) and the keys they may see, its masks made one."""
     T, S = call.q.shape[-2], call.k.shape[-2]
     first, last = key_range(start, stop, T, S, call.is_causal, call.window)
@@ -44,7 +44,7 @@ def _block(call: Call, seed: Tensor | None, start: int, stop: int) -> Block:
     visible = both_visible(by_position, _slice_mask(call.visible, queries, keys))
     if call.documents is not None:
         visible = both_visible(visible, same_document(call.documents, queries, keys, T))
-    return Block(
+    return QueryBlock(
         q=call.q[:, :, queries],
         k=call.k[:, :, keys],
         v=call.v[:, :, keys],

@@ -8,7 +8,7 @@ Its backward pass computes each block again, and takes the gradient of that.
 import torch
 from torch import Tensor
 
-from ..call import Call, compute_dtype, refuse_derivative
+from ..call import AttentionCall, compute_dtype, refuse_derivative
 from ..masking import Documents
 from .blocks import attend, attend_compiled, gradients, gradients_compiled, tensors_of, weights_from, with_tensors
 from .chunking import list_blocks
@@ -21,7 +21,7 @@ OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt n
 NUM_OPTIONS = 5
 
 
-def opaque_attention(call: Call, seed: Tensor | None) -> Tensor:
+def opaque_attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
     """Compute composed attention, of a call that a compiler traces: [B, H, T, D]."""
     starts, stops = (None, None) if call.documents is None else call.documents
     return _attend(
@@ -38,23 +38,23 @@ def opaque_attention(call: Call, seed: Tensor | None) -> Tensor:
     )
 
 
-def _call(arguments: tuple) -> tuple[Call, Tensor | None]:
+def _call(arguments: tuple) -> tuple[AttentionCall, Tensor | None]:
     """Put an operator's arguments together again: a call, and the seed of dropout."""
     *tensors, is_causal, window, scale, dropout_p, num_groups = arguments
     q, k, v, *weights, bias, visible, starts, stops, seed = tensors
     pre, post = weights_from(weights[: len(PARTS)]), weights_from(weights[len(PARTS) :])
     documents = None if starts is None else Documents(starts, stops)
     options = (is_causal, window or None, scale, dropout_p, num_groups)
-    return Call(q, k, v, pre, post, visible, bias, documents, *options), seed
+    return AttentionCall(q, k, v, pre, post, visible, bias, documents, *options), seed
 
 
-def attend_blocks(call: Call, seed: Tensor | None) -> Tensor:
+def attend_blocks(call: AttentionCall, seed: Tensor | None) -> Tensor:
     """Compute the output [B, H, T, D] block by block."""
     blocks = list_blocks(call, seed)
     return torch.cat([(attend_compiled if block.q.is_cuda else attend)(block) for block in blocks], dim=2)
 
 
-def gradients_of_blocks(d_out: Tensor, call: Call, seed: Tensor | None) -> list[Tensor | None]:
+def gradients_of_blocks(d_out: Tensor, call: AttentionCall, seed: Tensor | None) -> list[Tensor | None]:
     """Compute the gradients of a call's tensors, those of `tensors_of`, block by block."""
     tensors = tensors_of(call)
     sums = [None if x is None else torch.zeros_like(x, dtype=compute_dtype(x.dtype)) for x in tensors]

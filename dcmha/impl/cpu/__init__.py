@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights
-from ..call import Call
+from ..call import AttentionCall
 from ..masking import both_visible, mask_of_documents
 from .arguments import WEIGHTS
 from .op import ComposedAttention, composed
 
 
-def attention(call: Call) -> Tensor:
+def attention(call: AttentionCall) -> Tensor:
     """Compute composed attention, of a call that `why_not_cpu` lets pass: [B, H, T, D]."""
     weights = [*_weights(call.pre), *_weights(call.post)]
     visible = call.visible

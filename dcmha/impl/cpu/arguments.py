@@ -18,7 +18,7 @@ BACKWARD = struct.Struct("=16q64q5q")
 Weights = Sequence[Tensor | None]  # of both compositions
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """Options of a call; window 0 is none."""
 
     is_causal: bool
@@ -27,7 +27,7 @@ class Options(NamedTuple):
     num_groups: int
 
 
-class Split(NamedTuple):
+class WorkSplit(NamedTuple):
     """How the work is shared between threads.
 
     Attributes:
@@ -43,7 +43,7 @@ class Split(NamedTuple):
     shares: int = 1
 
 
-def share(B: int, num_blocks: int, has_sums: bool) -> Split:
+def share(B: int, num_blocks: int, has_sums: bool) -> WorkSplit:
     """Share a call of B rows, each of some blocks of queries, so that all threads are busy to the end.
 
     Args:
@@ -55,10 +55,10 @@ def share(B: int, num_blocks: int, has_sums: bool) -> Split:
     wanted = threads if has_sums and B == 1 else 4 * threads
     is_even = threads == 1 or B % threads == 0 or 2 * wanted <= B
     parts = 1 if is_even else max(1, min(-(-wanted // B), num_blocks))
-    return Split(threads, parts, parts * B)
+    return WorkSplit(threads, parts, parts * B)
 
 
-def share_keys(B: int, num_blocks: int, S: int) -> Split:
+def share_keys(B: int, num_blocks: int, S: int) -> WorkSplit:
     """Share a forward call of B rows: their queries, or keys where those are one block and threads would be idle."""
     split = share(B, num_blocks, has_sums=False)
     shares = min(split.threads // max(B, 1), S // SHARED_KEYS) if num_blocks == 1 else 1

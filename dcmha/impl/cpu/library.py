@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ...cache_dirs import cache_dir
-from ..call import Ranks
+from ..call import ComposeRanks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Unavailable(RuntimeError):
     """There is no library; the message says why."""
 
 
-def load(ranks: Ranks) -> ctypes.CDLL:
+def load(ranks: ComposeRanks) -> ctypes.CDLL:
     """Load the library for compositions of these ranks, and compile it if it has not been yet.
 
     Raises:
@@ -45,14 +45,14 @@ def load(ranks: Ranks) -> ctypes.CDLL:
     return loaded
 
 
-def why_unavailable(ranks: Ranks) -> str | None:
+def why_unavailable(ranks: ComposeRanks) -> str | None:
     """Say why there is no library for these ranks; None if there is."""
     loaded = _load(ranks)
     return loaded if isinstance(loaded, str) else None
 
 
 @cache
-def _load(ranks: Ranks) -> ctypes.CDLL | str:
+def _load(ranks: ComposeRanks) -> ctypes.CDLL | str:
     """Load a library, or say why there is none, once a process."""
     try:
         library = _loaded(ranks)
@@ -66,7 +66,7 @@ def _load(ranks: Ranks) -> ctypes.CDLL | str:
     return library
 
 
-def _loaded(ranks: Ranks) -> ctypes.CDLL:
+def _loaded(ranks: ComposeRanks) -> ctypes.CDLL:
     """Load a library; one that is damaged is compiled again."""
     path = _compiled(ranks)
     try:
@@ -76,7 +76,7 @@ def _loaded(ranks: Ranks) -> ctypes.CDLL:
         return ctypes.CDLL(str(_compiled(ranks)))
 
 
-def _compiled(ranks: Ranks) -> Path:
+def _compiled(ranks: ComposeRanks) -> Path:
     """Find the library in the cache, or compile it; processes that want the same one wait for each other."""
     command = [*_compiler(), *FLAGS, f"-DRANK_QUERY={ranks.query}", f"-DRANK_KEY={ranks.key or 0}"]
     command += [f"-DKEY_SIDE={int(ranks.key is not None)}"]

@@ -13,9 +13,9 @@ from .arguments import (
     FORWARD,
     KEY_WEIGHTS,
     WEIGHTS,
-    Options,
-    Split,
+    CallOptions,
     Weights,
+    WorkSplit,
     compositions,
     dense,
     full_rows,
@@ -52,7 +52,13 @@ class _Tensors:
         self.library = load(ranks_of(*map(_composition, (weights[:WEIGHTS], weights[WEIGHTS:]))))
 
     def call(
-        self, split: Split, options: Options, out: Tensor, softmax: Tensor, sums: Tensor | None, backward: bytes = b""
+        self,
+        split: WorkSplit,
+        options: CallOptions,
+        out: Tensor,
+        softmax: Tensor,
+        sums: Tensor | None,
+        backward: bytes = b"",
     ) -> None:
         """Call the C++."""
         (B, H, T, D), S = self.q.shape, self.k.shape[2]
@@ -85,7 +91,7 @@ def _by_token(x: Tensor, B: int | None = None) -> Tensor:
 
 def _forward(q, *rest):
     """Compute the output [B, H, T, D], and of each row the largest score and one over its sum [B, H, T, 2]."""
-    tensors, options = _Tensors(q, *rest[: -len(Options._fields)]), Options(*rest[-len(Options._fields) :])
+    tensors, options = _Tensors(q, *rest[: -len(CallOptions._fields)]), CallOptions(*rest[-len(CallOptions._fields) :])
     B, split = len(q), share_keys(len(q), tensors.count_blocks(), rest[0].shape[2])
     out, softmax = _by_token(q, split.shares * B), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
     sums = q.new_empty(split.shares, *q.shape[:3], 2, dtype=torch.float32) if split.shares > 1 else None
@@ -120,7 +126,7 @@ def _backward(d_out, softmax, of_bias, q, k, v, *rest):
         *(*matrix(d_out), *matrix(dq), *matrix(dk), *matrix(dv), *compositions(grads)),
         *(*mask_strides(None if d_bias is None else d_bias[0]), stride),
     )
-    tensors.call(split, Options(is_causal, window, scale, num_groups), dq, softmax, None, backward)
+    tensors.call(split, CallOptions(is_causal, window, scale, num_groups), dq, softmax, None, backward)
     sums = [_add_rows(x, B) for x in (dk, dv)]
     grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
     if of_bias:
@@ -162,7 +168,7 @@ def _add_rows(x: Tensor, B: int) -> Tensor:
     return x if len(x) == B else _add_parts(x.transpose(1, 2), B).transpose(1, 2)
 
 
-def _bias_sums(bias: Tensor, q: Tensor, split: Split) -> tuple[Tensor, Split]:
+def _bias_sums(bias: Tensor, q: Tensor, split: WorkSplit) -> tuple[Tensor, WorkSplit]:
     """Make the sums of a bias's gradient: one, unless threads would add to the same elements; then few, in a fixed
     order.
     """

@@ -26,8 +26,8 @@ SPLIT_QUERIES = 64  # of a program of a key-side kernel, at least, where program
 SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
 SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # of a program: more keep too few programs at work
 MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
-MOST_MIB = 2048  # of a workspace: kernels number its elements by 32 bits
-MOST_SETS = 65535  # of a chunk: limit of a grid's second axis
+MAX_MIB = 2048  # of a workspace: kernels number its elements by 32 bits
+MAX_SETS = 65535  # of a chunk: limit of a grid's second axis
 
 
 def slots_of_group(heads: int) -> int:
@@ -44,7 +44,7 @@ def statistics_shape(q: Tensor, num_groups: int) -> tuple[int, int, int]:
 
 def chunk_queries(num_sets: int) -> int:
     """Return the queries of a chunk of causal attention: as many as give a kernel programs enough."""
-    return chunks.round_up(max(chunks.FEWEST_QUERIES, PROGRAMS // max(1, num_sets)), 16)
+    return chunks.round_up(max(chunks.MIN_QUERIES, PROGRAMS // max(1, num_sets)), 16)
 
 
 def lse_shape(q: Tensor, num_groups: int, mask: Tensor | None) -> tuple[int, int, int, int]:
@@ -58,7 +58,7 @@ def workspace_mib(device: torch.device) -> float:
     if device.type != "cuda" or not torch.cuda.is_available():
         return chunks.WORKSPACE_MIB
     memory = torch.cuda.get_device_properties(device).total_memory
-    return min(MOST_MIB, max(chunks.WORKSPACE_MIB, memory / 2**20 / MEMORY_SHARE))
+    return min(MAX_MIB, max(chunks.WORKSPACE_MIB, memory / 2**20 / MEMORY_SHARE))
 
 
 class Attention:
@@ -104,7 +104,7 @@ class Attention:
         self.is_short = self.blocks == 1 and mask_shape is None and seen <= SHORT_ROW
         self.plan = chunks.chunks(
             self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, multiple,
-            most_rows=MOST_SETS * self.pack // num_groups,
+            most_rows=MAX_SETS * self.pack // num_groups,
             least_per_query=-(-num_groups // self.pack) * 512 * self.blocks**2,  # a float32 matrix of each set
             workspace_mib=workspace_mib(q.device) / (2 if self.is_short or self.blocks > 1 else 1),
             queries=chunk_queries(self.num_sets),

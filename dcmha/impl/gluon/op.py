@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights, SideWeights
-from ..call import Call, is_watched, refuse_derivative
+from ..call import AttentionCall, is_watched, refuse_derivative
 from ..compiled.blocks import flat_weights, weights_from
 from .backward import backward
 from .call import Attention, lse_shape
@@ -160,19 +160,19 @@ class EagerAttention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def attention(call: Call, seed: Tensor | None) -> Tensor:
+def attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
     """Compute composed attention [B, H, T, D]; `seed` is that of dropout."""
     run = composed if torch.compiler.is_compiling() else EagerAttention.apply
     return run(*_arguments(call, seed))[0]
 
 
-def _arguments(call: Call, seed: Tensor | None) -> tuple:
+def _arguments(call: AttentionCall, seed: Tensor | None) -> tuple:
     tensors = (*(x.contiguous() for x in (call.q, call.k, call.v)), *flat_weights(call.pre), *flat_weights(call.post))
     options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
     return *tensors, call.mask, *call.document_bounds, seed, *options
 
 
-def solve(call: Call, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
+def solve(call: AttentionCall, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
     """Compute the output, and the gradients of `tensors_of` the call given that of the output, without autograd."""
     arguments = _arguments(call, seed)
     out, lse = compute(*arguments)

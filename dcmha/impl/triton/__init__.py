@@ -20,19 +20,21 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ...weights import ComposeWeights, SideWeights
 from .. import gluon, self_check
-from ..call import Call, refuse_derivative
+from ..call import AttentionCall, refuse_derivative
 from ..compiled.blocks import tensors_of
 from ..dropout import draw_seed
 from . import decode_op, op
-from .decode import MOST_QUERIES
+from .decode import MAX_QUERIES
 
 log = logging.getLogger(__name__)
-MOST_HEADS = 512  # of a call whose kind a compiler may ask for
-MOST_CHANNELS = 1024
+MAX_HEADS = 512  # of a call whose kind a compiler may ask for
+MAX_CHANNELS = 1024
 CHANNELS, QUERIES, FEW_QUERIES = 64, 40, 3  # of a check on first use
 
 
-ATTENTION: dict[str, Callable[[Call, Tensor | None], Tensor]] = {  # by kernels, of a call and the seed of dropout
+ATTENTION: dict[
+    str, Callable[[AttentionCall, Tensor | None], Tensor]
+] = {  # by kernels, of a call and the seed of dropout
     "decoding": decode_op.attention,
     "Triton": op.attention,
 }
@@ -44,7 +46,7 @@ if gluon.why_unavailable() is None:
     self_check.SOLVERS["Gluon"] = gluon_op.solve
 
 
-def attention(call: Call) -> Tensor:
+def attention(call: AttentionCall) -> Tensor:
     """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
     if not torch.compiler.is_compiling() and any(map(_has_tangent, tensors_of(call))):
         refuse_derivative("triton", "forward-mode")
@@ -56,7 +58,7 @@ def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and unpack_dual(x).tangent is not None
 
 
-def kernels_of(call: Call) -> str:
+def kernels_of(call: AttentionCall) -> str:
     """Choose the kernels of a call: "decoding", "Gluon" or "Triton"."""
     if is_decoding(call):
         return "decoding"
@@ -82,16 +84,16 @@ def _report(reason: str) -> None:
     log.warning("16-bit calls of composed attention use the older, slower kernels: %s.", reason)
 
 
-def is_decoding(call: Call) -> bool:
+def is_decoding(call: AttentionCall) -> bool:
     """Tell whether a call goes through the kernels of few queries, which have no gradient and drop nothing."""
-    return call.q.shape[2] <= MOST_QUERIES and call.dropout_p == 0.0 and not _has_gradients(call)
+    return call.q.shape[2] <= MAX_QUERIES and call.dropout_p == 0.0 and not _has_gradients(call)
 
 
-def _has_gradients(call: Call) -> bool:
+def _has_gradients(call: AttentionCall) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors_of(call))
 
 
-def check_kernels(call: Call) -> None:
+def check_kernels(call: AttentionCall) -> None:
     """Check on first use the kernels of a call and, where these are wrong, those that take their place."""
     if not torch.compiler.is_compiling() and isinstance(call.q, FakeTensor):
         return
@@ -100,12 +102,12 @@ def check_kernels(call: Call) -> None:
             return
 
 
-def _kind_of(call: Call) -> self_check.Kind:
+def _kind_of(call: AttentionCall) -> self_check.Kind:
     q, is_few = call.q, is_decoding(call)
-    heads = [_constant(n, MOST_HEADS) for n in (q.shape[1], call.k.shape[1], call.num_groups)]
+    heads = [_constant(n, MAX_HEADS) for n in (q.shape[1], call.k.shape[1], call.num_groups)]
     tokens, channels = QUERIES, CHANNELS
     if is_few:
-        tokens, channels = (1 if q.shape[2] == 1 else FEW_QUERIES), _constant(q.shape[3], MOST_CHANNELS)
+        tokens, channels = (1 if q.shape[2] == 1 else FEW_QUERIES), _constant(q.shape[3], MAX_CHANNELS)
     mask = None if call.visible is None else "boolean"
     if call.bias is not None:
         mask = "gradient" if call.bias.requires_grad else "floating"
@@ -133,7 +135,7 @@ def _branches(weights: ComposeWeights | None) -> tuple[int, bool, int, bool, boo
 
 
 def _rank(side: SideWeights) -> int:
-    return 0 if side.down is None else _constant(side.down.shape[2], MOST_HEADS)
+    return 0 if side.down is None else _constant(side.down.shape[2], MAX_HEADS)
 
 
 def _constant(number: int, most: int) -> int:

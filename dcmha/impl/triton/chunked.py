@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..chunks import ALIGNMENT, Chunk, chunks, fold, key_planes, query_planes, round_up
-from .launch import Mixer
-from .packing import Hiding, Operands, Options
+from .launch import KernelLauncher
+from .packing import CallOptions, ComposeOperands, MaskOperands
 
 
 class Gradients(NamedTuple):
@@ -28,26 +28,26 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    operands: Operands
+    operands: ComposeOperands
     mask: Tensor | None
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands, hiding: Hiding, options: Options
+    q: Tensor, k: Tensor, v: Tensor, operands: ComposeOperands, mask_operands: MaskOperands, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, T, D] and the base-2 log-sums [B, H, T] of contiguous operands."""
-    mixer = Mixer(q, k.shape[1:3], operands.to_columns(options.num_groups), hiding, options)
+    mixer = KernelLauncher(q, k.shape[1:3], operands.to_columns(options.num_groups), mask_operands, options)
     plan = _plan(q, k, options)
     workspace = _workspace(q, plan)
     k, v = _aligned(k), _aligned(v)
-    out, log_sum = _result(q, plan), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = _result(q, plan), q.new_empty(q.shape[:3], dtype=torch.float32)
     for chunk in plan:
         x = chunk.workspace(workspace, mixer.heads)
         _multiply(query_planes(q, chunk, mixer.heads), key_planes(k, chunk).mT, options.scale, out=x)
-        mixer.row_statistics(chunk, x, log_sum)
-        mixer.composed_weights(chunk, x, log_sum)
+        mixer.row_statistics(chunk, x, lse)
+        mixer.composed_weights(chunk, x, lse)
         _put_queries(out, x @ key_planes(v, chunk), chunk, mixer)
-    return out, log_sum
+    return out, lse
 
 
 def backward(
@@ -55,22 +55,24 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    operands: Operands,
-    hiding: Hiding,
-    log_sum: Tensor,
-    options: Options,
+    operands: ComposeOperands,
+    mask_operands: MaskOperands,
+    lse: Tensor,
+    options: CallOptions,
     mask_gradient: bool,
 ) -> Gradients:
     """Compute the gradients of q, k, v, of the operands, and of the mask if it is asked for."""
-    mixer = Mixer(q, k.shape[1:3], operands.to_columns(options.num_groups), hiding, options, mask_gradient)
+    mixer = KernelLauncher(
+        q, k.shape[1:3], operands.to_columns(options.num_groups), mask_operands, options, mask_gradient
+    )
     plan = _plan(q, k, options, has_bands=not mask_gradient)
     x_space, da_space = _workspace(q, plan), _workspace(q, plan)
     dy_space = _workspace(q, plan) if mask_gradient else None
     dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
-    d_mask = torch.zeros(hiding.mask.shape, dtype=torch.float32, device=q.device) if mask_gradient else None
+    d_mask = torch.zeros(mask_operands.mask.shape, dtype=torch.float32, device=q.device) if mask_gradient else None
     k, v = _aligned(k), _aligned(v)
-    dq, row_sum = _result(q, plan), torch.empty_like(log_sum)
-    grads = Operands(*(None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in mixer.operands))
+    dq, delta = _result(q, plan), torch.empty_like(lse)
+    grads = ComposeOperands(*(None if w is None else torch.zeros_like(w, dtype=torch.float32) for w in mixer.operands))
     for chunk in plan:
         x, da = chunk.workspace(x_space, mixer.heads), chunk.workspace(da_space, mixer.heads)
         dy = chunk.workspace(dy_space, mixer.heads) if mask_gradient else None
@@ -78,9 +80,9 @@ def backward(
         keys = key_planes(k, chunk)
         _multiply(queries, keys.mT, options.scale, out=x)
         _multiply(d_queries, key_planes(v, chunk).mT, 1.0, out=da)
-        mixer.post_gradients(chunk, x, da, log_sum, row_sum, grads)
-        mixer.key_gradients(chunk, x, da, log_sum, row_sum, grads)
-        mixer.pre_gradients(chunk, x, da, dy, log_sum, row_sum, grads)
+        mixer.post_gradients(chunk, x, da, lse, delta, grads)
+        mixer.key_gradients(chunk, x, da, lse, delta, grads)
+        mixer.pre_gradients(chunk, x, da, dy, lse, delta, grads)
         _put_queries(dq, _multiply(da, keys, options.scale), chunk, mixer)
         for total, product in ((dk, _multiply(da.mT, queries, options.scale)), (dv, x.mT @ d_queries)):
             fold(total[chunk.rows].flatten(0, 1), chunk.of_keys(product, mixer.heads), chunk)
@@ -90,7 +92,7 @@ def backward(
     return Gradients(dq, dk.to(q.dtype), dv.to(q.dtype), operand_grads, d_mask)
 
 
-def _plan(q: Tensor, k: Tensor, options: Options, has_bands: bool = True) -> list[Chunk]:
+def _plan(q: Tensor, k: Tensor, options: CallOptions, has_bands: bool = True) -> list[Chunk]:
     B, H, T, _ = q.shape
     return chunks(B, H, T, k.shape[2], q.element_size(), options.is_causal, options.window, has_bands)
 
@@ -101,7 +103,7 @@ def _multiply(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> 
     return torch.baddbmm(ignored, a, b, beta=0.0, alpha=scale, out=out)
 
 
-def _put_queries(whole: Tensor, part: Tensor, chunk: Chunk, mixer: Mixer) -> None:
+def _put_queries(whole: Tensor, part: Tensor, chunk: Chunk, mixer: KernelLauncher) -> None:
     """Put what belongs to a chunk's queries into its place in [B, H, T, D]."""
     place = whole[chunk.rows, :, chunk.queries].unflatten(1, (-1, mixer.heads.shared))
     place.copy_(chunk.of_queries(part, mixer.heads))

@@ -12,36 +12,42 @@ from torch import Tensor
 from ...weights import ComposeWeights
 from ..chunks import Chunk, chunks
 from . import decode_kernels
-from .head_mixing import Kind
-from .launch import FILL_PROGRAMS, Mixer, launch_options
-from .packing import WHOLE_BLOCKS, Hiding, Options, Unpacked
+from .head_mixing import KernelConfig
+from .launch import FILL_PROGRAMS, KernelLauncher, launch_options
+from .packing import WHOLE_BLOCKS, CallOptions, MaskOperands, Unpacked
 
-MOST_QUERIES = 8  # of a call that these kernels take: more repay products of a library
+MAX_QUERIES = 8  # of a call that these kernels take: more repay products of a library
 TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole and its heads not too large
 TILE_BYTES = 256  # of such a head
 TILE_KEYS = 16
 NUM_WARPS = 4
 STEPS = {"decode_scores": 64, "decode_outputs": 32}  # channels of keys or values that are loaded at once, at most
 NUM_STAGES = 1  # of loads: a step has enough of them in flight
-MOST_SPLITS = 128  # every program of the second kernel reads the log-sums of all
+MAX_SPLITS = 128  # every program of the second kernel reads the log-sums of all
 
 
-def decode_tile(name: str, num_queries: int, head_dim: int, itemsize: int, kind: Kind) -> dict[str, int]:
+def decode_tile(name: str, num_queries: int, head_dim: int, itemsize: int, kind: KernelConfig) -> dict[str, int]:
     """Return the sizes that a kernel is compiled for."""
     is_small = kind.BLOCKS <= WHOLE_BLOCKS and head_dim * itemsize <= TILE_BYTES
     return {
-        "BQ": min(num_queries, TILE_QUERIES if is_small else 1),
-        "BK": TILE_KEYS,
+        "BLOCK_M": min(num_queries, TILE_QUERIES if is_small else 1),
+        "BLOCK_N": TILE_KEYS,
         "D": head_dim,
         "STEP": min(STEPS[name], triton.next_power_of_2(head_dim)),
     }
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pre: ComposeWeights, post: ComposeWeights, hiding: Hiding, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights,
+    post: ComposeWeights,
+    mask_operands: MaskOperands,
+    options: CallOptions,
 ) -> Tensor:
     """Compute the output [B, H, T, D]. Queries and weights are contiguous, and the channels of keys and values."""
-    mixer = Mixer(q, k.shape[1:3], Unpacked(pre, post), hiding, options)
+    mixer = KernelLauncher(q, k.shape[1:3], Unpacked(pre, post), mask_operands, options)
     B, H, T, D = q.shape
     out = torch.zeros_like(q) if k.shape[2] == 0 else torch.empty_like(q)
     for chunk in chunks(B, H, T, k.shape[2], 4, options.is_causal, options.window, has_bands=False):
@@ -49,24 +55,24 @@ def attend(
     return out
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, chunk: Chunk) -> Tensor:
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mixer: KernelLauncher, chunk: Chunk) -> Tensor:
     """Compute a chunk's output [rows, H, queries, D] in float32."""
     num_splits = _num_splits(mixer, chunk)
     x = q.new_empty(chunk.workspace_size(mixer.heads.count), dtype=torch.float32)
-    log_sums = mixer.statistics(chunk, num_splits)
-    outputs = q.new_empty(*log_sums.shape, q.shape[3], dtype=torch.float32)
+    lse = mixer.statistics(chunk, num_splits)
+    outputs = q.new_empty(*lse.shape, q.shape[3], dtype=torch.float32)
     scale = mixer.options.scale
-    _launch("decode_scores", mixer, chunk, num_splits, "pre", [q, k, x, log_sums, *k.stride()[:3], scale])
-    _launch("decode_outputs", mixer, chunk, num_splits, "post", [x, log_sums, v, outputs, *v.stride()[:3]])
+    _launch("decode_scores", mixer, chunk, num_splits, "pre", [q, k, x, lse, *k.stride()[:3], scale])
+    _launch("decode_outputs", mixer, chunk, num_splits, "post", [x, lse, v, outputs, *v.stride()[:3]])
     return outputs[0] if num_splits == 1 else outputs.sum(0)
 
 
-def _launch(name: str, mixer: Mixer, chunk: Chunk, num_splits: int, composition: str, arguments: list) -> None:
+def _launch(name: str, mixer: KernelLauncher, chunk: Chunk, num_splits: int, composition: str, arguments: list) -> None:
     """Launch one kernel; `arguments` are those of its signature, compositions and masks left out."""
     getattr(decode_kernels, name)[(_num_programs(mixer, chunk) * num_splits,)](
         *arguments,
         mixer.operands.packed(composition),
-        mixer.hiding.masks(),
+        mixer.mask_operands.masks(),
         *mixer.sizes(chunk, num_splits),
         num_keys=chunk.num_keys,
         KIND=mixer.kind,
@@ -76,16 +82,16 @@ def _launch(name: str, mixer: Mixer, chunk: Chunk, num_splits: int, composition:
     )
 
 
-def _tile(name: str, mixer: Mixer, chunk: Chunk) -> dict[str, int]:
+def _tile(name: str, mixer: KernelLauncher, chunk: Chunk) -> dict[str, int]:
     return decode_tile(name, chunk.block, mixer.q.shape[3], mixer.q.element_size(), mixer.kind)
 
 
-def _num_programs(mixer: Mixer, chunk: Chunk) -> int:
+def _num_programs(mixer: KernelLauncher, chunk: Chunk) -> int:
     """Count the programs of a kernel whose keys are not split."""
-    return mixer.num_slot_sets(chunk) * triton.cdiv(chunk.block, _tile("decode_scores", mixer, chunk)["BQ"])
+    return mixer.num_slot_sets(chunk) * triton.cdiv(chunk.block, _tile("decode_scores", mixer, chunk)["BLOCK_M"])
 
 
-def _num_splits(mixer: Mixer, chunk: Chunk) -> int:
+def _num_splits(mixer: KernelLauncher, chunk: Chunk) -> int:
     """Tell between how many programs the keys are split, so that few rows fill a GPU too."""
     wanted = triton.cdiv(FILL_PROGRAMS, _num_programs(mixer, chunk))
-    return min(wanted, MOST_SPLITS, triton.cdiv(chunk.num_keys, TILE_KEYS))
+    return min(wanted, MAX_SPLITS, triton.cdiv(chunk.num_keys, TILE_KEYS))

@@ -15,23 +15,23 @@ import triton.language as tl
 from .head_mixing import SLOTS, group_sum, load_side, mix, split_range, to_dot, token_matrices
 from .indexing import Sizes, key_step, query_tile
 from .masking import exponents, weights_of
-from .softmax_stats import EMPTY, along_keys, log_sums_of, nothing_seen, see, store_statistics
+from .softmax_stats import EMPTY, along_keys, lse_of, nothing_seen, see, store_statistics
 
 
 @triton.jit
-def _query_vectors(side, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
+def _query_vectors(side, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Load the weights of a tile's queries as vectors [BQ, 16]."""
     row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
-    R: tl.constexpr = FORM.QUERY_RANK
-    return load_side(side, row, sizes.T, token, tile.mask, tile.slots, sizes.H, R, FORM.QUERY_GATE, KIND)
+    R: tl.constexpr = SPEC.QUERY_RANK
+    return load_side(side, row, sizes.T, token, tile.mask, tile.slots, sizes.H, R, SPEC.QUERY_GATE, KIND)
 
 
 @triton.jit
-def _key_vectors(side, step, seen, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
+def _key_vectors(side, step, seen, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Load the weights of a step's keys as vectors [BK, 16]."""
     row = tile.slots.row + sizes.row0
-    R: tl.constexpr = FORM.KEY_RANK
-    return load_side(side, row, sizes.S, step.token, seen, tile.slots, sizes.H, R, FORM.KEY_GATE, KIND)
+    R: tl.constexpr = SPEC.KEY_RANK
+    return load_side(side, row, sizes.S, step.token, seen, tile.slots, sizes.H, R, SPEC.KEY_GATE, KIND)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _load_channels(x, heads, tokens, token_stride, seen, C: tl.constexpr, D: tl.
 
 @triton.jit
 def _scores(
-    q, k, strides, scale, tile, step, seen, sizes, BQ: tl.constexpr, BK: tl.constexpr, D: tl.constexpr,
+    q, k, strides, scale, tile, step, seen, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     STEP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Multiply queries and keys: of each block [BQ, BK, 16]."""
@@ -86,7 +86,7 @@ def _scores(
         heads = _head_places(tile, sizes, strides[0], strides[1], b)
         plane = (tile.slots.row + sizes.row0).to(tl.int64) * sizes.H + tile.slots.head[b]
         queries = (plane * sizes.T)[None, :] + (sizes.query0 + tile.query)[:, None]
-        total = tl.zeros([BQ, BK, SLOTS], tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_N, SLOTS], tl.float32)
         for c in tl.static_range(COUNT):
             channel = c * STEP + tl.arange(0, STEP)
             inside = tile.mask[b][:, None, :, None] & (channel < D)[None, None, None, :]
@@ -99,10 +99,10 @@ def _scores(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def decode_scores(
-    q, k, x, log_sums, k_row, k_head, k_token, scale, pre, masks,
+    q, k, x, lse, k_row, k_head, k_token, scale, pre, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, D: tl.constexpr,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Exponents of 2 of the composed scores, to `x`, and their log-sums of each split, -inf where no key is visible."""
@@ -110,31 +110,33 @@ def decode_scores(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
+    tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     matrices = token_matrices(
-        _query_vectors(pre.query, tile, sizes, PRE, KIND), pre.base, tile.slots, BQ, PRE, True, KIND
+        _query_vectors(pre.query, tile, sizes, PRE, KIND), pre.base, tile.slots, BLOCK_M, PRE, True, KIND
     )
-    sums = group_sum(BQ, KIND)
-    running = nothing_seen(BQ, KIND)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
-    for start in range(low, high, BK):
-        step = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+    sums = group_sum(BLOCK_M, KIND)
+    running = nothing_seen(BLOCK_M, KIND)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        step = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         seen = _seen_keys(step, tile, KIND)
-        scores = _scores(q, k, (k_row, k_head, k_token), scale, tile, step, seen, sizes, BQ, BK, D, STEP, KIND)
+        scores = _scores(
+            q, k, (k_row, k_head, k_token), scale, tile, step, seen, sizes, BLOCK_M, BLOCK_N, D, STEP, KIND
+        )
         vectors = _key_vectors(pre.key, step, seen, tile, sizes, PRE, KIND)
         y = mix(scores, to_dot(scores, KIND), matrices, vectors, sums, PRE, True, KIND)
         exponent = exponents(y, step.bias, step.pairs, KIND)
         running = see(running, exponent, KIND)
         for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             tl.store(x + step.place[b], exponent[b], mask=step.inside[b])
-    store_statistics(log_sums, tile, sizes, log_sums_of(running, -float("inf"), KIND), KIND)
+    store_statistics(lse, tile, sizes, lse_of(running, -float("inf"), KIND), KIND)
 
 
 @triton.jit
-def _whole_log_sums(log_sums, tile, sizes, BQ: tl.constexpr, KIND: tl.constexpr):
+def _total_lse(lse, tile, sizes, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
     """Add up the log-sums of all splits: of each block [BQ, 1, 16]."""
     num_rows = sizes.num_instances // sizes.num_groups
-    running = nothing_seen(BQ, KIND)
+    running = nothing_seen(BLOCK_M, KIND)
     for start in range(0, sizes.num_splits, SLOTS):
         split = start + tl.arange(0, SLOTS)
         parts = ()
@@ -142,17 +144,17 @@ def _whole_log_sums(log_sums, tile, sizes, BQ: tl.constexpr, KIND: tl.constexpr)
             plane = (split[:, None] * num_rows + tile.slots.row[None, :]) * sizes.H + tile.slots.head[b][None, :]
             places = (plane * sizes.num_queries)[None, :, :] + tile.query[:, None, None]
             inside = tile.mask[b][:, None, :] & (split < sizes.num_splits)[None, :, None]
-            parts = parts + (tl.load(log_sums + places, mask=inside, other=-float("inf")),)
+            parts = parts + (tl.load(lse + places, mask=inside, other=-float("inf")),)
         running = see(running, parts, KIND)
-    return along_keys(log_sums_of(running, EMPTY, KIND), KIND)
+    return along_keys(lse_of(running, EMPTY, KIND), KIND)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def decode_outputs(
-    x, log_sums, v, outputs, v_row, v_head, v_token, post, masks,
+    x, lse, v, outputs, v_row, v_head, v_token, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, D: tl.constexpr,
+    num_keys, KIND: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Composed weights times values of each split, to `outputs` [num_splits, rows, H, queries, D]."""
@@ -160,19 +162,19 @@ def decode_outputs(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
+    tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     matrices = token_matrices(
-        _query_vectors(post.query, tile, sizes, POST, KIND), post.base, tile.slots, BQ, POST, True, KIND
+        _query_vectors(post.query, tile, sizes, POST, KIND), post.base, tile.slots, BLOCK_M, POST, True, KIND
     )
-    sums = group_sum(BQ, KIND)
-    whole = _whole_log_sums(log_sums, tile, sizes, BQ, KIND)
+    sums = group_sum(BLOCK_M, KIND)
+    whole = _total_lse(lse, tile, sizes, BLOCK_M, KIND)
     COUNT: tl.constexpr = (D + STEP - 1) // STEP
     totals = ()
     for _ in tl.static_range(tl.constexpr(KIND.BLOCKS * COUNT)):
-        totals = totals + (tl.zeros([BQ, SLOTS, STEP], tl.float32),)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
-    for start in range(low, high, BK):
-        step = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+        totals = totals + (tl.zeros([BLOCK_M, SLOTS, STEP], tl.float32),)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        step = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         seen = _seen_keys(step, tile, KIND)
         exponent = ()
         for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):

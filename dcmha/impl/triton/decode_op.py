@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights
-from ..call import Call
+from ..call import AttentionCall
 from ..compiled.blocks import flat_weights, weights_from
 from .decode import attend
-from .packing import Hiding, Options
+from .packing import CallOptions, MaskOperands
 
 PARTS = ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "base")
 WEIGHTS = ", ".join(f"Tensor? {composition}_{part}" for composition in ("pre", "post") for part in PARTS)
@@ -25,13 +25,13 @@ def decoded(q, k, v, *rest):
     pre, post, (mask, starts, stops, is_causal, window, scale, num_groups) = (
         rest[:count], rest[count : 2 * count], rest[2 * count :],
     )  # fmt: skip
-    hiding = Hiding(mask, starts, stops, None)
-    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, 0.0, num_groups)
+    mask_operands = MaskOperands(mask, starts, stops, None)
+    options = CallOptions(is_causal, min(window, q.shape[2] + k.shape[2]), scale, 0.0, num_groups)
     pre, post = weights_from(pre), weights_from(post)
     with torch.cuda.device_of(q):
         pre, post = (ComposeWeights() if w is None else w.map(Tensor.contiguous) for w in (pre, post))
         k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-        return attend(q.contiguous(), k, v, pre, post, hiding, options)
+        return attend(q.contiguous(), k, v, pre, post, mask_operands, options)
 
 
 @decoded.register_fake
@@ -39,13 +39,13 @@ def _(q, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def attention(call: Call, seed: None) -> Tensor:
+def attention(call: AttentionCall, seed: None) -> Tensor:
     """Compute composed attention [B, H, T, D] of few queries, without dropout."""
     options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
     weights = (*flat_weights(call.pre), *flat_weights(call.post))
     return decoded(call.q, call.k, call.v, *weights, call.mask, *call.document_bounds, *options)
 
 
-def solve(call: Call, seed: None, d_out: None) -> list[Tensor]:
+def solve(call: AttentionCall, seed: None, d_out: None) -> list[Tensor]:
     """Compute the output; there are no gradients."""
     return [attention(call, seed)]

@@ -21,7 +21,7 @@ SLOTS = tl.constexpr(16)
 LANES = tl.constexpr(8)  # tokens of a tile's axis 1 that lie in different threads; the others lie in each
 
 
-class Kind(NamedTuple):
+class KernelConfig(NamedTuple):
     """What a call is, known when a kernel is compiled.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     DOT: Any
 
 
-class Form(NamedTuple):
+class ComposeSpec(NamedTuple):
     """Which branches a composition has, known when a kernel is compiled: ranks, and 1 or 0 for the others.
 
     Attributes:
@@ -200,15 +200,15 @@ def load_side(
 
 @triton.jit
 def token_matrices(
-    vectors, base, slots, M: tl.constexpr, FORM: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
+    vectors, base, slots, M: tl.constexpr, SPEC: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
 ):
     """Build what composes a tile for each token of the matrix side, which is the QUERIES or the keys: `Matrices`."""
-    RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
-    GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
-    if FORM.FACTORED:
+    RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
+    GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
+    if SPEC.FACTORED:
         return _factors(vectors, M, RANK, GATE, KIND)
     else:
-        whole = _whole_matrices(vectors, base, slots, M, RANK, GATE, FORM.BASE, KIND)
+        whole = _whole_matrices(vectors, base, slots, M, RANK, GATE, SPEC.BASE, KIND)
         return Matrices(whole=whole, down=whole, up=whole, gate=whole)
 
 
@@ -259,9 +259,9 @@ def _factors(vectors, M: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, K
 
 
 @triton.jit
-def transposed(matrices, FORM: tl.constexpr, KIND: tl.constexpr):
+def transposed(matrices, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Transpose what composes a tile, to take gradients back."""
-    if FORM.FACTORED:
+    if SPEC.FACTORED:
         downs, ups = (), ()
         for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             downs = downs + (tl.permute(matrices.up[b], (0, 2, 1)),)
@@ -304,7 +304,7 @@ def to_rank(x_dot, factors, KIND: tl.constexpr):
 
 @triton.jit
 def mix(
-    x, x_dot, matrices, vectors, sums, FORM: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr,
+    x, x_dot, matrices, vectors, sums, SPEC: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr,
     BACK: tl.constexpr = False,
 ):  # fmt: skip
     """Compose a tile by the matrices of the matrix side, the QUERIES or the keys, and by the vector side's weights.
@@ -312,10 +312,10 @@ def mix(
     `x` is float32, `x_dot` the same in the dtype of products. To take gradients BACK matrices come transposed, and
     down and up vectors change places.
     """
-    RANK: tl.constexpr = FORM.KEY_RANK if QUERIES else FORM.QUERY_RANK
-    GATE: tl.constexpr = FORM.KEY_GATE if QUERIES else FORM.QUERY_GATE
-    OWN_RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
-    OWN_GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
+    RANK: tl.constexpr = SPEC.KEY_RANK if QUERIES else SPEC.QUERY_RANK
+    GATE: tl.constexpr = SPEC.KEY_GATE if QUERIES else SPEC.QUERY_GATE
+    OWN_RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
+    OWN_GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
     DOWN: tl.constexpr = RANK if BACK else 0
     UP: tl.constexpr = 0 if BACK else RANK
     N: tl.constexpr = KIND.BLOCKS
@@ -326,17 +326,17 @@ def mix(
             inner = x_dot[a] * vectors[(DOWN + r) * N + a].to(KIND.DOT)[None, :, :]
             total = tl.dot(inner, sums, total, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
         summed = summed + (total,)
-    if FORM.FACTORED and OWN_RANK > 0:
+    if SPEC.FACTORED and OWN_RANK > 0:
         inner = to_rank(x_dot, matrices.down, KIND)
     result = ()
     for b in tl.static_range(N):
         y = x[b]  # [M, V, 16]
-        if FORM.FACTORED:
+        if SPEC.FACTORED:
             if OWN_RANK > 0:
                 y = tl.dot(inner, matrices.up[b], y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
             if OWN_GATE:
                 y += x[b] * matrices.gate[b]
-        elif OWN_RANK + OWN_GATE + FORM.BASE > 0:
+        elif OWN_RANK + OWN_GATE + SPEC.BASE > 0:
             for a in tl.static_range(N):
                 y = tl.dot(x_dot[a], matrices.whole[a * N + b], y, input_precision="ieee")  # [M, V, 16] @ [M, 16, 16]
         if GATE:
@@ -348,10 +348,10 @@ def mix(
 
 
 @triton.jit
-def zero_gradients(M: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
+def zero_gradients(M: tl.constexpr, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Make gradients of what composes a tile, of zeros, to add to: `Matrices`, gates [M, 8, 16]."""
     whole, down, up, gate = (), (), (), ()
-    if FORM.FACTORED:
+    if SPEC.FACTORED:
         for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
             down = down + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
             up = up + (tl.zeros([M, SLOTS, SLOTS], tl.float32),)
@@ -372,12 +372,12 @@ def _outer(x, y, total):
 
 @triton.jit
 def add_gradients(
-    x, x_dot, dy, dy_dot, matrices, totals, FORM: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
+    x, x_dot, dy, dy_dot, matrices, totals, SPEC: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
 ):
     """Add a tile's part to the gradients of what composes it: of x to y, of which `dy` is the gradient."""
-    RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
-    GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
-    if FORM.FACTORED:
+    RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
+    GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
+    if SPEC.FACTORED:
         down, up, gate = totals.down, totals.up, totals.gate
         if RANK > 0:
             inner, d_inner = to_rank(x_dot, matrices.down, KIND), to_rank(dy_dot, _back(matrices.up, KIND), KIND)
@@ -415,17 +415,17 @@ def within_threads(x):
 
 @triton.jit
 def store_vector_gradients(
-    gradients, vectors, target, places, slots, width, mask, FORM: tl.constexpr, QUERIES: tl.constexpr,
+    gradients, vectors, target, places, slots, width, mask, SPEC: tl.constexpr, QUERIES: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Reduce gradients of what composes a tile to those of the packed weights, and store them at `places` [M, 16]."""
-    RANK: tl.constexpr = FORM.QUERY_RANK if QUERIES else FORM.KEY_RANK
-    GATE: tl.constexpr = FORM.QUERY_GATE if QUERIES else FORM.KEY_GATE
+    RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
+    GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
     rank = tl.arange(0, SLOTS)
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         pointers = target + places + slots.column[b][None, :]
         for r in tl.static_range(RANK):
-            if FORM.FACTORED:
+            if SPEC.FACTORED:
                 d_down = tl.sum(tl.where((rank == r)[None, None, :], gradients.down[b], 0.0), 2)
                 d_up = tl.sum(tl.where((rank == r)[None, :, None], gradients.up[b], 0.0), 1)
             else:
@@ -433,7 +433,7 @@ def store_vector_gradients(
             tl.store(pointers + r * width, d_down, mask=mask)
             tl.store(pointers + (RANK + r) * width, d_up, mask=mask)
         if GATE:
-            if FORM.FACTORED:
+            if SPEC.FACTORED:
                 d_gate = tl.sum(gradients.gate[b], 1)
             else:
                 diagonal = gradients.whole[b * KIND.BLOCKS + b]

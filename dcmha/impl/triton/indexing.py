@@ -206,27 +206,27 @@ def planes_of(slots, number, sizes, KIND: tl.constexpr):
 
 
 @triton.jit
-def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Locate a program among the tiles of queries, blocks, splits and sets of slots: `QueryTile`."""
-    num_tiles = tl.cdiv(sizes.block, BQ)
+    num_tiles = tl.cdiv(sizes.block, BLOCK_M)
     num_parts = sizes.num_blocks * sizes.num_splits
     tile = tl.program_id(0) % num_tiles
     part = tl.program_id(0) // num_tiles % num_parts
     slots = slots_of(tl.program_id(0) // num_tiles // num_parts, sizes.num_instances, sizes.num_groups, KIND)
     number = part // sizes.num_splits
-    in_block = tile * BQ + tl.arange(0, BQ)
+    in_block = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query = in_block + number * sizes.block
     is_query = (in_block < sizes.block) & (query < sizes.num_queries)
     position = sizes.query0 + query + sizes.S - sizes.T
     key0 = sizes.first_key + number * sizes.block
-    first = sizes.query0 + number * sizes.block + tile * BQ + sizes.S - sizes.T
-    low, high = key_bounds(first, first + BQ - 1, num_keys, sizes.S, key0, sizes.window, KIND)
+    first = sizes.query0 + number * sizes.block + tile * BLOCK_M + sizes.S - sizes.T
+    low, high = key_bounds(first, first + BLOCK_M - 1, num_keys, sizes.S, key0, sizes.window, KIND)
     starts, stops = position[:, None], position[:, None]
     if KIND.HAS_DOCUMENTS:
         row = slots.row + sizes.row0
         starts, stops = load_documents(masks, row, position, is_query, slots.is_instance, sizes.S, KIND)
         low, high = within_documents(low, high, starts, stops, key0)
-    low, high = whole_tiles(low, high, num_keys, BK)
+    low, high = whole_tiles(low, high, num_keys, BLOCK_N)
     planes, mask, offsets = planes_of(slots, number, sizes, KIND), (), ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         mask = mask + (is_query[:, None] & slots.is_real[b][None, :],)
@@ -254,9 +254,9 @@ def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK:
 
 
 @triton.jit
-def key_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BK: tl.constexpr):
+def key_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_N: tl.constexpr):
     """Prepare the tile of keys from `start`, a multiple of BK: `KeyStep`."""
-    key = tl.multiple_of(start, BK) + tl.arange(0, BK)
+    key = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
     token = tile.key0 + key
     is_token = (token >= 0) & (token < sizes.S)
     bias = hidden_bias(tile.position[:, None], token[None, :], sizes.S, sizes.window, KIND)[:, :, None]
@@ -285,27 +285,27 @@ def key_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Locate a program among the tiles of keys, blocks, splits and sets of slots: `KeyTile`."""
-    num_tiles = tl.cdiv(num_keys, BK)
+    num_tiles = tl.cdiv(num_keys, BLOCK_N)
     num_parts = sizes.num_blocks * sizes.num_splits
     tile = tl.program_id(0) % num_tiles
     part = tl.program_id(0) // num_tiles % num_parts
     slots = slots_of(tl.program_id(0) // num_tiles // num_parts, sizes.num_instances, sizes.num_groups, KIND)
     number = part // sizes.num_splits
-    key = tile * BK + tl.arange(0, BK)
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     key0 = sizes.first_key + number * sizes.block
     token = key0 + key
     is_token = (key < num_keys) & (token >= 0) & (token < sizes.S)
     position0 = sizes.query0 + number * sizes.block + sizes.S - sizes.T
     num_real = tl.minimum(sizes.block, sizes.num_queries - number * sizes.block)
-    first = key0 + tile * BK
-    low, high = query_bounds(first, first + BK - 1, num_real, position0, sizes.window, KIND)
+    first = key0 + tile * BLOCK_N
+    low, high = query_bounds(first, first + BLOCK_N - 1, num_real, position0, sizes.window, KIND)
     if KIND.HAS_DOCUMENTS:
         row = slots.row + sizes.row0
         starts, stops = load_documents(masks, row, token, is_token, slots.is_instance, sizes.S, KIND)
         low, high = within_documents(low, high, starts, stops, position0)
-    low, high = whole_tiles(low, high, num_real, BQ)
+    low, high = whole_tiles(low, high, num_real, BLOCK_M)
     planes, offsets = planes_of(slots, number, sizes, KIND), ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         offsets = offsets + ((planes[b] * sizes.block)[None, :] * num_keys + key[:, None],)
@@ -330,9 +330,9 @@ def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr, BK: t
 
 
 @triton.jit
-def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.constexpr):
+def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr):
     """Prepare the tile of queries from `start`, a multiple of BQ: `QueryStep`."""
-    in_block = tl.multiple_of(start, BQ) + tl.arange(0, BQ)
+    in_block = tl.multiple_of(start, BLOCK_M) + tl.arange(0, BLOCK_M)
     query = sizes.query0 + tile.number * sizes.block + in_block
     position = tile.position0 + in_block
     is_query, slots = in_block < tile.num_real, tile.slots
@@ -367,51 +367,51 @@ def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BQ: tl.c
 
 
 @triton.jit
-def query_side(packed, tile, sizes, BQ: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
+def query_side(packed, tile, sizes, BLOCK_M: tl.constexpr, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Build what composes a tile by its queries: `Matrices`."""
-    vectors = own_query_vectors(packed, tile, sizes, FORM, KIND)
-    return token_matrices(vectors, packed.base, tile.slots, BQ, FORM, True, KIND)
+    vectors = own_query_vectors(packed, tile, sizes, SPEC, KIND)
+    return token_matrices(vectors, packed.base, tile.slots, BLOCK_M, SPEC, True, KIND)
 
 
 @triton.jit
-def own_query_vectors(packed, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
+def own_query_vectors(packed, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
     """Load the packed weights of a tile's queries as vectors [BQ, 16]."""
     row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
     mask = tile.weight_mask
-    R: tl.constexpr = FORM.QUERY_RANK
-    GATE: tl.constexpr = FORM.QUERY_GATE
+    R: tl.constexpr = SPEC.QUERY_RANK
+    GATE: tl.constexpr = SPEC.QUERY_GATE
     return load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, R, GATE, KIND, AGAIN)
 
 
 @triton.jit
-def key_side(packed, tile, sizes, BK: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr):
+def key_side(packed, tile, sizes, BLOCK_N: tl.constexpr, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Build what composes a tile by its keys: `Matrices`."""
-    vectors = own_key_vectors(packed, tile, sizes, FORM, KIND)
-    return token_matrices(vectors, packed.base, tile.slots, BK, FORM, False, KIND)
+    vectors = own_key_vectors(packed, tile, sizes, SPEC, KIND)
+    return token_matrices(vectors, packed.base, tile.slots, BLOCK_N, SPEC, False, KIND)
 
 
 @triton.jit
-def own_key_vectors(packed, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
+def own_key_vectors(packed, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
     """Load the packed weights of a tile's keys as vectors [BK, 16]."""
     row, token, mask = tile.slots.row + sizes.row0, tile.token, tile.real
-    R: tl.constexpr = FORM.KEY_RANK
-    return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, FORM.KEY_GATE, KIND, AGAIN)
+    R: tl.constexpr = SPEC.KEY_RANK
+    return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, SPEC.KEY_GATE, KIND, AGAIN)
 
 
 @triton.jit
-def key_vectors(packed, step, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
+def key_vectors(packed, step, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Load the packed weights of a step's keys as vectors [BK, 16]."""
     row, token, mask = tile.slots.row + sizes.row0, step.token, step.real
-    R: tl.constexpr = FORM.KEY_RANK
-    return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, FORM.KEY_GATE, KIND)
+    R: tl.constexpr = SPEC.KEY_RANK
+    return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, SPEC.KEY_GATE, KIND)
 
 
 @triton.jit
-def query_vectors(packed, step, tile, sizes, FORM: tl.constexpr, KIND: tl.constexpr):
+def query_vectors(packed, step, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr):
     """Load the packed weights of a step's queries as vectors [BQ, 16]."""
     row, token, mask = tile.slots.row + sizes.row0, step.query, step.weight_mask
-    R: tl.constexpr = FORM.QUERY_RANK
-    return load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, R, FORM.QUERY_GATE, KIND)
+    R: tl.constexpr = SPEC.QUERY_RANK
+    return load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, R, SPEC.QUERY_GATE, KIND)
 
 
 @triton.jit

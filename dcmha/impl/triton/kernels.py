@@ -2,7 +2,7 @@
 
 A chunk is a range of the batch and of queries. The workspace `x` holds its scaled scores, [rows, H, blocks, Q, K]: each
 block of Q queries with the K keys that it may see (one block, unless a window makes many); `da`, of the same shape, the
-gradient of the composed weights. Library products make and use them. `log_sum` [B, H, T] is in base 2, `row_sum` is
+gradient of the composed weights. Library products make and use them. `lse` [B, H, T] is in base 2, `delta` is
 sum_j P dP, with P the weights. What a program cannot sum by itself it stores, and the launch adds up in a fixed order.
 
     row_statistics      x -> log_sum
@@ -58,7 +58,7 @@ from .softmax_stats import (
     EMPTY,
     along_keys,
     load_statistics,
-    log_sums_of,
+    lse_of,
     nothing_seen,
     see,
     store_statistics,
@@ -66,102 +66,102 @@ from .softmax_stats import (
 
 
 @triton.jit
-def _zero_rows(workspace, tile, num_keys, BK: tl.constexpr, KIND: tl.constexpr):
+def _zero_rows(workspace, tile, num_keys, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     """Write zeros to all keys of a tile's queries that no step of its loop covers."""
     if tile.split == 0:
-        store_zeros(workspace, tile.offsets, 0, tile.low, num_keys, tile.mask, BK, KIND)
-        covered = tile.low + tl.cdiv(tile.high - tile.low, BK) * BK
-        store_zeros(workspace, tile.offsets, covered, num_keys, num_keys, tile.mask, BK, KIND)
+        store_zeros(workspace, tile.offsets, 0, tile.low, num_keys, tile.mask, BLOCK_N, KIND)
+        covered = tile.low + tl.cdiv(tile.high - tile.low, BLOCK_N) * BLOCK_N
+        store_zeros(workspace, tile.offsets, covered, num_keys, num_keys, tile.mask, BLOCK_N, KIND)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def row_statistics(
-    x, log_sums, pre, masks,
+    x, lse, pre, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The base-2 logarithm of the sum of exp(composed scores), per query and head, of each split of the keys."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
-    sums = group_sum(BQ, KIND)
-    running = nothing_seen(BQ, KIND)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
-    for start in range(low, high, BK):
-        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+    tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
+    pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
+    sums = group_sum(BLOCK_M, KIND)
+    running = nothing_seen(BLOCK_M, KIND)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
         running = see(running, exponents(y, keys.bias, keys.pairs, KIND), KIND)
     nothing = tl.where(num_splits == 1, EMPTY, -EMPTY)  # so that parts can be added first
-    store_statistics(log_sums, tile, sizes, log_sums_of(running, nothing, KIND), KIND)
+    store_statistics(lse, tile, sizes, lse_of(running, nothing, KIND), KIND)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def composed_weights(
-    x, log_sum, pre, post, masks,
+    x, lse, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores to composed weights, in place."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
-    post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
-    sums = group_sum(BQ, KIND)
+    tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
+    pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
+    post_matrices = query_side(post, tile, sizes, BLOCK_M, POST, KIND)
+    sums = group_sum(BLOCK_M, KIND)
     query = sizes.query0 + tile.query
-    log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
+    row_lse = along_keys(load_statistics(lse, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
     words = along_keys(tile.words, KIND)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
-    for start in range(low, high, BK):
-        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
         post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
-        weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
+        weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), row_lse, KIND)
         composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
             composed = drop(composed, words, keys.words, sizes, KIND)
         store_tile(x, keys.place, keys.inside, composed, KIND)
-    _zero_rows(x, tile, num_keys, BK, KIND)
+    _zero_rows(x, tile, num_keys, BLOCK_N, KIND)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def post_gradients(
-    x, da, log_sum, row_sums, d_post_query, d_post_base, pre, post, masks,
+    x, da, lse, delta, d_post_query, d_post_base, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums sum_j P dP; gradients of the post-composition's query side and base; of each split of the keys."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
-    post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
+    tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
+    pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
+    post_matrices = query_side(post, tile, sizes, BLOCK_M, POST, KIND)
     post_back = transposed(post_matrices, POST, KIND)
-    sums = group_sum(BQ, KIND)
+    sums = group_sum(BLOCK_M, KIND)
     query = sizes.query0 + tile.query
-    log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
+    row_lse = along_keys(load_statistics(lse, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
     words = along_keys(tile.words, KIND)
-    row_sum = ()
+    delta_sums = ()
     for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-        row_sum = row_sum + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
-    d_post = zero_gradients(BQ, POST, KIND)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
-    for start in range(low, high, BK):
-        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+        delta_sums = delta_sums + (tl.zeros([BLOCK_M, LANES, SLOTS], tl.float32),)
+    d_post = zero_gradients(BLOCK_M, POST, KIND)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         da_dot = load_tile(da, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
@@ -169,19 +169,19 @@ def post_gradients(
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
-        weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
+        weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), row_lse, KIND)
         d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
         added = ()
         for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-            added = added + (row_sum[b] + tl.sum(within_threads(weights[b] * d_weights[b]), 1),)
-        row_sum = added
+            added = added + (delta_sums[b] + tl.sum(within_threads(weights[b] * d_weights[b]), 1),)
+        delta_sums = added
         if POST.QUERY_RANK + POST.QUERY_GATE + POST.BASE > 0:
             weights_dot, da_wide = to_dot(weights, KIND), to_float(da_dot, KIND)
             d_post = add_gradients(weights, weights_dot, da_wide, da_dot, post_matrices, d_post, POST, True, KIND)
     whole = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-        whole = whole + (tl.sum(row_sum[b], 1),)
-    store_statistics(row_sums, tile, sizes, whole, KIND)
+        whole = whole + (tl.sum(delta_sums[b], 1),)
+    store_statistics(delta, tile, sizes, whole, KIND)
     COUNT: tl.constexpr = 2 * POST.QUERY_RANK + POST.QUERY_GATE
     if COUNT > 0:
         vectors = own_query_vectors(post, tile, sizes, POST, KIND, AGAIN=True)
@@ -195,10 +195,10 @@ def post_gradients(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def pre_gradients(
-    x, da, dy, log_sum, row_sum, d_pre_query, d_pre_base, pre, post, masks,
+    x, da, dy, lse, delta, d_pre_query, d_pre_base, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the pre-composition's query side and base, of each split of the keys; x -> A, da -> dX in place.
 
@@ -208,23 +208,23 @@ def pre_gradients(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = query_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_matrices = query_side(pre, tile, sizes, BQ, PRE, KIND)
-    post_matrices = query_side(post, tile, sizes, BQ, POST, KIND)
+    tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
+    pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
+    post_matrices = query_side(post, tile, sizes, BLOCK_M, POST, KIND)
     pre_back, post_back = transposed(pre_matrices, PRE, KIND), transposed(post_matrices, POST, KIND)
-    sums = group_sum(BQ, KIND)
+    sums = group_sum(BLOCK_M, KIND)
     query = sizes.query0 + tile.query
-    log_sums = along_keys(load_statistics(log_sum, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
-    row_sums = along_keys(load_statistics(row_sum, tile.slots, query, tile.mask, sizes, 0.0, KIND), KIND)
+    row_lse = along_keys(load_statistics(lse, tile.slots, query, tile.mask, sizes, EMPTY, KIND), KIND)
+    row_delta = along_keys(load_statistics(delta, tile.slots, query, tile.mask, sizes, 0.0, KIND), KIND)
     words = along_keys(tile.words, KIND)
-    d_pre = zero_gradients(BQ, PRE, KIND)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BK)
-    for start in range(low, high, BK):
-        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BK)
+    d_pre = zero_gradients(BLOCK_M, PRE, KIND)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        keys = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
-        weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), log_sums, KIND)
+        weights = weights_of(exponents(y, keys.bias, keys.pairs, KIND), row_lse, KIND)
         post_keys = key_vectors(post, keys, tile, sizes, POST, KIND)
         composed = mix(weights, to_dot(weights, KIND), post_matrices, post_keys, sums, POST, True, KIND)
         if KIND.HAS_DROPOUT:
@@ -234,7 +234,7 @@ def pre_gradients(
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, words, keys.words, sizes, KIND), KIND)
         d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_keys, sums, POST, True, KIND, BACK=True)
-        d_scores = _through_softmax(weights, d_weights, row_sums, KIND)
+        d_scores = _through_softmax(weights, d_weights, row_delta, KIND)
         if KIND.MASK_GRADIENT:
             store_tile(dy, keys.place, keys.inside, d_scores, KIND)
         d_dot = to_dot(d_scores, KIND)
@@ -243,10 +243,10 @@ def pre_gradients(
             d_pre = add_gradients(x_wide, x_dot, d_scores, d_dot, pre_matrices, d_pre, PRE, True, KIND)
         dx = mix(d_scores, d_dot, pre_back, pre_keys, sums, PRE, True, KIND, BACK=True)
         store_tile(da, keys.place, keys.inside, dx, KIND)
-    _zero_rows(x, tile, num_keys, BK, KIND)
-    _zero_rows(da, tile, num_keys, BK, KIND)
+    _zero_rows(x, tile, num_keys, BLOCK_N, KIND)
+    _zero_rows(da, tile, num_keys, BLOCK_N, KIND)
     if KIND.MASK_GRADIENT:
-        _zero_rows(dy, tile, num_keys, BK, KIND)
+        _zero_rows(dy, tile, num_keys, BLOCK_N, KIND)
     COUNT: tl.constexpr = 2 * PRE.QUERY_RANK + PRE.QUERY_GATE
     if COUNT > 0:
         vectors = own_query_vectors(pre, tile, sizes, PRE, KIND, AGAIN=True)
@@ -260,10 +260,10 @@ def pre_gradients(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def key_gradients(
-    x, da, log_sum, row_sum, d_pre_key, d_post_key, pre, post, masks,
+    x, da, lse, delta, d_pre_key, d_post_key, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
     window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
-    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the key side of both compositions, of each block and each split of its queries.
 
@@ -273,25 +273,25 @@ def key_gradients(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
-    tile = key_tile(masks, sizes, num_keys, KIND, BQ, BK)
-    pre_matrices = key_side(pre, tile, sizes, BK, PRE, KIND)
-    post_matrices = key_side(post, tile, sizes, BK, POST, KIND)
+    tile = key_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
+    pre_matrices = key_side(pre, tile, sizes, BLOCK_N, PRE, KIND)
+    post_matrices = key_side(post, tile, sizes, BLOCK_N, POST, KIND)
     post_back = transposed(post_matrices, POST, KIND)
-    sums = group_sum(BK, KIND)
+    sums = group_sum(BLOCK_N, KIND)
     PRE_COUNT: tl.constexpr = 2 * PRE.KEY_RANK + PRE.KEY_GATE
     POST_COUNT: tl.constexpr = 2 * POST.KEY_RANK + POST.KEY_GATE
-    d_pre, d_post = zero_gradients(BK, PRE, KIND), zero_gradients(BK, POST, KIND)
-    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BQ)
-    for start in range(low, high, BQ):
-        queries = query_step(start, tile, masks, sizes, num_keys, KIND, BQ)
+    d_pre, d_post = zero_gradients(BLOCK_N, PRE, KIND), zero_gradients(BLOCK_N, POST, KIND)
+    low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_M)
+    for start in range(low, high, BLOCK_M):
+        queries = query_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_M)
         x_dot = load_tile(x, queries.place, queries.inside, KIND)
         da_dot = load_tile(da, queries.place, queries.inside, KIND)
         pre_queries = query_vectors(pre, queries, tile, sizes, PRE, KIND)
         post_queries = query_vectors(post, queries, tile, sizes, POST, KIND)
-        log_sums = load_statistics(log_sum, tile.slots, queries.query, queries.mask, sizes, EMPTY, KIND)
-        row_sums = load_statistics(row_sum, tile.slots, queries.query, queries.mask, sizes, 0.0, KIND)
+        row_lse = load_statistics(lse, tile.slots, queries.query, queries.mask, sizes, EMPTY, KIND)
+        row_delta = load_statistics(delta, tile.slots, queries.query, queries.mask, sizes, 0.0, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_queries, sums, PRE, False, KIND)
-        weights = weights_of(exponents(y, queries.bias, queries.pairs, KIND), _along_matrices(log_sums, KIND), KIND)
+        weights = weights_of(exponents(y, queries.bias, queries.pairs, KIND), _along_matrices(row_lse, KIND), KIND)
         if KIND.HAS_DROPOUT:
             da_dot = to_dot(drop(da_dot, _along_matrices(queries.words, KIND), tile.words, sizes, KIND), KIND)
         if POST_COUNT > 0:
@@ -299,7 +299,7 @@ def key_gradients(
             d_post = add_gradients(weights, weights_dot, da_wide, da_dot, post_matrices, d_post, POST, False, KIND)
         if PRE_COUNT > 0:
             d_weights = mix(to_float(da_dot, KIND), da_dot, post_back, post_queries, sums, POST, False, KIND, BACK=True)
-            d_scores = _through_softmax(weights, d_weights, _along_matrices(row_sums, KIND), KIND)
+            d_scores = _through_softmax(weights, d_weights, _along_matrices(row_delta, KIND), KIND)
             x_wide, d_dot = to_float(x_dot, KIND), to_dot(d_scores, KIND)
             d_pre = add_gradients(x_wide, x_dot, d_scores, d_dot, pre_matrices, d_pre, PRE, False, KIND)
     stored = (tile.key < num_keys)[:, None] & tile.slots.is_instance[None, :]
@@ -323,9 +323,9 @@ def _along_matrices(blocks, KIND: tl.constexpr):
 
 
 @triton.jit
-def _through_softmax(weights, d_weights, row_sums, KIND: tl.constexpr):
+def _through_softmax(weights, d_weights, delta, KIND: tl.constexpr):
     """Take the gradient of weights back to the exponents': P (dP - sum_j P dP)."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-        result = result + (weights[b] * (d_weights[b] - row_sums[b]),)
+        result = result + (weights[b] * (d_weights[b] - delta[b]),)
     return result

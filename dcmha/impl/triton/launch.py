@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..chunks import Chunk, Heads, fold
 from . import kernels, softmax_stats
-from .head_mixing import Kind
+from .head_mixing import KernelConfig
 from .indexing import Sizes
-from .packing import Hiding, Operands, Options, Unpacked, drop_sizes, kind_of
+from .packing import CallOptions, ComposeOperands, MaskOperands, Unpacked, drop_sizes, kernel_config
 
 FILL_PROGRAMS = 528  # programs that fill a GPU: four on each multiprocessor of an H100
 SPLIT_TOKENS = 256  # fewest tokens of a loop that is split between programs
@@ -76,7 +76,7 @@ FLOAT32_WIDE_TILES = {
 EMPTY = softmax_stats.EMPTY.value
 
 
-def tile_of(name: str, itemsize: int, kind: Kind) -> Tile:
+def tile_of(name: str, itemsize: int, kind: KernelConfig) -> Tile:
     """Return what a kernel's programs work on, for workspaces of 2 or 4 bytes an element."""
     if itemsize == 4:
         return (FLOAT32_TILES if kind.BLOCKS == 1 else FLOAT32_WIDE_TILES)[name]
@@ -85,17 +85,18 @@ def tile_of(name: str, itemsize: int, kind: Kind) -> Tile:
     return (MASKED_TILES if kind.MASK or kind.HAS_DROPOUT else TILES)[name]
 
 
-class Mixer:
+class KernelLauncher:
     """Launches the kernels of a call on its chunks."""
 
     def __init__(
-        self, q: Tensor, shape: tuple[int, int], operands: Operands | Unpacked, hiding: Hiding, options: Options,
+        self, q: Tensor, shape: tuple[int, int], operands: ComposeOperands | Unpacked, mask_operands: MaskOperands,
+        options: CallOptions,
         mask_gradient: bool = False,
     ) -> None:  # fmt: skip
         """Prepare a call of queries `q`; `shape` is the heads and the tokens of the keys."""
         self.q, (num_kv_heads, self.S), self.operands, self.options = q, shape, operands, options
         self.heads = Heads(q.shape[1], q.shape[1] // num_kv_heads)
-        self.hiding, self.kind = hiding, kind_of(q, hiding, options, mask_gradient)
+        self.mask_operands, self.kind = mask_operands, kernel_config(q, mask_operands, options, mask_gradient)
 
     def run(self, name: str, chunk: Chunk, tensors: list[Tensor | None], num_splits: int = 1) -> None:
         """Launch one kernel; `tensors` are those of its signature, compositions and masks left out."""
@@ -104,19 +105,19 @@ class Mixer:
         getattr(kernels, name)[(self.num_programs(name, chunk) * num_splits,)](
             *tensors,
             **{composition: self.operands.packed(composition) for composition in compositions},
-            masks=self.hiding.masks(),
+            masks=self.mask_operands.masks(),
             **self.sizes(chunk, num_splits)._asdict(),
             num_keys=chunk.num_keys,
             KIND=self.kind,
             **{composition.upper(): self.operands.form(composition, self.kind.BLOCKS) for composition in compositions},
-            BQ=tile.queries,
-            BK=tile.keys,
+            BLOCK_M=tile.queries,
+            BLOCK_N=tile.keys,
             **launch_options(self.q.is_cuda, tile.warps, tile.stages, tile.registers),
         )
 
     def sizes(self, chunk: Chunk, num_splits: int) -> Sizes:
         """Tell a kernel what the chunk is."""
-        mask_row, mask_head, mask_query, mask_key = self.hiding.strides
+        mask_row, mask_head, mask_query, mask_key = self.mask_operands.strides
         return Sizes(
             num_instances=chunk.num_rows * self.options.num_groups,
             num_groups=self.options.num_groups,
@@ -166,26 +167,26 @@ class Mixer:
         size = (num_splits, chunk.num_rows, self.heads.count, chunk.num_queries)
         return self.q.new_empty(size, dtype=torch.float32)
 
-    def row_statistics(self, chunk: Chunk, x: Tensor, log_sum: Tensor) -> None:
-        """Launch the kernel and put the base-2 log-sums of its chunk into `log_sum` [B, H, T]."""
+    def row_statistics(self, chunk: Chunk, x: Tensor, lse: Tensor) -> None:
+        """Launch the kernel and put the base-2 log-sums of its chunk into `lse` [B, H, T]."""
         num_splits = self.num_splits("row_statistics", chunk)
         parts = self.statistics(chunk, num_splits)
         self.run("row_statistics", chunk, [x, parts], num_splits)
-        log_sum[chunk.rows, :, chunk.queries] = parts[0] if num_splits == 1 else _log_add(parts)
+        lse[chunk.rows, :, chunk.queries] = parts[0] if num_splits == 1 else _log_add(parts)
 
-    def composed_weights(self, chunk: Chunk, x: Tensor, log_sum: Tensor) -> None:
+    def composed_weights(self, chunk: Chunk, x: Tensor, lse: Tensor) -> None:
         """Launch the kernel: scores to composed weights, in place."""
-        self.run("composed_weights", chunk, [x, log_sum], self.num_splits("composed_weights", chunk))
+        self.run("composed_weights", chunk, [x, lse], self.num_splits("composed_weights", chunk))
 
     def post_gradients(
-        self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
+        self, chunk: Chunk, x: Tensor, da: Tensor, lse: Tensor, delta: Tensor, grads: ComposeOperands
     ) -> None:
-        """Launch the kernel; put its chunk into `row_sum` and `grads.post_query`, add to `grads.post_base`."""
+        """Launch the kernel; put its chunk into `delta` and `grads.post_query`, add to `grads.post_base`."""
         num_splits = self.num_splits("post_gradients", chunk)
         parts = self.statistics(chunk, num_splits)
-        before = [x, da, log_sum, parts]
+        before = [x, da, lse, parts]
         self._run_with_gradients("post_gradients", chunk, before, num_splits, grads.post_query, grads.post_base)
-        row_sum[chunk.rows, :, chunk.queries] = parts.sum(0)
+        delta[chunk.rows, :, chunk.queries] = parts.sum(0)
 
     def pre_gradients(
         self,
@@ -193,13 +194,13 @@ class Mixer:
         x: Tensor,
         da: Tensor,
         dy: Tensor | None,
-        log_sum: Tensor,
-        row_sum: Tensor,
-        grads: Operands,
+        lse: Tensor,
+        delta: Tensor,
+        grads: ComposeOperands,
     ) -> None:
         """Launch the kernel; put its chunk into `grads.pre_query`, add to `grads.pre_base`, and fill `dy`."""
         num_splits = self.num_splits("pre_gradients", chunk)
-        before = [x, da, dy, log_sum, row_sum]
+        before = [x, da, dy, lse, delta]
         self._run_with_gradients("pre_gradients", chunk, before, num_splits, grads.pre_query, grads.pre_base)
 
     def _run_with_gradients(
@@ -233,7 +234,7 @@ class Mixer:
         d_base += real.unflatten(0, (chunk.num_rows, -1)).sum(0)
 
     def key_gradients(
-        self, chunk: Chunk, x: Tensor, da: Tensor, log_sum: Tensor, row_sum: Tensor, grads: Operands
+        self, chunk: Chunk, x: Tensor, da: Tensor, lse: Tensor, delta: Tensor, grads: ComposeOperands
     ) -> None:
         """Launch the kernel; add to `grads.pre_key` and `grads.post_key`."""
         totals = [grads.pre_key, grads.post_key]
@@ -242,7 +243,7 @@ class Mixer:
         num_splits = self.num_splits("key_gradients", chunk)
         size = (num_splits, chunk.num_rows, chunk.num_blocks, chunk.num_keys)
         parts = [None if total is None else total.new_empty(*size, *total.shape[2:]) for total in totals]
-        self.run("key_gradients", chunk, [x, da, log_sum, row_sum, *parts], num_splits)
+        self.run("key_gradients", chunk, [x, da, lse, delta, *parts], num_splits)
         for total, part in zip(totals, parts, strict=True):
             if total is not None:
                 fold(total[chunk.rows].flatten(2), part.sum(0).flatten(3), chunk)

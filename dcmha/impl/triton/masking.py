@@ -121,11 +121,11 @@ def exponents(y, bias, pairs, KIND: tl.constexpr):
 
 
 @triton.jit
-def weights_of(exponent, log_sums, KIND: tl.constexpr):
+def weights_of(exponent, lse, KIND: tl.constexpr):
     """Make weights of exponents and the base-2 log-sums of their queries, which are broadcast."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-        result = result + (tl.exp2(exponent[b] - log_sums[b]),)
+        result = result + (tl.exp2(exponent[b] - lse[b]),)
     return result
 
 

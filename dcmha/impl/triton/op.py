@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...weights import ComposeWeights
-from ..call import Call, refuse_derivative
+from ..call import AttentionCall, refuse_derivative
 from ..compiled.blocks import flat_weights
 from .chunked import backward, forward
-from .packing import Hiding, Operands, Options, pack
+from .packing import CallOptions, ComposeOperands, MaskOperands, pack
 
 OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? pre_query, Tensor? pre_key, Tensor? pre_base, Tensor? post_query, "
@@ -17,7 +17,7 @@ OPERANDS = (
 )
 OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt num_groups"
 NUM_OPTIONS = 5
-NUM_HIDING = 4  # of the operands, the last
+NUM_MASK_OPERANDS = 4  # of the operands, the last
 NUM_WEIGHTS = 6  # of the operands, those before
 
 
@@ -26,16 +26,20 @@ NUM_WEIGHTS = 6  # of the operands, those before
 )
 def composed(q, k, v, *rest):
     """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
-    weights, hiding, options = _split(q, k, rest)
+    weights, mask_operands, options = _split(q, k, rest)
     with torch.cuda.device_of(q):
-        return forward(q.contiguous(), k.contiguous(), v.contiguous(), weights, hiding, options)
+        return forward(q.contiguous(), k.contiguous(), v.contiguous(), weights, mask_operands, options)
 
 
-def _split(q: Tensor, k: Tensor, rest: tuple) -> tuple[Operands, Hiding, Options]:
+def _split(q: Tensor, k: Tensor, rest: tuple) -> tuple[ComposeOperands, MaskOperands, CallOptions]:
     """Sort an operator's arguments behind q, k and v."""
     is_causal, window, scale, dropout_p, num_groups = rest[-NUM_OPTIONS:]
-    options = Options(is_causal, min(window, q.shape[2] + k.shape[2]), scale, dropout_p, num_groups)
-    return Operands(*rest[:NUM_WEIGHTS]), Hiding(*rest[NUM_WEIGHTS : NUM_WEIGHTS + NUM_HIDING]), options
+    options = CallOptions(is_causal, min(window, q.shape[2] + k.shape[2]), scale, dropout_p, num_groups)
+    return (
+        ComposeOperands(*rest[:NUM_WEIGHTS]),
+        MaskOperands(*rest[NUM_WEIGHTS : NUM_WEIGHTS + NUM_MASK_OPERANDS]),
+        options,
+    )
 
 
 @composed.register_fake
@@ -50,18 +54,18 @@ def _(q, *rest):
 )
 def composed_backward(d_out, q, k, v, *rest):
     """Compute the gradients of q, k, v, the six operands and the mask; empty tensors where there is none."""
-    *rest, log_sum, mask_gradient = rest
-    weights, hiding, options = _split(q, k, tuple(rest))
+    *rest, lse, mask_gradient = rest
+    weights, mask_operands, options = _split(q, k, tuple(rest))
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
     with torch.cuda.device_of(q):
-        grads = backward(*tensors, weights, hiding, log_sum, options, mask_gradient)
+        grads = backward(*tensors, weights, mask_operands, lse, options, mask_gradient)
     of_weights = [q.new_empty(0) if g is None else g.to(w.dtype) for g, w in zip(grads.operands, weights, strict=True)]
     return [
         grads.q,
         grads.k,
         grads.v,
         *of_weights,
-        grads.mask.to(hiding.mask.dtype) if mask_gradient else q.new_empty(0),
+        grads.mask.to(mask_operands.mask.dtype) if mask_gradient else q.new_empty(0),
     ]
 
 
@@ -81,23 +85,23 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, d_out: Tensor, _: Tensor | None):
-    *tensors, log_sum = ctx.saved_tensors
+    *tensors, lse = ctx.saved_tensors
     mask_gradient = ctx.needs_input_grad[3 + NUM_WEIGHTS]
-    *grads, d_mask = composed_backward(d_out, *tensors, *ctx.options, log_sum, mask_gradient)
+    *grads, d_mask = composed_backward(d_out, *tensors, *ctx.options, lse, mask_gradient)
     given = [None if w is None else g for w, g in zip(tensors[: 3 + NUM_WEIGHTS], grads, strict=True)]
-    return *given, d_mask if mask_gradient else None, *(None,) * (NUM_HIDING - 1 + NUM_OPTIONS)
+    return *given, d_mask if mask_gradient else None, *(None,) * (NUM_MASK_OPERANDS - 1 + NUM_OPTIONS)
 
 
 composed.register_autograd(_backward, setup_context=_setup)
 composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("triton", "second"))
 
 
-def attention(call: Call, seed: Tensor | None) -> Tensor:
+def attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
     """Compute composed attention [B, H, T, D]; `seed` is that of dropout."""
     return composed(*_arguments(call, seed))[0]
 
 
-def _arguments(call: Call, seed: Tensor | None) -> tuple:
+def _arguments(call: AttentionCall, seed: Tensor | None) -> tuple:
     operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
     options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
     return call.q, call.k, call.v, *operands, call.mask, *call.document_bounds, seed, *options
@@ -110,14 +114,14 @@ def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | N
     return pack(weights.query), pack(weights.key), weights.base
 
 
-def solve(call: Call, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
+def solve(call: AttentionCall, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
     """Compute the output, and the gradients of `tensors_of` the call given that of the output, without autograd."""
     arguments = _arguments(call, seed)
-    out, log_sum = composed(*arguments)
+    out, lse = composed(*arguments)
     if d_out is None:
         return [out]
     has_bias = call.bias is not None
-    *grads, d_mask = composed_backward(d_out, *arguments, log_sum, has_bias)
-    operands = Operands(*(None if grad.numel() == 0 else grad for grad in grads[3:]))
+    *grads, d_mask = composed_backward(d_out, *arguments, lse, has_bias)
+    operands = ComposeOperands(*(None if grad.numel() == 0 else grad for grad in grads[3:]))
     weights = [w for name in ("pre", "post") for w in flat_weights(operands.weights(name))]
     return [out, *grads[:3], *weights, d_mask if has_bias else None]

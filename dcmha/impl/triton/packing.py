@@ -12,7 +12,7 @@ from torch import Tensor
 from ...weights import ComposeWeights, SideWeights
 from ..chunks import round_up
 from ..dropout import threshold_of
-from .head_mixing import Form, Kind, Packed
+from .head_mixing import ComposeSpec, KernelConfig, Packed
 from .masking import Masks
 
 WHOLE_BLOCKS = 2  # of a tile whose matrices fit into registers
@@ -23,7 +23,7 @@ def slots_of_group(heads: int) -> int:
     return next((slots for slots in (4, 8) if heads <= slots), round_up(heads, 16))
 
 
-class Operands(NamedTuple):
+class ComposeOperands(NamedTuple):
     """The packed weights [B, T or S, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
 
     The kernels see GROUP_SLOTS columns for each group, some of them empty, and bases as they are.
@@ -47,12 +47,12 @@ class Operands(NamedTuple):
             return None
         return ComposeWeights(unpack(query), unpack(key), base)
 
-    def form(self, composition: str, blocks: int) -> Form:
+    def form(self, composition: str, blocks: int) -> ComposeSpec:
         """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
         query, key, base = self.packed(composition)
-        return form_of(rank_and_gate(query), rank_and_gate(key), base is not None, blocks)
+        return compose_spec(rank_and_gate(query), rank_and_gate(key), base is not None, blocks)
 
-    def to_columns(self, num_groups: int) -> "Operands":
+    def to_columns(self, num_groups: int) -> "ComposeOperands":
         """Add empty columns [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""
 
         def pad(w: Tensor | None) -> Tensor | None:
@@ -63,9 +63,9 @@ class Operands(NamedTuple):
             groups = w.unflatten(3, (num_groups, -1))
             return F.pad(groups, (0, slots_of_group(groups.shape[4]) - groups.shape[4])).flatten(3).contiguous()
 
-        return Operands(*map(pad, self))
+        return ComposeOperands(*map(pad, self))
 
-    def from_columns(self, num_groups: int, heads: int) -> "Operands":
+    def from_columns(self, num_groups: int, heads: int) -> "ComposeOperands":
         """Leave the empty columns of gradients out again."""
 
         def cut(w: Tensor | None) -> Tensor | None:
@@ -73,7 +73,7 @@ class Operands(NamedTuple):
                 return w
             return w.unflatten(3, (num_groups, -1))[..., :heads].flatten(3).contiguous()
 
-        return Operands(*map(cut, self))
+        return ComposeOperands(*map(cut, self))
 
 
 class Unpacked(NamedTuple):
@@ -86,19 +86,19 @@ class Unpacked(NamedTuple):
         """Take those of "pre" or "post"."""
         return Packed(*getattr(self, composition))
 
-    def form(self, composition: str, blocks: int) -> Form:
+    def form(self, composition: str, blocks: int) -> ComposeSpec:
         """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
         query, key, base = getattr(self, composition)
-        return form_of(_rank_and_gate(query), _rank_and_gate(key), base is not None, blocks)
+        return compose_spec(_rank_and_gate(query), _rank_and_gate(key), base is not None, blocks)
 
 
 def _rank_and_gate(side: SideWeights) -> tuple[int, int]:
     return 0 if side.down is None else side.down.shape[2], int(side.gate is not None)
 
 
-def form_of(query: tuple[int, int], key: tuple[int, int], has_base: bool, blocks: int) -> Form:
+def compose_spec(query: tuple[int, int], key: tuple[int, int], has_base: bool, blocks: int) -> ComposeSpec:
     """Describe a composition, of which each side has a rank and a gate (1 or 0), in a tile of so many blocks."""
-    return Form(*query, *key, int(has_base), int(blocks > WHOLE_BLOCKS and not has_base))
+    return ComposeSpec(*query, *key, int(has_base), int(blocks > WHOLE_BLOCKS and not has_base))
 
 
 def pack(side: SideWeights) -> Tensor | None:
@@ -123,7 +123,7 @@ def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:
     return rank, gate
 
 
-class Hiding(NamedTuple):
+class MaskOperands(NamedTuple):
     """What hides keys and drops weights.
 
     Attributes:
@@ -153,7 +153,7 @@ class Hiding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class CallOptions:
     """What a call is, apart from its tensors; a window of 0 is none."""
 
     is_causal: bool
@@ -163,22 +163,22 @@ class Options:
     num_groups: int
 
 
-def kind_of(q: Tensor, hiding: Hiding, options: Options, mask_gradient: bool) -> Kind:
+def kernel_config(q: Tensor, mask_operands: MaskOperands, options: CallOptions, mask_gradient: bool) -> KernelConfig:
     """Tell what kind of call the kernels are compiled for."""
-    heads, mask = q.shape[1] // options.num_groups, hiding.mask
+    heads, mask = q.shape[1] // options.num_groups, mask_operands.mask
     slots = slots_of_group(heads)
-    return Kind(
+    return KernelConfig(
         GROUP_SLOTS=slots,
         HEADS=heads,
         BLOCKS=max(1, slots // 16),
         IS_CAUSAL=options.is_causal,
         HAS_WINDOW=options.window > 0,
-        HAS_DOCUMENTS=hiding.starts is not None,
+        HAS_DOCUMENTS=mask_operands.starts is not None,
         MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         MASK_HEADS=mask is not None and mask.shape[1] > 1,
         MASK_QUERIES=mask is not None and mask.shape[2] > 1,
         MASK_GRADIENT=mask_gradient,
-        HAS_DROPOUT=hiding.seed is not None,
+        HAS_DROPOUT=mask_operands.seed is not None,
         DOT=_dot_dtype(q),
     )
 

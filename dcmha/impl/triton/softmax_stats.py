@@ -25,12 +25,12 @@ class Running(NamedTuple):
 
 
 @triton.jit
-def nothing_seen(BQ: tl.constexpr, KIND: tl.constexpr):
+def nothing_seen(BLOCK_M: tl.constexpr, KIND: tl.constexpr):
     """Begin: `Running`."""
     largest, total = (), ()
     for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
-        largest = largest + (tl.full([BQ, LANES, SLOTS], -EMPTY, tl.float32),)
-        total = total + (tl.zeros([BQ, LANES, SLOTS], tl.float32),)
+        largest = largest + (tl.full([BLOCK_M, LANES, SLOTS], -EMPTY, tl.float32),)
+        total = total + (tl.zeros([BLOCK_M, LANES, SLOTS], tl.float32),)
     return Running(largest=largest, total=total)
 
 
@@ -48,7 +48,7 @@ def see(running, exponents, KIND: tl.constexpr):
 
 
 @triton.jit
-def log_sums_of(running, nothing, KIND: tl.constexpr):
+def lse_of(running, nothing, KIND: tl.constexpr):
     """End: log-sums of each block [BQ, 16]; `nothing` where no key is visible."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):

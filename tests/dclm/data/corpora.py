@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dclm.data.make_tokens import Options, prepare
+from dclm.data.make_tokens import CorpusOptions, prepare
 from dclm.data.texts import find_inputs
 
 
@@ -57,4 +57,4 @@ def write_indexed(prefix: Path, documents: list[list[list[int]]], dtype: str = "
 
 
 def prepared(inputs: list[Path], out: Path, batch_bytes: int = 300, **options) -> dict:
-    return prepare(find_inputs(inputs), out, Options(**options), progress=False, batch_bytes=batch_bytes)
+    return prepare(find_inputs(inputs), out, CorpusOptions(**options), progress=False, batch_bytes=batch_bytes)

@@ -17,7 +17,7 @@ from filelock import FileLock
 from pyarrow import parquet
 
 from dclm.cli import main
-from dclm.data.make_tokens import Options, Segment, make_tokens, prepare
+from dclm.data.make_tokens import CorpusOptions, TokenSegment, make_tokens, prepare
 from dclm.data.stdlib import stdlib_sources
 from dclm.data.texts import find_inputs, read_documents
 from dclm.data.token_files import Corpus
@@ -99,7 +99,7 @@ def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypa
     whole = prepared(inputs, tmp_path / "a", **options)
     assert len(whole["splits"]["train"]) > stop_after + 1 and len(whole["skipped"]) == 1
     calls = []
-    close = Segment.close
+    close = TokenSegment.close
 
     def interrupted(segment):
         calls.append(1)
@@ -108,7 +108,7 @@ def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypa
         return close(segment)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "close", interrupted)
+        patch.setattr(TokenSegment, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepared(inputs, tmp_path / "b", **options)
     assert not (tmp_path / "b/manifest.json").exists()
@@ -270,7 +270,7 @@ def test_validation_inputs_are_all_of_the_validation_split(batch_bytes, tmp_path
     inputs, val = texts(30), texts(12, start=100)
     write_texts(tmp_path / "in", inputs)
     (tmp_path / "val.jsonl.zst").write_bytes(zstandard.compress(jsonl(val)))
-    options = Options(segment_tokens=200, val_fraction=0.0, num_val=1)
+    options = CorpusOptions(segment_tokens=200, val_fraction=0.0, num_val=1)
     files = [*find_inputs([tmp_path / "in"]), tmp_path / "val.jsonl.zst"]
     prepare(files, tmp_path / "out", options, progress=False, batch_bytes=batch_bytes)
     assert documents_of(tmp_path / "out") == {"train": inputs, "val": val}

@@ -113,12 +113,12 @@ def test_answers_equal_those_of_the_harnesss_own_model(tasks, tmp_path):
     from dclm import load_model
     from dclm.evaluation.harness import Model
     from dclm.evaluation.scorer import Scorer
-    from dctrain.evaluation.answer_cache import Journal
+    from dctrain.evaluation.answer_cache import AnswerCache
     from dctrain.evaluation.ranks import Ranks
 
     folder, alone = pythia(tmp_path), Ranks(0, 1, 0)
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=3)
-    scorer = Scorer(load_model(folder), alone, Journal(tmp_path, "test", {}, alone), 5, 64)
+    scorer = Scorer(load_model(folder), alone, AnswerCache(tmp_path, "test", {}, alone), 5, 64)
     for shots in (0, 3):
         answers = []
         for model in (theirs, Model(scorer, "test")):

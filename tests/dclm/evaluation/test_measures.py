@@ -9,7 +9,7 @@ import dclm
 from dclm.evaluation.measures import windows
 from dclm.evaluation.scorer import Prompt, Scorer
 from dclm.sampling import Sampling
-from dctrain.evaluation.answer_cache import Journal
+from dctrain.evaluation.answer_cache import AnswerCache
 from dctrain.evaluation.ranks import Ranks
 
 from ..commands import run
@@ -69,6 +69,6 @@ def test_texts_and_spans_equal_whole_logits(tmp_path, monkeypatch):
 def test_a_completion_may_be_empty(tmp_path):
     alone, model = Ranks(0, 1, 0), dclm.load_model(small_folder(tmp_path / "model"))
     prompt = tuple(model.tokenizer.encode(["import abc"])[0].tolist())
-    scorer = Scorer(model, alone, Journal(tmp_path, "test", {}, alone), 2, 64)
+    scorer = Scorer(model, alone, AnswerCache(tmp_path, "test", {}, alone), 2, 64)
     (text,) = scorer.complete([Prompt(prompt, 5, (), Sampling(0.0, None, None))])
     assert text and scorer.complete([Prompt(prompt, 5, (text[0],), Sampling(0.0, None, None))]) == [""]

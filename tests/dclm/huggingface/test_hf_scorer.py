@@ -15,7 +15,7 @@ from dclm.load import load_scored
 from dclm.sampling import Sampling
 from dclm.synthetic_tasks import TASKS, make_suite, write_texts
 from dctrain.errors import UserError
-from dctrain.evaluation.answer_cache import Journal
+from dctrain.evaluation.answer_cache import AnswerCache
 from dctrain.evaluation.ranks import Ranks
 
 from ..commands import run
@@ -88,7 +88,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
 
 def test_it_continues_no_text(tmp_path):
     alone = Ranks(0, 1, 0)
-    scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, Journal(tmp_path, "test", {}, alone), 5, 64)
+    scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, AnswerCache(tmp_path, "test", {}, alone), 5, 64)
     with pytest.raises(UserError, match="type 'gpt2' scores texts here, and continues none"):
         scorer.complete([Prompt((1, 2), 3, (), Sampling(0.0, None, None))])
 

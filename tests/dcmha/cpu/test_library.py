@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcmha import DCAttention, resolve_impl
-from dcmha.impl.call import Ranks
+from dcmha.impl.call import ComposeRanks
 from dcmha.impl.cpu import library
 
 Q = torch.empty(1, 2, 3, 4)
@@ -131,7 +131,7 @@ def test_a_name_is_that_of_source_command_compiler_and_processor(tmp_path, monke
 @pytest.mark.slow
 def test_each_pair_of_ranks_has_a_library_and_a_damaged_one_is_compiled_again(tmp_path):
     kept = []
-    for ranks in (Ranks(1, None), Ranks(0, 0), Ranks(0, 0)):
+    for ranks in (ComposeRanks(1, None), ComposeRanks(0, 0), ComposeRanks(0, 0)):
         assert library.why_unavailable(ranks) is None
         kept = sorted((tmp_path / "cache/dcmha/cpu").glob("*.so"))
         library._load.cache_clear()

@@ -7,7 +7,7 @@ import torch
 from tests.dcmha.inputs import Case
 
 LONG_ROWS = {"SHORT_ROW": 0}
-SMALL_CHUNKS = {"WORKSPACE_MIB": 1 / 16, "FEWEST_QUERIES": 16, "BLOCK_QUERIES": 16}
+SMALL_CHUNKS = {"WORKSPACE_MIB": 1 / 16, "MIN_QUERIES": 16, "BLOCK_QUERIES": 16}
 
 
 class Problem(NamedTuple):
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 QUICK = {
     "16 heads, causal, chunks of long rows": Problem(
         Case(B=1, T=140, S=140, H=16, is_causal=True, branches="qkg"),
-        constants=LONG_ROWS | SMALL_CHUNKS | {"WORKSPACE_MIB": 1 / 3, "FEWEST_QUERIES": 64},
+        constants=LONG_ROWS | SMALL_CHUNKS | {"WORKSPACE_MIB": 1 / 3, "MIN_QUERIES": 64},
     ),
     "6 heads, 3 rows, floating mask, dropout": Problem(
         Case(B=3, T=37, S=50, H=6, mask="bias B1TS", dropout_p=0.6), dtype=torch.float16

@@ -94,7 +94,7 @@ def test_no_operation_waits_for_the_device(options, launches):
     ids=str,
 )
 def test_large_calls_stay_within_what_kernels_count(options, launches, monkeypatch):
-    monkeypatch.setattr(call_module, "workspace_mib", lambda device: call_module.MOST_MIB)
+    monkeypatch.setattr(call_module, "workspace_mib", lambda device: call_module.MAX_MIB)
     assert solve(**options) and launches
 
 

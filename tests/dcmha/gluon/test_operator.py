@@ -15,7 +15,7 @@ from tests.dctrain.commands import ROOT
 
 from .cases import CASES, LONG, QUICK, SLOW
 
-MOST_USUAL = 0.02  # error of the reference in a 16-bit dtype: more would mean that it solved another problem
+MAX_USUAL = 0.02  # error of the reference in a 16-bit dtype: more would mean that it solved another problem
 
 
 def solve(*names: str) -> dict[str, dict[str, tuple[float, float]]]:
@@ -44,4 +44,4 @@ def test_as_exact_as_the_reference_in_the_same_dtype(names):
     for name, found in solve(*names).items():
         eps = torch.finfo(CASES[name].dtype).eps
         for tensor, (error, usual) in found.items():
-            assert usual < MOST_USUAL and error < 2 * usual + eps, (name, tensor)
+            assert usual < MAX_USUAL and error < 2 * usual + eps, (name, tensor)

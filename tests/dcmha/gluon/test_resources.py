@@ -11,8 +11,8 @@ from tests.dctrain.commands import ROOT
 
 from .aot import VARIANTS
 
-MOST_SPILLS = 96  # bytes of a thread; where registers are capped, more programs are worth a few of them
-MOST_SPILLS_OF_SHORT_GRADIENTS = 336  # two queries' numbers, nearly all of which wait outside of its loops
+MAX_SPILLS = 96  # bytes of a thread; where registers are capped, more programs are worth a few of them
+MAX_SPILLS_SHORT_GRADIENTS = 336  # two queries' numbers, nearly all of which wait outside of its loops
 SLOW = [("90", "6 heads, bidirectional"), ("90", "window"), ("80", "16 heads"), ("100", "16 heads")]
 LONG = [("90", variant) for variant in VARIANTS if variant != "16 heads" and ("90", variant) not in SLOW]
 OTHERS = [
@@ -34,7 +34,7 @@ def resources(capability: str, variant: str) -> dict[str, dict[str, int]]:
 def test_warps_neither_wait_for_others_nor_lack_registers(capability, variant):
     for name, row in resources(capability, variant).items():
         assert row["shared"] == 0 and row["barriers"] == 0, (name, row)
-        most = MOST_SPILLS_OF_SHORT_GRADIENTS if name.endswith("short_gradients") else MOST_SPILLS
+        most = MAX_SPILLS_SHORT_GRADIENTS if name.endswith("short_gradients") else MAX_SPILLS
         assert variant in SPILLING or row["spills"] <= most, (name, row)
 
 

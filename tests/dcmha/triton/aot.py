@@ -14,15 +14,15 @@ from triton.compiler import ASTSource
 
 from dcmha import SideWeights
 from dcmha.impl.triton import decode, decode_kernels, kernels, launch
-from dcmha.impl.triton.head_mixing import Form, Kind, Packed
+from dcmha.impl.triton.head_mixing import ComposeSpec, KernelConfig, Packed
 from dcmha.impl.triton.masking import Masks
 from dcmha.impl.triton.packing import WHOLE_BLOCKS, slots_of_group
 
 KERNELS = tuple(launch.TILES)
-FLOATS = ("log_sum", "log_sums", "row_sum", "row_sums", "outputs")
+FLOATS = ("lse", "delta", "outputs")
 STRIDES = tuple(f"{x}_{axis}" for x in "kv" for axis in ("row", "head", "token"))
 ALIGNED = ("num_keys", *STRIDES)  # sizes that are multiples of 16; the others are not specialised
-KIND = Kind(
+KIND = KernelConfig(
     GROUP_SLOTS=16,
     HEADS=16,
     BLOCKS=1,
@@ -36,7 +36,7 @@ KIND = Kind(
     HAS_DROPOUT=False,
     DOT=None,
 )
-FORM = Form(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0, FACTORED=0)
+SPEC = ComposeSpec(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0, FACTORED=0)
 DOTS = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32": triton.language.float32}
 
 
@@ -66,11 +66,11 @@ def compile_kernel(
 ) -> Resources:
     """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., with its shipped tile or another.
 
-    Both compositions are of `FORM`, the call of `KIND`, with other fields as given.
+    Both compositions are of `SPEC`, the call of `KIND`, with other fields as given.
     """
     kind, form = _kind(dtype, **kind), _form(form or {}, dtype, **kind)
     tile = tile or launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
-    constants = {"KIND": kind, "PRE": form, "POST": form, "BQ": tile.queries, "BK": tile.keys}
+    constants = {"KIND": kind, "PRE": form, "POST": form, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     return _compile(getattr(kernels, name), capability, dtype, constants, *tile[2:])
 
 
@@ -101,8 +101,8 @@ def _compile(
         if argument in constants:
             signature[argument], constexprs[(index,)] = "constexpr", constants[argument]
             continue
-        signature[argument] = kind_of = _type_of(argument, dtype, constants)
-        for place, part in _parts((index,), kind_of):
+        signature[argument] = kernel_config = _type_of(argument, dtype, constants)
+        for place, part in _parts((index,), kernel_config):
             if part == "constexpr":
                 constexprs[place] = None
             elif part.startswith("*") or argument in ALIGNED:
@@ -111,7 +111,7 @@ def _compile(
     options = launch.launch_options(True, warps, stages, registers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
-    elements = constants["BQ"] * constants["BK"] * 16 * constants["KIND"].BLOCKS / (32 * warps)  # of a thread
+    elements = constants["BLOCK_M"] * constants["BLOCK_N"] * 16 * constants["KIND"].BLOCKS / (32 * warps)  # of a thread
     return Resources(
         int(re.search(r"REG:(\d+)", usage)[1]),
         int(re.search(r"STACK:(\d+)", usage)[1]),
@@ -120,13 +120,13 @@ def _compile(
     )
 
 
-def _form(fields: dict[str, int], dtype: str, **kind) -> Form:
+def _form(fields: dict[str, int], dtype: str, **kind) -> ComposeSpec:
     """Complete the description of a composition."""
-    form = FORM._replace(**fields)
+    form = SPEC._replace(**fields)
     return form._replace(FACTORED=int(_kind(dtype, **kind).BLOCKS > WHOLE_BLOCKS and not form.BASE))
 
 
-def _kind(dtype: str, **kind) -> Kind:
+def _kind(dtype: str, **kind) -> KernelConfig:
     """Complete the description of a call."""
     kind = KIND._replace(DOT=DOTS[dtype], **kind)
     slots = slots_of_group(kind.HEADS)
@@ -157,11 +157,11 @@ def _type_of(argument: str, dtype: str, constants: dict) -> str | tuple:
     return "fp32" if argument in ("keep_scale", "scale") else "i32"
 
 
-def _parts(place: tuple[int, ...], kind_of: str | tuple) -> list[tuple[tuple[int, ...], str]]:
+def _parts(place: tuple[int, ...], kernel_config: str | tuple) -> list[tuple[tuple[int, ...], str]]:
     """List the places of an argument and their types."""
-    if isinstance(kind_of, tuple):
-        return [part for number, inner in enumerate(kind_of) for part in _parts((*place, number), inner)]
-    return [(place, kind_of)]
+    if isinstance(kernel_config, tuple):
+        return [part for number, inner in enumerate(kernel_config) for part in _parts((*place, number), inner)]
+    return [(place, kernel_config)]
 
 
 def _dump(cubin: bytes, what: str) -> str:

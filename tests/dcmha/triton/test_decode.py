@@ -95,9 +95,9 @@ def test_16_bit_is_as_exact_as_its_output_can_be(shape, dtype):
 )
 def test_splits_and_chunks_of_rows_change_nothing(case, calls, monkeypatch):
     """More splits than one step of the second kernel reads, and a workspace that holds one row of the batch."""
-    monkeypatch.setattr(decode, "MOST_SPLITS", 1)
+    monkeypatch.setattr(decode, "MAX_SPLITS", 1)
     whole = error(case)
-    monkeypatch.setattr(decode, "MOST_SPLITS", 128)
+    monkeypatch.setattr(decode, "MAX_SPLITS", 128)
     monkeypatch.setattr(chunks, "WORKSPACE_MIB", 4 * case.H * case.T * 96 / 2**20)
     assert max(error(case), whole) < 2e-6
 

@@ -338,8 +338,8 @@ def test_opcheck(is_masked):
     weights = (*weights, base, weights[0], None, None)
     mask = torch.randn(1, 4, 7, 9, requires_grad=True)
     starts, stops = torch.zeros(2, 9, dtype=torch.int32), torch.full((2, 9), 9, dtype=torch.int32)
-    hiding = (mask, starts, stops, torch.tensor([5, 7])) if is_masked else (None,) * 4
-    torch.library.opcheck(composed, (q, k, v, *weights, *hiding, True, 0, 0.25, 0.1 if is_masked else 0.0, 1))
+    mask_operands = (mask, starts, stops, torch.tensor([5, 7])) if is_masked else (None,) * 4
+    torch.library.opcheck(composed, (q, k, v, *weights, *mask_operands, True, 0, 0.25, 0.1 if is_masked else 0.0, 1))
 
 
 def test_under_autocast():

@@ -36,13 +36,13 @@ def checked(monkeypatch):
 @pytest.fixture
 def broken(monkeypatch):
     """Kernels whose composed weights are 2 % too large."""
-    mix = launch.Mixer.composed_weights
+    mix = launch.KernelLauncher.composed_weights
 
-    def wrong(self, chunk, x, log_sum):
-        mix(self, chunk, x, log_sum)
+    def wrong(self, chunk, x, lse):
+        mix(self, chunk, x, lse)
         x *= 1.02
 
-    monkeypatch.setattr(launch.Mixer, "composed_weights", wrong)
+    monkeypatch.setattr(launch.KernelLauncher, "composed_weights", wrong)
 
 
 def call(case: Case = CASE) -> torch.Tensor:
@@ -133,13 +133,13 @@ def test_broken_kernels_are_reported_and_not_used(checked):
 
 @pytest.mark.slow
 def test_a_wrong_gradient_is_found(monkeypatch):
-    mix = launch.Mixer.pre_gradients
+    mix = launch.KernelLauncher.pre_gradients
 
     def wrong(self, chunk, x, da, *rest):
         mix(self, chunk, x, da, *rest)
         da *= 1.02
 
-    monkeypatch.setattr(launch.Mixer, "pre_gradients", wrong)
+    monkeypatch.setattr(launch.KernelLauncher, "pre_gradients", wrong)
     with pytest.warns(UserWarning, match="the gradient of q has"), pytest.raises(ValueError, match="a check found"):
         call()
 
@@ -155,7 +155,7 @@ def test_a_launch_that_fails_is_a_finding(monkeypatch):
     def fail(*args):
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(launch.Mixer, "run", fail)
+    monkeypatch.setattr(launch.KernelLauncher, "run", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no kernel image"), pytest.raises(ValueError, match="a check"):
         call()
 

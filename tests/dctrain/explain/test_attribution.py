@@ -9,7 +9,7 @@ from torch import nn
 from dcmha import DCAttention
 from dcmha.analysis import composition_branches, scale_branches, scale_heads
 from dctrain.errors import UserError
-from dctrain.explain.attribution import Attribution, Credits, Parts, branch_parts
+from dctrain.explain.attribution import Attribution, AttributionSettings, PartSet, branch_parts
 from dctrain.explain.attribution_report import explain_attribution
 
 X = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -27,7 +27,7 @@ def model() -> nn.Module:
 
 
 def credited(model, kind: str, *objectives, steps: int = 2, alone: bool = False) -> Attribution:
-    (found,) = Credits([kind], steps, alone).attribute(model, objectives, {})
+    (found,) = AttributionSettings([kind], steps, alone).attribute(model, objectives, {})
     return found
 
 
@@ -94,7 +94,7 @@ def test_batches_add_up(model):
     ],
 )
 def test_orders_are_compared(credits, alone, expected):
-    parts = Parts("heads", ("0",) * len(credits), tuple(f"head {h}" for h in range(len(credits))), nullcontext)
+    parts = PartSet("heads", ("0",) * len(credits), tuple(f"head {h}" for h in range(len(credits))), nullcontext)
     values = torch.tensor(credits, dtype=torch.float64)
     found = Attribution(parts, values, 1.0, 0.0, None if alone is None else torch.tensor(alone, dtype=torch.float64))
     assert found.rank_correlation == (expected if expected is None else pytest.approx(expected, abs=1e-5))
