@@ -51,7 +51,7 @@ def beam_search(
     try:
         input_ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"input_ids: {error}; accepted: prompts of one length [B, T].") from error
+        raise ValueError(f"input_ids: {error}; expected prompts of one length [B, T].") from error
     check_integers(num_beams=num_beams, max_new_tokens=max_new_tokens)
     if num_beams > MAX_BEAMS:
         raise ValueError(f"{num_beams=} must be at least 1 and at most {MAX_BEAMS}.")

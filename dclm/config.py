@@ -94,7 +94,7 @@ class DecoderConfig(ComposeOptions):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1 and at most {most}.")
         for name, accepted in CHOICES.items():
             if getattr(self, name) not in accepted:
-                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}.")
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected {', '.join(map(repr, accepted))}.")
         for name, least in (("norm_eps", SMALLEST), ("rotary_base", MIN_BASE), ("init_std", SMALLEST)):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= LARGEST:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a number from {least:g} to {LARGEST:g}.")
@@ -120,7 +120,7 @@ class DecoderConfig(ComposeOptions):
     def _check_context(self) -> None:
         if (self.context_dim is None) != (self.cross_layers == 0):
             raise ValueError(
-                f"context_dim={self.context_dim} with cross_layers={self.cross_layers}; accepted: both, or neither."
+                f"context_dim={self.context_dim} with cross_layers={self.cross_layers}; expected both, or neither."
             )
         if self.context_dim is not None and self.context_dim < 1:
             raise ValueError(f"context_dim={self.context_dim} must be at least 1, or null.")
@@ -215,11 +215,11 @@ def decoder_config(name: str, **overrides) -> DecoderConfig:
         ValueError: If the name or a field is unknown, or a value out of range.
     """
     if not isinstance(name, str) or name not in CONFIGS:
-        raise ValueError(f"model {name!r} is unknown; accepted: {', '.join(CONFIGS)}.")
+        raise ValueError(f"model {name!r} is unknown; expected {', '.join(CONFIGS)}.")
     accepted = [field.name for field in fields(DecoderConfig)]
     unknown = sorted(set(overrides) - set(accepted))
     if unknown:
-        raise ValueError(f"unknown fields {unknown} for model {name!r}; accepted: {', '.join(accepted)}.")
+        raise ValueError(f"unknown fields {unknown} for model {name!r}; expected {', '.join(accepted)}.")
     return replace(CONFIGS[name], **overrides)
 
 

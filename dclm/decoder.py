@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         """
         shapes = [list(part.shape) for part in (*places, targets)]
         if any(shape != shapes[0] or len(shape) != 1 for shape in shapes):
-            raise ValueError(f"places and targets have the shapes {shapes}; accepted: [M], all of them.")
+            raise ValueError(f"places and targets have the shapes {shapes}; expected [M], all of them.")
         return score_targets(self.hidden_states(input_ids)[places], self.output.weight, targets)
 
     def decode(self, input_ids: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
@@ -238,17 +238,17 @@ class Decoder(nn.Module):
 
     def _check_ids(self, input_ids: Tensor) -> None:
         if not isinstance(input_ids, Tensor):
-            raise ValueError(f"input_ids is {type(input_ids).__name__}; accepted: a tensor [B, T], int64 or int32.")
+            raise ValueError(f"input_ids is {type(input_ids).__name__}; expected a tensor [B, T], int64 or int32.")
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; accepted: [B, T], int64 or "
+                f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; expected [B, T], int64 or "
                 "int32."
             )
         if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
             low, high = map(int, input_ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
-                raise ValueError(f"input_ids holds token {wrong}; accepted: 0 to {self.config.vocab_size - 1}.")
+                raise ValueError(f"input_ids holds token {wrong}; expected 0 to {self.config.vocab_size - 1}.")
 
     def _check_length(self, num_tokens: int) -> None:
         if self.position_embed is not None and num_tokens > self.config.context_length:
@@ -267,7 +267,7 @@ class Decoder(nn.Module):
         if context is not None and width is None:
             raise ValueError("context is given to a model that looks at none (cross_layers=0).")
         if context is not None and rows not in (None, len(context.tokens)):
-            raise ValueError(f"context has {len(context.tokens)} rows; accepted: {rows}, those of the text.")
+            raise ValueError(f"context has {len(context.tokens)} rows; expected {rows}, those of the text.")
 
     def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
         """Embed tokens [B, T, C], and make the rotation of rotary positions."""
@@ -325,6 +325,6 @@ def _check_like(name: str, given: Tensor, input_ids: Tensor) -> None:
         raise ValueError(f"{name}: expected a tensor of the shape of input_ids, not {type(given).__name__}.")
     if given.shape != input_ids.shape or given.dtype != torch.long:
         raise ValueError(
-            f"{name} has shape {list(given.shape)} and dtype {given.dtype}; accepted: that of input_ids, "
+            f"{name} has shape {list(given.shape)} and dtype {given.dtype}; expected that of input_ids, "
             f"{list(input_ids.shape)}, and torch.int64."
         )

@@ -123,7 +123,7 @@ def check_prompts(
     if not isinstance(input_ids, Tensor | Sequence) or isinstance(input_ids, str):
         raise ValueError(f"input_ids: expected a tensor [B, T] or a list of prompts, not {type(input_ids).__name__}.")
     if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
-        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; accepted: [B, T], or a list of prompts.")
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; expected [B, T], or a list of prompts.")
     if len(input_ids) == 0:
         raise ValueError("input_ids holds no prompt.")
     check_integers(least=0, max_new_tokens=max_new_tokens)
@@ -136,15 +136,15 @@ def check_prompts(
     config = decoder.config
     wrong = [t for t in stop_tokens if not isinstance(t, Integral) or not 0 <= t < config.vocab_size]
     if wrong:
-        raise ValueError(f"stop_tokens holds {wrong[0]!r}; accepted: integers from 0 to {config.vocab_size - 1}.")
+        raise ValueError(f"stop_tokens holds {wrong[0]!r}; expected integers from 0 to {config.vocab_size - 1}.")
     prompts = [_as_ids(number, prompt) for number, prompt in enumerate(input_ids)]
     for number, prompt in enumerate(prompts):
         if prompt.dim() != 1 or prompt.numel() == 0:
-            raise ValueError(f"prompt {number} has shape {list(prompt.shape)}; accepted: at least one token id.")
+            raise ValueError(f"prompt {number} has shape {list(prompt.shape)}; expected at least one token id.")
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
-            raise ValueError(f"prompt {number} holds token {wrong}; accepted: 0 to {config.vocab_size - 1}.")
+            raise ValueError(f"prompt {number} holds token {wrong}; expected 0 to {config.vocab_size - 1}.")
         if config.position == "learned" and len(prompt) + max_new_tokens > config.context_length:
             raise ValueError(
                 f"prompt {number} of {len(prompt)} tokens and max_new_tokens={max_new_tokens} exceed the position "
@@ -159,7 +159,7 @@ def _as_ids(number: int, prompt: Tensor | Sequence[int]) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"prompt {number} is no sequence of token ids: {error}") from error
     if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"prompt {number} has dtype {ids.dtype}; accepted: integer token ids.")
+        raise ValueError(f"prompt {number} has dtype {ids.dtype}; expected integer token ids.")
     return ids.long()
 
 

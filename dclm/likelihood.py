@@ -28,7 +28,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     _check_pairs(pairs)
     wrong = next((pair for pair in pairs if not all(isinstance(text, str) for text in pair)), None)
     if wrong is not None:
-        raise ValueError(f"pairs holds {wrong!r}; accepted: pairs of a context and its continuation, both texts.")
+        raise ValueError(f"pairs holds {wrong!r}; expected pairs of a context and its continuation, both texts.")
     moved = []
     for context, continuation in pairs:
         stripped = context.rstrip()
@@ -127,13 +127,13 @@ def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: 
             or isinstance(ids, str)
             or not all(is_integer(i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids))
         ):
-            raise ValueError(f"the {name} of pair {number} is {ids!r}; accepted: token ids.")
+            raise ValueError(f"the {name} of pair {number} is {ids!r}; expected token ids.")
         if len(ids) == 0:
-            raise ValueError(f"the {name} of pair {number} is empty; accepted: at least one token.")
+            raise ValueError(f"the {name} of pair {number} is empty; expected at least one token.")
     low, high = min(min(context), min(continuation)), max(max(context), max(continuation))
     if low < 0 or high >= decoder.config.vocab_size:
         wrong = low if low < 0 else high
-        raise ValueError(f"pair {number} holds token {wrong}; accepted: 0 to {decoder.config.vocab_size - 1}.")
+        raise ValueError(f"pair {number} holds token {wrong}; expected 0 to {decoder.config.vocab_size - 1}.")
 
 
 def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likelihood]]:

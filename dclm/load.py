@@ -129,7 +129,7 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
         with as_user_error():
             return load_pretrained(checkpoint, dtype), partial(_tokenizer_in, Path(checkpoint))
     if checkpoint and not Path(checkpoint).exists():
-        raise UserError(f"no checkpoint: {checkpoint} does not exist; accepted: {ACCEPTED}.")
+        raise UserError(f"no checkpoint: {checkpoint} does not exist; expected {ACCEPTED}.")
     path = find_checkpoint(str(checkpoint))
     content = load_checkpoint(path)
     config, data = _config_of(content, path), content.get("TokenDataModule", {})

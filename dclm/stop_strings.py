@@ -22,7 +22,7 @@ class StopStringBuffer:
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
         if isinstance(stop_strings, str) or not all(isinstance(text, str) and text for text in stop_strings):
-            raise ValueError(f"stop_strings={stop_strings!r}; accepted: a sequence of texts that are not empty.")
+            raise ValueError(f"stop_strings={stop_strings!r}; expected a sequence of texts that are not empty.")
         self._write, self._held = tokenizer.stream(), ""
         self._stop_tokens, self._stop_strings = set(stop_tokens), tuple(stop_strings)
         self.is_ended = False

@@ -31,12 +31,12 @@ def swap_attention(decoder: Decoder, **options) -> Decoder:
     check_module(Decoder, decoder=decoder)
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"unknown options {unknown}; accepted: {', '.join(OPTIONS)}.")
+        raise ValueError(f"unknown options {unknown}; expected {', '.join(OPTIONS)}.")
     if decoder.config.is_composed:
-        raise ValueError("the decoder is composed already; accepted: a plain one.")
+        raise ValueError("the decoder is composed already; expected a plain one.")
     config = replace(decoder.config, **{"pre_compose": True, "post_compose": True} | options)
     if not config.is_composed:
-        raise ValueError("pre_compose=False and post_compose=False compose nothing; accepted: at least one of them.")
+        raise ValueError("pre_compose=False and post_compose=False compose nothing; expected at least one of them.")
     weight = decoder.output.weight
     swapped = Decoder(config, device=weight.device, dtype=weight.dtype)
     swapped.load_state_dict(decoder.state_dict(), strict=False)

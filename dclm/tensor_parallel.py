@@ -29,7 +29,7 @@ def split_decoder(decoder: Decoder, rank: int, ranks: int) -> TensorParallelPlan
     vocab_size = decoder.config.vocab_size
     first, end = RankShare(ranks - 1, ranks).of(vocab_size)
     if decoder.config.cross_layers:
-        raise ValueError("cross_layers cannot be split; accepted: a decoder that looks at no context.")
+        raise ValueError("cross_layers cannot be split; expected a decoder that looks at no context.")
     if first == end:
         raise ValueError(f"vocab_size={vocab_size} leaves nothing to the last of {ranks} ranks.")
     splits = {"embed.weight": ShardedDim(0), "output.weight": ShardedDim(0)}

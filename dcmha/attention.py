@@ -164,11 +164,11 @@ class DCAttention(ComposedAttentionBase):
         """
         self._check_input(x)
         if cache is not None and documents is not None:
-            raise ValueError("documents are given with a cache; accepted: one of the two.")
+            raise ValueError("documents are given with a cache; expected one of the two.")
         if cache is not None and attn_mask is not None:
-            raise ValueError("attn_mask is given with a cache, which knows what may be seen; accepted: one of the two.")
+            raise ValueError("attn_mask is given with a cache, which knows what may be seen; expected one of the two.")
         if cache is not None and not is_causal:
-            raise ValueError("is_causal=False is given with a cache; accepted: True, as tokens come after another.")
+            raise ValueError("is_causal=False is given with a cache; expected True, as tokens come after another.")
         if cache is not None:
             return self._attend_within(x, attn_mask, is_causal, rope, None, cache)
         return self._run(self._attend_within, x, attn_mask, is_causal, rope, documents)
@@ -202,7 +202,7 @@ class DCAttention(ComposedAttentionBase):
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
             got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-            raise ValueError(f"x has {got}; accepted: a tensor [B, T, C] with C = {self.dim}.")
+            raise ValueError(f"x has {got}; expected a tensor [B, T, C] with C = {self.dim}.")
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Make q [B, H, T, D], and k and v [B, num_kv_heads, T, D]."""

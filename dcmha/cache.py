@@ -191,7 +191,7 @@ def _check_padding(padding: Tensor, capacity: int) -> None:
     """
     if not isinstance(padding, Tensor) or padding.dim() != 1 or padding.dtype not in (torch.int64, torch.int32):
         got = f"{padding.dtype} {list(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
-        raise ValueError(f"padding is {got}; accepted: integers [B].")
+        raise ValueError(f"padding is {got}; expected integers [B].")
     if padding.is_meta or isinstance(padding, FakeTensor) or torch.compiler.is_compiling():
         return
     if padding.numel() and not 0 <= padding.min() <= padding.max() < capacity:
@@ -224,7 +224,7 @@ class DecodingCache:
         if padding is not None:
             _check_padding(padding, capacity)
         if contexts is not None and len(contexts) != len(windows):
-            raise ValueError(f"contexts has {len(contexts)} entries; accepted: one for each of {len(windows)} layers.")
+            raise ValueError(f"contexts has {len(contexts)} entries; expected one for each of {len(windows)} layers.")
         self.windows, self.capacity = tuple(windows), capacity
         self.num_tokens = 0
         self.num_rows: int | None = None
@@ -298,7 +298,7 @@ class DecodingCache:
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
             raise ValueError("rows: expected a tensor of integers [B].")
         if self.num_rows is None or rows.shape != (self.num_rows,):
-            raise ValueError(f"rows has shape {list(rows.shape)}; accepted: [{self.num_rows or 'rows of a call'}].")
+            raise ValueError(f"rows has shape {list(rows.shape)}; expected [{self.num_rows or 'rows of a call'}].")
         kept = [buffer for layer in self.layers for buffer in layer.kept or []]
         padding = [] if self.clock.padding is None else [self.clock.padding]
         for buffer in (*kept, *padding):

@@ -148,7 +148,7 @@ class DCCrossAttention(ComposedAttentionBase):
         if isinstance(context, ContextKV):
             if context_mask is not None:
                 raise ValueError(
-                    "context_mask is given beside what `precompute_kv` made, which has its own; accepted: None."
+                    "context_mask is given beside what `precompute_kv` made, which has its own; expected None."
                 )
             self._check_context_kv(context)
             self._check_tokens("x", x, self.dim, len(context.k))
@@ -208,16 +208,16 @@ class DCCrossAttention(ComposedAttentionBase):
         if given != heads or found != expected or seen.num_groups != self.num_groups:
             raise ValueError(
                 f"context was seen by another layer, of heads {given} in {seen.num_groups} groups and (rank, gate) "
-                f"{found}; accepted: what this layer's `precompute_kv` made, of heads {heads} in {self.num_groups} "
+                f"{found}; expected what this layer's `precompute_kv` made, of heads {heads} in {self.num_groups} "
                 f"groups and {expected}."
             )
 
     def _check_tokens(self, name: str, tokens: Tensor, width: int, rows: int | None) -> None:
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"{name} is {type(tokens).__name__}; accepted: a tensor [B, tokens, {width}].")
+            raise ValueError(f"{name} is {type(tokens).__name__}; expected a tensor [B, tokens, {width}].")
         if tokens.dim() != 3 or tokens.shape[-1] != width or rows not in (None, tokens.shape[0]):
             accepted = f"[{'B' if rows is None else rows}, tokens, {width}]"
-            raise ValueError(f"{name} has shape {list(tokens.shape)}; accepted: {accepted}.")
+            raise ValueError(f"{name} has shape {list(tokens.shape)}; expected {accepted}.")
 
     def _check(self, x: Tensor | None, context: Tensor, context_mask: Tensor | None) -> None:
         if x is not None:
@@ -229,7 +229,7 @@ class DCCrossAttention(ComposedAttentionBase):
             raise ValueError(f"context_mask: expected a boolean tensor [B, S], not {type(context_mask).__name__}.")
         if context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]:
             raise ValueError(
-                f"context_mask has shape {list(context_mask.shape)} and dtype {context_mask.dtype}; accepted: "
+                f"context_mask has shape {list(context_mask.shape)} and dtype {context_mask.dtype}; expected "
                 f"{list(context.shape[:2])}, torch.bool (True = a real token)."
             )
 

@@ -32,7 +32,7 @@ class ImplChoice(NamedTuple):
 def check_impl(impl: str) -> None:
     """Raise ValueError if `impl` is unknown."""
     if impl not in get_args(Impl):
-        raise ValueError(f"impl={impl!r} is unknown; accepted: {', '.join(map(repr, get_args(Impl)))}.")
+        raise ValueError(f"impl={impl!r} is unknown; expected {', '.join(map(repr, get_args(Impl)))}.")
 
 
 def resolve_impl(
@@ -59,7 +59,7 @@ def resolve_impl(
     """
     check_impl(impl)
     if not isinstance(q, Tensor) or q.dim() != 4:
-        raise ValueError(f"q is {type(q).__name__}; accepted: a tensor [B, H, T, D].")
+        raise ValueError(f"q is {type(q).__name__}; expected a tensor [B, H, T, D].")
     check_booleans(is_composed=is_composed)
     check_integers(num_groups=num_groups)
     check_numbers(low=0, high=1, dropout_p=dropout_p)

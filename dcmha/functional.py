@@ -89,7 +89,7 @@ def composed_attention(
     check_impl(impl)
     for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
         if not isinstance(x, Tensor) and (x is not None or name != "attn_mask"):
-            raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
+            raise TypeError(f"{name} is {type(x).__name__}; expected a tensor.")
     for name, weights in (("pre", pre), ("post", post)):
         _check_types(name, weights)
     dtype = autocast_dtype(q.device.type)
@@ -197,17 +197,17 @@ def check_mask(attn_mask: Tensor | None, full: tuple[int, ...], device: torch.de
     if attn_mask is None:
         return
     if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is {type(attn_mask).__name__}; accepted: a tensor.")
+        raise TypeError(f"attn_mask is {type(attn_mask).__name__}; expected a tensor.")
     shape = tuple(attn_mask.shape)
     fits = len(shape) <= 4
     for got, wanted in zip(reversed(shape), reversed(full), strict=False):
         fits = fits and (got == 1 or got == wanted)  # compilers of torch 2.9 lose all(), and sizes in tuples
     if not fits:
-        raise ValueError(f"attn_mask has shape {list(shape)}; accepted: broadcastable to [B, H, T, S] = {list(full)}.")
+        raise ValueError(f"attn_mask has shape {list(shape)}; expected broadcastable to [B, H, T, S] = {list(full)}.")
     if attn_mask.device != device:
-        raise ValueError(f"attn_mask is on {attn_mask.device}; accepted: the device of q, {device}.")
+        raise ValueError(f"attn_mask is on {attn_mask.device}; expected the device of q, {device}.")
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; accepted: torch.bool (True = may attend) or floating.")
+        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool (True = may attend) or floating.")
 
 
 def _unexpanded(x: Tensor) -> Tensor:
@@ -221,14 +221,14 @@ def _unexpanded(x: Tensor) -> Tensor:
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}; accepted: four axes [B, H, tokens, D].")
+            raise ValueError(f"{name} has shape {list(x.shape)}; expected four axes [B, H, tokens, D].")
         if not x.is_floating_point():
-            raise ValueError(f"{name} has dtype {x.dtype}; accepted: a floating dtype.")
+            raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype.")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape [B, H / g, S, D]; got {list(k.shape)} and {list(v.shape)}.")
     if q.shape[1] < 1 or q.shape[3] < 1 or k.shape[1] < 1:
         raise ValueError(
-            f"q and k have shapes {list(q.shape)}, {list(k.shape)}; accepted: at least one head and channel."
+            f"q and k have shapes {list(q.shape)}, {list(k.shape)}; expected at least one head and channel."
         )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or q.shape[1] % k.shape[1]:
         got = f"got q {list(q.shape)} and k {list(k.shape)}"
@@ -247,11 +247,11 @@ def _check_documents(documents: Tensor | Documents | None, q: Tensor, k: Tensor)
         named = {"documents.starts": documents.starts, "documents.stops": documents.stops}
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; accepted: a tensor.")
+            raise TypeError(f"{name} is {type(x).__name__}; expected a tensor.")
         is_integral = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
         if tuple(x.shape) != (B, S) or not is_integral or x.device != q.device:
             got = f"{x.dtype} {list(x.shape)} on {x.device}"
-            raise ValueError(f"{name} is {got}; accepted: integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
+            raise ValueError(f"{name} is {got}; expected integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
     if q.shape[2] > S:
         raise ValueError(f"documents need no more queries than keys; got T = {q.shape[2]} and S = {S}.")
 
@@ -276,15 +276,15 @@ def _check_types(name: str, weights: ComposeWeights | None) -> None:
     if weights is None:
         return
     if not isinstance(weights, ComposeWeights):
-        raise ValueError(f"{name} is {type(weights).__name__}; accepted: ComposeWeights(query, key, base), or None.")
+        raise ValueError(f"{name} is {type(weights).__name__}; expected ComposeWeights(query, key, base), or None.")
     for side, part in (("query", weights.query), ("key", weights.key)):
         if not isinstance(part, SideWeights):
-            raise ValueError(f"{name}.{side} is {type(part).__name__}; accepted: SideWeights (each field may be None).")
+            raise ValueError(f"{name}.{side} is {type(part).__name__}; expected SideWeights (each field may be None).")
         for weight in part:
             if weight is not None and not isinstance(weight, Tensor):
-                raise TypeError(f"{name}.{side} holds {[type(w).__name__ for w in part]}; accepted: tensors and None.")
+                raise TypeError(f"{name}.{side} holds {[type(w).__name__ for w in part]}; expected tensors and None.")
     if weights.base is not None and not isinstance(weights.base, Tensor):
-        raise TypeError(f"{name}.base is {type(weights.base).__name__}; accepted: a tensor, or None.")
+        raise TypeError(f"{name}.base is {type(weights.base).__name__}; expected a tensor, or None.")
 
 
 def _check_weights(name: str, weights: ComposeWeights | None, q: Tensor, k: Tensor, num_groups: int) -> None:
@@ -311,6 +311,6 @@ def _check_weight(name: str, weight: Tensor | None, kind: str, shape: tuple, q: 
         return
     if tuple(weight.shape) != shape:
         accepted = f"{_WEIGHT_AXES[kind]} = [{', '.join(map(str, shape))}]"
-        raise ValueError(f"{name} has shape {list(weight.shape)}; accepted: {accepted}.")
+        raise ValueError(f"{name} has shape {list(weight.shape)}; expected {accepted}.")
     if weight.dtype != q.dtype or weight.device != q.device:
-        raise ValueError(f"{name} is {weight.dtype} on {weight.device}; accepted: as q, {q.dtype} on {q.device}.")
+        raise ValueError(f"{name} is {weight.dtype} on {weight.device}; expected as q, {q.dtype} on {q.device}.")

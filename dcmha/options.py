@@ -95,4 +95,4 @@ def check_names(options: Mapping[str, object], accepted: tuple[str, ...]) -> Non
     """Raise ValueError if an option is not among the accepted ones."""
     unknown = sorted(set(options) - set(accepted))
     if unknown:
-        raise ValueError(f"unknown options {unknown}; accepted: {', '.join(accepted)}.")
+        raise ValueError(f"unknown options {unknown}; expected {', '.join(accepted)}.")

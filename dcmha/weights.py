@@ -137,7 +137,7 @@ class ComposeProjection(nn.Module):
             The pre and the post composition, None where it is switched off.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim or not x.is_floating_point():
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: floating [B, T, C] with C = {self.dim}.")
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; expected floating [B, T, C] with C = {self.dim}.")
         made = dict(zip(self.roles, self._role_weights(x), strict=True))
         bases = {} if self.base is None else dict(zip(self.options.compositions, self.base.unbind(0), strict=True))
         pre, post = (

@@ -22,7 +22,7 @@ def set_recompute(model: nn.Module, choice: Recompute) -> None:
         UserError: If the model cannot.
     """
     if choice not in get_args(Recompute):
-        raise UserError(f"model.recompute={choice!r}; accepted: {', '.join(map(repr, get_args(Recompute)))}.")
+        raise UserError(f"model.recompute={choice!r}; expected {', '.join(map(repr, get_args(Recompute)))}.")
     layers = [module for module in model.modules() if isinstance(module, ComposedAttentionBase)]
     if choice == "attention" and not layers:
         raise UserError("model.recompute='attention': the model has no layer of composed attention.")

@@ -258,7 +258,7 @@ class TrainingModule(L.LightningModule):
         """Clip the global norm (`trainer.gradient_clip_val`) and log what it was; skip the step if it is not finite."""
         if gradient_clip_algorithm not in (None, "norm"):
             got = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-            raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
+            raise UserError(f"trainer.gradient_clip_algorithm={got!r}; expected 'norm'.")
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = total_norm([p.grad for p in parameters])
         nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val or math.inf, norm)

@@ -56,7 +56,7 @@ class AttentionView:
             images, _, *tokens = one.maps.weights.shape
             if images != 1 or tokens != [self.prefix + rows * columns] * 2:
                 raise UserError(
-                    f"{name} attends within {images} x {tokens[1]} tokens; accepted: layers that attend to all "
+                    f"{name} attends within {images} x {tokens[1]} tokens; expected layers that attend to all "
                     f"{rows} x {columns} patches and {self.prefix} more at once (not to windows)."
                 )
 

@@ -24,7 +24,7 @@ def check_exported_config(path: Path) -> None:
     channels = (values.get("input_size") or [3])[0]
     for name in ("mean", "std"):
         if values.get(name) is not None and len(values[name]) != channels:
-            raise UserError(f"{path}: {name}={values[name]}; accepted: one number for each of {channels} channels.")
+            raise UserError(f"{path}: {name}={values[name]}; expected one number for each of {channels} channels.")
 
 
 def _are_sizes(value: object) -> bool:

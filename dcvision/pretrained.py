@@ -27,7 +27,7 @@ def load_pretrained(source: str) -> nn.Module:
     name = f"local-dir:{source}" if is_exported(source) else source
     if name == source and not timm.is_model(source) and not source.startswith("hf-hub:"):
         raise UserError(
-            f"{source} is neither a file or folder nor a model of timm's; accepted: a checkpoint or run of dcvision, "
+            f"{source} is neither a file or folder nor a model of timm's; expected a checkpoint or run of dcvision, "
             "an exported folder, a timm name with pretrained weights."
         )
     if name != source:

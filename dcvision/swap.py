@@ -55,7 +55,7 @@ def swap_attention(
     check_names(options, DCAttention.OPTIONS)
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("pre_compose") is False and options.get("post_compose") is False:
-        raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; accepted: at least one.")
+        raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; expected at least one.")
     names = attention_names(model)
     chosen = _choose(model, names, layers)
     if not chosen and not pooling:
@@ -124,7 +124,7 @@ def dcmha_swapped(
         ValueError: If timm has no such model, or a swap is refused.
     """
     if not timm.is_model(base):
-        raise ValueError(f"base={base!r} is unknown to timm; accepted: the name of a model.")
+        raise ValueError(f"base={base!r} is unknown to timm; expected the name of a model.")
     if pretrained_model_args is None:
         model = timm.create_model(base, pretrained, pretrained_cfg, **kwargs)
         for options in swaps:

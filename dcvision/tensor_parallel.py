@@ -40,7 +40,7 @@ def _check_block(number: int, block: nn.Module) -> None:
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if not isinstance(attn, DCAttention) or type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
         got = f"{type(attn).__name__} and {type(mlp).__name__}"
-        raise ValueError(f"block {number} of {got} cannot be split; accepted: DCAttention and timm's Mlp.")
+        raise ValueError(f"block {number} of {got} cannot be split; expected DCAttention and timm's Mlp.")
     if any(True for _ in mlp.norm.parameters()):
         raise ValueError(f"block {number}: a norm within the MLP cannot be split.")
 

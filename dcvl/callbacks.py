@@ -131,7 +131,7 @@ class CrossAttentionImages(Callback):
         data = trainer.datamodule
         source = data.open(self.data, is_train=False)
         if not 0 <= self.index < len(source):
-            raise UserError(f"CrossAttentionImages's index={self.index}; accepted: 0 to {len(source) - 1}.")
+            raise UserError(f"CrossAttentionImages's index={self.index}; expected 0 to {len(source) - 1}.")
         self._image, captions = data.read(source, self.index)
         self._caption = data.encode(captions[0])
 

@@ -51,7 +51,7 @@ def generate_captions(
     if num_beams == 1:
         found = generate(model.text, prompts, max_new_tokens, temperature, top_p=top_p, seed=seed, **shared)
     elif temperature or top_p is not None:
-        raise ValueError(f"{num_beams=} with {temperature=}, {top_p=}: beams are not sampled; accepted: one way.")
+        raise ValueError(f"{num_beams=} with {temperature=}, {top_p=}: beams are not sampled; expected one way.")
     else:
         found = beam_search(model.text, prompts, max_new_tokens, num_beams, **shared)
     rows = [row[len(begin) :].tolist() for row in found]

@@ -57,7 +57,7 @@ def check_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     theirs = _tokenizer_of(source if named is None else named["text"])
     if theirs is not None and theirs.spec != tokenizer.spec:
         raise UserError(
-            f"init={source} was trained with another tokenizer; accepted: that of this run (data.tokenizer)."
+            f"init={source} was trained with another tokenizer; expected that of this run (data.tokenizer)."
         )
 
 
@@ -68,7 +68,7 @@ def _towers(source: str) -> dict[str, str] | None:
         return None
     if len(dict(named)) < len(named) or not dict(named).keys() <= TOWERS.keys() or not all(dict(named).values()):
         accepted = "a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"
-        raise UserError(f"init={source}; accepted: {accepted}.")
+        raise UserError(f"init={source}; expected {accepted}.")
     return dict(named)
 
 

@@ -94,7 +94,7 @@ class ImageText(nn.Module):
             )
         text.check_causal()
         if contrastive not in SCALES:
-            raise ValueError(f"{contrastive=} is unknown; accepted: {', '.join(map(repr, SCALES))}.")
+            raise ValueError(f"{contrastive=} is unknown; expected {', '.join(map(repr, SCALES))}.")
         check_integers(embed_dim=embed_dim, may_be_none=True)
         self.image, self.text, self.embed_dim = image, text, embed_dim
         if not self.is_captioner:
@@ -188,7 +188,7 @@ def as_tokens(features: Tensor, width: int) -> Tensor:
         UserError: If they are neither.
     """
     if not isinstance(features, Tensor):
-        raise UserError(f"the image tower makes {type(features).__name__}s of features; accepted: a map, or tokens.")
+        raise UserError(f"the image tower makes {type(features).__name__}s of features; expected a map, or tokens.")
     shape = list(features.shape)
     if features.dim() == 3 and shape[2] == width:
         return features

@@ -116,11 +116,11 @@ class VisionLanguageModel(TrainingModule):
             if not 0 <= hp[name] < math.inf:
                 raise UserError(f"{name}={hp[name]} must not be negative, and be finite.")
         if hp.contrastive is not None and hp.contrastive not in ("sigmoid", "softmax"):
-            raise UserError(f"contrastive={hp.contrastive!r}; accepted: 'sigmoid', 'softmax', or null.")
+            raise UserError(f"contrastive={hp.contrastive!r}; expected 'sigmoid', 'softmax', or null.")
         if hp.contrastive is not None and not hp.contrastive_weight:
-            raise UserError("contrastive_weight=0 trains nothing of what is contrasted; accepted: contrastive null.")
+            raise UserError("contrastive_weight=0 trains nothing of what is contrasted; expected contrastive null.")
         if hp.contrastive is None and not hp.caption_weight:
-            raise UserError("contrastive=null and caption_weight=0 leave no loss; accepted: one of them, or both.")
+            raise UserError("contrastive=null and caption_weight=0 leave no loss; expected one of them, or both.")
         if hp.cross_layers is not None and bool(hp.cross_layers) != bool(hp.caption_weight):
             raise UserError(
                 f"cross_layers={hp.cross_layers} with caption_weight={hp.caption_weight}: layers look at the image to "

@@ -48,7 +48,7 @@ def embedding_rows(
     if vocab_multiple < 1 or (vocab_size is not None and vocab_size < 1):
         raise UserError(f"{vocab_size=} and {vocab_multiple=} must be at least 1.")
     if vocab_size is not None and vocab_multiple != 1:
-        raise UserError(f"{vocab_size=} and {vocab_multiple=} are both given; accepted: one of the two.")
+        raise UserError(f"{vocab_size=} and {vocab_multiple=} are both given; expected one of the two.")
     if vocab_size is not None:
         return vocab_size
     needed = ByteTokenizer.vocab_size if tokens == STDLIB else open_corpus(tokens, tokenizer).vocab_size
@@ -179,7 +179,7 @@ class TokenDataModule(ResumableDataModule):
         limit = self.vocab_size if masking is None else masking.mask_id
         if row.max_token >= limit:
             raise UserError(
-                f"{row.name} holds token {row.max_token}; accepted: 0 to {limit - 1} "
+                f"{row.name} holds token {row.max_token}; expected 0 to {limit - 1} "
                 f"(data.vocab_size={self.vocab_size}{'' if masking is None else ', and the mask'})."
             )
         mask_seed = self.seed if split == "train" else EVALUATION_SEED

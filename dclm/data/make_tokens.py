@@ -64,7 +64,7 @@ class CorpusOptions:
             )
         kind, _, size = self.tokenizer.partition(":")
         if kind == "bpe" and not (size.isdecimal() and len(size) <= 8):
-            raise UserError(f"tokenizer={self.tokenizer!r}; accepted: bpe:SIZE, such as bpe:16384.")
+            raise UserError(f"tokenizer={self.tokenizer!r}; expected bpe:SIZE, such as bpe:16384.")
         if self.tokenizer == BYTES and self.eos is not None:
             raise UserError(f"eos={self.eos!r} names a token, which bytes have none of; leave it out.")
 
@@ -106,7 +106,7 @@ def make_tokens(
     val_files = find_inputs([Path(path) for path in val], tuple(suffix)) if val else []
     twice = {file.resolve() for file in files} & {file.resolve() for file in val_files}
     if twice:
-        raise UserError(f"{min(twice)} is among both the inputs and val; accepted: one of the two.")
+        raise UserError(f"{min(twice)} is among both the inputs and val; expected one of the two.")
     is_default = val_fraction is None
     if is_default:
         val_fraction = 0.0 if val else VAL_FRACTION

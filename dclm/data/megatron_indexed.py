@@ -61,7 +61,7 @@ class IndexedRow:
         index, tokens = (Path(f"{prefix}{suffix}") for suffix in (".idx", ".bin"))
         for path in (index, tokens):
             if not path.is_file():
-                raise UserError(f"{path} is missing; accepted: idxmap:PREFIX of PREFIX.bin and PREFIX.idx.")
+                raise UserError(f"{path} is missing; expected idxmap:PREFIX of PREFIX.bin and PREFIX.idx.")
         dtype, count, marks = _read_header(index)
         self._dtype = np.dtype(dtype)
         lengths = np.memmap(index, "<i4", "r", HEADER.size, (count,))
@@ -103,7 +103,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
     if version != 1 or code not in DTYPES:
         accepted = ", ".join(map(str, DTYPES))
         raise UserError(
-            f"{path} has version {version} and dtype code {code}; accepted: version 1, integers ({accepted})."
+            f"{path} has version {version} and dtype code {code}; expected version 1, integers ({accepted})."
         )
     expected = HEADER.size + 12 * count + 8 * marks
     if size != expected or count == 0 or marks == 0:

@@ -87,7 +87,7 @@ class TokenSamples(Dataset):
         wrong = tokens[(tokens >= self.vocab_size) | (tokens < 0)]
         if len(wrong):
             raise UserError(
-                f"{self.row.name} holds token {wrong[0]} near token {start}; accepted: 0 to {self.vocab_size - 1}."
+                f"{self.row.name} holds token {wrong[0]} near token {start}; expected 0 to {self.vocab_size - 1}."
             )
         ids, targets = tokens[:-1], tokens[1:]
         documents = self.row.documents(start, ids) if self.separate_documents else None

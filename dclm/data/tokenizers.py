@@ -172,7 +172,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         except UserError as error:
             raise UserError(f"tokenizer={path}: {error}") from error
     if path.suffix == ".json" or len(path.parts) > 2:
-        raise UserError(f"no tokenizer: {path} does not exist; accepted: 'bytes', a tokenizer.json or a hub name.")
+        raise UserError(f"no tokenizer: {path} does not exist; expected 'bytes', a tokenizer.json or a hub name.")
     import tokenizers
 
     with as_user_error(f"no tokenizer {name!r} (accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name)"):
@@ -188,7 +188,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> SubwordTokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise UserError(f"bpe:{vocab_size} is too small; accepted: at least 257 (all bytes and the end token).")
+        raise UserError(f"bpe:{vocab_size} is too small; expected at least 257 (all bytes and the end token).")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

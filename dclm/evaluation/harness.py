@@ -173,7 +173,7 @@ def _prompt(tokens: tuple[int, ...], options: dict) -> Prompt:
     given = normalize_gen_kwargs({key: value for key, value in options.items() if value is not None}, MAX_NEW_TOKENS)
     unknown = sorted(set(given) - set(ACCEPTED))
     if unknown:
-        raise UserError(f"the task generates with {unknown}; accepted: {', '.join(ACCEPTED)}.")
+        raise UserError(f"the task generates with {unknown}; expected {', '.join(ACCEPTED)}.")
     until = given.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(text for text in until if text)
     temperature = given.get("temperature", 1.0) if given.get("do_sample") else 0.0

@@ -87,7 +87,7 @@ class MaskedTexts(NamedTuple):
     def _masking(self, scorer: Scorer) -> Masking:
         config, words = scorer.decoder.config, scorer.tokenizer
         if config.is_causal:
-            raise UserError("a causal model is asked for masked tokens; accepted: one of is_causal=false.")
+            raise UserError("a causal model is asked for masked tokens; expected one of is_causal=false.")
         if words.vocab_size >= config.vocab_size:
             raise UserError(f"the model's vocabulary of {config.vocab_size} has no mask beside the tokenizer's tokens.")
         return Masking(self.mask_fraction, self.mask_span, words.vocab_size, (words.eos_id, *words.begin_ids))

@@ -229,7 +229,7 @@ class SpanFile(NamedTuple):
         pairs = list(zip(contexts, [row.tolist() for row in tokenizer.encode(targets)], strict=True))
         for place, (_, target) in zip(places, pairs, strict=True):
             if not 0 < len(target) <= scorer.context_length:
-                raise UserError(f"{place}: a target of {len(target)} tokens; accepted: 1 to {scorer.context_length}.")
+                raise UserError(f"{place}: a target of {len(target)} tokens; expected 1 to {scorer.context_length}.")
         before = scorer.num_cut
         scores = scorer.score(pairs, self.name)
         num_tokens = sum(len(target) for _, target in pairs)
@@ -241,7 +241,7 @@ class SpanFile(NamedTuple):
         """Read prompts, targets and where they are."""
         path = Path(self.path)
         if not path.name.endswith(RECORDS):
-            raise UserError(f"{path} is no file of records; accepted: {', '.join(RECORDS)}.")
+            raise UserError(f"{path} is no file of records; expected {', '.join(RECORDS)}.")
         prompts, targets, places = [], [], []
         for number, record in enumerate(read_records(path, [self.prompt_key, self.target_key])):
             if number == self.limit:

@@ -113,9 +113,9 @@ def _check_asked(prompt: str | None, texts: str | None, suite: str | None, targe
     given = {"prompt": prompt, "texts": texts, "suite": suite}
     if sum(value is not None for value in given.values()) != 1:
         names = [name for name, value in given.items() if value is not None]
-        raise UserError(f"{' and '.join(names) or 'nothing'} asked; accepted: one of {', '.join(given)}.")
+        raise UserError(f"{' and '.join(names) or 'nothing'} asked; expected one of {', '.join(given)}.")
     if target is not None and prompt is None:
-        raise UserError(f"target={target!r} comes after a prompt; accepted: prompt and target.")
+        raise UserError(f"target={target!r} comes after a prompt; expected prompt and target.")
 
 
 def _answers(model: LoadedModel, suite: str, limit: int | None) -> list[Pair]:

@@ -124,6 +124,6 @@ def _read_pairs(tokenizer: Tokenizer, path: Path) -> RelationPairs:
     wrong = next((number for number, line in lines.items() if len(line) != 2), None)
     if wrong is not None or not lines:
         got = f"{path} holds nothing" if not lines else f"{path}: line {wrong} is no pair"
-        raise UserError(f"{got}; accepted: lines of a token, a tabulator and its partner.")
+        raise UserError(f"{got}; expected lines of a token, a tabulator and its partner.")
     sources, targets = ([one_token(tokenizer, word) for word in column] for column in zip(*lines.values(), strict=True))
     return RelationPairs(path.stem, torch.tensor(sources), torch.tensor(targets))

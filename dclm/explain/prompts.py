@@ -80,7 +80,7 @@ def _not_one(tokenizer: Tokenizer, named: str, ids: Sequence[int], word: str, sp
     """Say into which tokens a word falls, and whether with a space before it it is one."""
     pieces = [tokenizer.decode([token]) for token in ids]
     hint = f"; {' ' + word!r} is one" if len(spaced) == 1 else ""
-    return f"{named} is {len(pieces)} tokens to this tokenizer, {pieces}; accepted: one{hint}."
+    return f"{named} is {len(pieces)} tokens to this tokenizer, {pieces}; expected one{hint}."
 
 
 def _as_input(model: LoadedModel, prompt: str, ids: list[int]) -> tuple[Tensor, tuple[str, ...]]:
@@ -88,5 +88,5 @@ def _as_input(model: LoadedModel, prompt: str, ids: list[int]) -> tuple[Tensor, 
     if not ids:
         raise UserError(f"prompt={prompt!r} holds no token.")
     if len(ids) > decoder.config.context_length:
-        raise UserError(f"prompt has {len(ids)} tokens; accepted: at most {decoder.config.context_length}.")
+        raise UserError(f"prompt has {len(ids)} tokens; expected at most {decoder.config.context_length}.")
     return torch.tensor([ids], device=decoder.device), tuple(tokenizer.decode([token]) for token in ids)

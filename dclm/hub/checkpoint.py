@@ -164,12 +164,12 @@ def read_config(folder: Path) -> DecoderConfig:
 def _read_config(folder: Path) -> tuple[Format, DecoderConfig, dict]:
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; accepted: a folder with config.json and weights.")
+        raise FileNotFoundError(f"{path} does not exist; expected a folder with config.json and weights.")
     content = _read_object(path)
     kind = content.get("model_type")
     try:
         if not isinstance(kind, str) or kind not in FORMATS:
-            raise ValueError(f"model_type={kind!r} is unknown; accepted: {', '.join(map(repr, FORMATS))}.")
+            raise ValueError(f"model_type={kind!r} is unknown; expected {', '.join(map(repr, FORMATS))}.")
         return FORMATS[kind], FORMATS[kind].read_config(content), content
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -205,7 +205,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         if missing:
             raise FileNotFoundError(f"{folder} lacks the shards {missing} that {index.name} names.")
         return {key: tensor for shard in shards for key, tensor in _read_shard(folder / shard).items()}
-    raise FileNotFoundError(f"{folder} holds no weights; accepted: {', '.join(WEIGHT_FILES)}, or shards with an index.")
+    raise FileNotFoundError(f"{folder} holds no weights; expected {', '.join(WEIGHT_FILES)}, or shards with an index.")
 
 
 def _read_shard(path: Path) -> dict[str, Tensor]:

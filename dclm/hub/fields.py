@@ -29,4 +29,4 @@ def check_values(fields: Mapping, accepted: Mapping[str, tuple]) -> None:
     """Raise ValueError if a field has another value than those named for it."""
     for name, values in accepted.items():
         if fields[name] not in values:
-            raise ValueError(f"{name}={fields[name]!r}; accepted: {' or '.join(map(json.dumps, values))}.")
+            raise ValueError(f"{name}={fields[name]!r}; expected {' or '.join(map(json.dumps, values))}.")

@@ -86,7 +86,7 @@ def llama_config(content: dict) -> DecoderConfig:
     check_values(fields, {"hidden_act": ("silu",), "head_dim": (None, head_dim)})
     if fields["attention_bias"] != fields["mlp_bias"]:
         raise ValueError(
-            f"attention_bias={fields['attention_bias']} and mlp_bias={fields['mlp_bias']}; accepted: equal ones."
+            f"attention_bias={fields['attention_bias']} and mlp_bias={fields['mlp_bias']}; expected equal ones."
         )
     rotary = _rotary(fields, fields["rope_theta"], 1.0)
     return DecoderConfig(
@@ -116,7 +116,7 @@ def _rotary(fields: Mapping, base: float, fraction: float) -> dict:
     for name in ("rope_parameters", "rope_scaling"):
         kind = (fields[name] or {}).get("rope_type", (fields[name] or {}).get("type", "default"))
         if kind != "default":
-            raise ValueError(f"{name} has rope_type={kind!r}; accepted: 'default' (frequencies that are not scaled).")
+            raise ValueError(f"{name} has rope_type={kind!r}; expected 'default' (frequencies that are not scaled).")
         check_known(fields[name] or {}, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
     given = fields["rope_parameters"] or fields["rope_scaling"] or {}
     partial = given.get("partial_rotary_factor", fields["partial_rotary_factor"])

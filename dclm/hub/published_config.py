@@ -85,13 +85,13 @@ def _check_hub(hub: dict) -> None:
     check_types(hub, KINDS)
     if hub["n_local_heads"] not in (-1, hub["n_head"]):
         raise ValueError(
-            f"n_local_heads={hub['n_local_heads']}; accepted: -1 or n_head={hub['n_head']} (shared keys and values are "
+            f"n_local_heads={hub['n_local_heads']}; expected -1 or n_head={hub['n_head']} (shared keys and values are "
             "not defined for these models)."
         )
     check_values(hub, {"tie_word_embeddings": (False,), "use_sw": (False,)})
     rank = hub["n_head"] // max(1, hub["n_head"] // 2)
     if hub["use_dcmha"] and rank != 2:
-        raise ValueError(f"n_head={hub['n_head']}; accepted: 2, or more than 3 (the published code's rank is then 2).")
+        raise ValueError(f"n_head={hub['n_head']}; expected 2, or more than 3 (the published code's rank is then 2).")
 
 
 def _dcformer(hub: dict) -> dict:
@@ -118,7 +118,7 @@ def _windows(hub: dict) -> tuple[int | None, ...]:
     if kind is None:
         return (None,) if window is None else (window, None)
     if kind not in PATTERNS:
-        raise ValueError(f"window_type={kind!r} is unknown; accepted: null, {', '.join(map(repr, PATTERNS))}.")
+        raise ValueError(f"window_type={kind!r} is unknown; expected null, {', '.join(map(repr, PATTERNS))}.")
     if window is None:
         raise ValueError(f"window_size must be a number with window_type={kind!r}.")
     return tuple(window if local else None for local in PATTERNS[kind])
@@ -185,7 +185,7 @@ def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
         if name not in ignored and getattr(read_back, name) != value:
             raise ValueError(
                 f"{name}={value!r} cannot be written in the published format, which would read it as "
-                f"{getattr(read_back, name)!r}; accepted: native=True, our own format."
+                f"{getattr(read_back, name)!r}; expected native=True, our own format."
             )
 
 
@@ -204,5 +204,5 @@ def _pattern(windows: tuple[int | None, ...]) -> tuple[int | None, str | None]:
     if len(sizes) == 1 and local in PATTERNS.values():
         return sizes.pop(), next(name for name, pattern in PATTERNS.items() if pattern == local)
     raise ValueError(
-        f"windows={list(windows)} cannot be written in the published format; accepted: native=True, our own format."
+        f"windows={list(windows)} cannot be written in the published format; expected native=True, our own format."
     )

@@ -98,7 +98,7 @@ class DCLMConfig(PreTrainedConfig):
         named = {self.attribute_map.get(name, name): value for name, value in fields.items()}
         if named.pop("tie_word_embeddings", False):
             raise ValueError(
-                "tie_word_embeddings=True; accepted: false, as decoders have an output layer of their own."
+                "tie_word_embeddings=True; expected false, as decoders have an output layer of their own."
             )
         for name in self.field_names():
             setattr(self, name, named.pop(name, DEFAULTS[name]))

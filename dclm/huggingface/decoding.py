@@ -75,7 +75,7 @@ def check_mask(attention_mask: Tensor | None, rows: int, tokens: int) -> None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, tokens):
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else repr(attention_mask)
-        raise ValueError(f"attention_mask is {got}; accepted: a tensor [{rows}, {tokens}] of 0 for padding, else 1.")
+        raise ValueError(f"attention_mask is {got}; expected a tensor [{rows}, {tokens}] of 0 for padding, else 1.")
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ValueError("attention_mask holds other values than 0 and 1.")
 
@@ -108,5 +108,5 @@ def documents_of(attention_mask: Tensor | None) -> Tensor | None:
     documents = torch.cat([torch.zeros_like(real[:, :1]), changes], 1)
     begins_real = real[:, :1]
     if bool((documents + begins_real > 2).any()):
-        raise ValueError("attention_mask has padding between tokens; accepted: before and after them.")
+        raise ValueError("attention_mask has padding between tokens; expected before and after them.")
     return documents if bool((real == 0).any()) else None

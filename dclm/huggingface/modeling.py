@@ -127,7 +127,7 @@ class DecoderModel(PreTrainedModel):
         if is_known and num_items < 1:
             raise ValueError(f"num_items_in_batch={num_items}: expected a number of at least 1.")
         if targets is not None and targets.shape != input_ids.shape:
-            raise ValueError(f"labels are {list(targets.shape)}; accepted: {list(input_ids.shape)}, as input_ids.")
+            raise ValueError(f"labels are {list(targets.shape)}; expected {list(input_ids.shape)}, as input_ids.")
         self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
         with _collecting(self.decoder if returns_states else None) as states:
             hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))
@@ -264,7 +264,7 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
         """Give `generate` the low-rank cache."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}; accepted: None, as these models "
+                f"cache_implementation={generation_config.cache_implementation!r}; expected None, as these models "
                 "have a cache of their own."
             )
         if generation_config.use_cache is not False and model_kwargs.get("cache") is None:
@@ -368,9 +368,9 @@ def _check_family(kind: type, folder: Path) -> None:
 
 def _check_cached(cache: object, labels: Tensor | None) -> None:
     if not isinstance(cache, DecodingState):
-        raise ValueError(f"cache is a {type(cache).__name__}; accepted: what an earlier call returned, or None.")
+        raise ValueError(f"cache is a {type(cache).__name__}; expected what an earlier call returned, or None.")
     if labels is not None:
-        raise ValueError("labels are given with cache; accepted: one of the two.")
+        raise ValueError("labels are given with cache; expected one of the two.")
 
 
 def _find_folder(name: str | Path, options: dict) -> Path:

@@ -47,7 +47,7 @@ def break_down(a: Tensor, weights: ComposeWeights, num_groups: int, *, batch: in
     """
     for name, position, size in (("batch", batch, a.shape[0]), ("query", query, a.shape[2]), ("key", key, a.shape[3])):
         if not -size <= position < size:
-            raise ValueError(f"{name}={position}; accepted: {-size} to {size - 1}.")
+            raise ValueError(f"{name}={position}; expected {-size} to {size - 1}.")
     b, t, s = batch % a.shape[0], query % a.shape[2], key % a.shape[3]
     pair = a[b : b + 1, :, t : t + 1, s : s + 1]
     of_pair = weights._replace(

@@ -70,9 +70,9 @@ def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
     weights = head_weights(layer)
     heads, _, width = weights.value.shape
     if not is_integer(head) or not 0 <= head < heads:
-        raise ValueError(f"head={head!r}; accepted: 0 to {heads - 1}.")
+        raise ValueError(f"head={head!r}; expected 0 to {heads - 1}.")
     if x.shape[-1] != width:
-        raise ValueError(f"x has {x.shape[-1]} channels; accepted: {width}.")
+        raise ValueError(f"x has {x.shape[-1]} channels; expected {width}.")
     return x @ weights.value[head].mT @ weights.output[head].mT
 
 

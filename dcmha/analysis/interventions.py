@@ -63,10 +63,10 @@ def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -
     by_layer: dict[str, dict[str, dict[str, Tensor | float]]] = {}
     for branch, factor in factors.items():
         if branch not in known:
-            raise ValueError(f"{tuple(branch)} is no branch of the model; accepted: {_listed(known)}.")
+            raise ValueError(f"{tuple(branch)} is no branch of the model; expected {_listed(known)}.")
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if not is_number and not (isinstance(factor, Tensor) and factor.numel() == 1):
-            raise ValueError(f"the factor of {tuple(branch)} is {factor!r}; accepted: a number, or a tensor of one.")
+            raise ValueError(f"the factor of {tuple(branch)} is {factor!r}; expected a number, or a tensor of one.")
         of_layer = by_layer.setdefault(branch.layer, {"pre": {}, "post": {}})
         of_layer[branch.composition][branch.branch] = factor
 
@@ -101,10 +101,10 @@ def scale_heads(model: nn.Module, factors: Mapping[str, Tensor]) -> Iterator[Non
     layers = attention_layers(model)
     for name, factor in factors.items():
         if name not in layers:
-            raise ValueError(f"layer {name!r} is not in the model; accepted: {', '.join(layers)}.")
+            raise ValueError(f"layer {name!r} is not in the model; expected {', '.join(layers)}.")
         if not isinstance(factor, Tensor) or factor.shape != (layers[name].num_heads,):
             got = f"shape {list(factor.shape)}" if isinstance(factor, Tensor) else f"type {type(factor).__name__}"
-            raise ValueError(f"factors of {name!r} have {got}; accepted: a tensor [{layers[name].num_heads}].")
+            raise ValueError(f"factors of {name!r} have {got}; expected a tensor [{layers[name].num_heads}].")
 
     def hook(factor: Tensor):
         def scale(_module, args):

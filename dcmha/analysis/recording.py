@@ -67,7 +67,7 @@ class Recorded:
         """
         composed = {"pre": (self.maps.scores, self.pre), "post": (self.maps.weights, self.post)}
         if composition not in composed:
-            raise ValueError(f"composition={composition!r}; accepted: 'pre', 'post'.")
+            raise ValueError(f"composition={composition!r}; expected 'pre', 'post'.")
         before, weights = composed[composition]
         if weights is None:
             raise ValueError(f"composition={composition!r}, which this layer does not have.")
@@ -105,7 +105,7 @@ def record_attention(
     chosen = list(found) if layers is None else list(dict.fromkeys(layers))
     unknown = [name for name in chosen if name not in found]
     if unknown:
-        raise ValueError(f"layers={unknown} are not in the model; accepted: {', '.join(found)}.")
+        raise ValueError(f"layers={unknown} are not in the model; expected {', '.join(found)}.")
     if any("attend" in vars(layer) for layer in found.values()):
         raise ValueError(f"{type(model).__name__} is being recorded already.")
     recorded: dict[str, Any] = {}

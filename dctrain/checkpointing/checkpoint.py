@@ -33,12 +33,12 @@ def find_checkpoint(path: str) -> Path:
         UserError: If there is none. A folder that only holds runs is none, as it does not say which.
     """
     if not path:
-        raise UserError(f"'' names no checkpoint; accepted: {ACCEPTED}.")
+        raise UserError(f"'' names no checkpoint; expected {ACCEPTED}.")
     start = Path(path)
     if start.is_file() or is_sharded(start):
         return start
     if not start.is_dir():
-        raise UserError(f"no checkpoint: {path} does not exist; accepted: {ACCEPTED}.")
+        raise UserError(f"no checkpoint: {path} does not exist; expected {ACCEPTED}.")
     if start.suffix == ".ckpt":
         if (start / ".metadata").is_file():
             raise UserError(
@@ -50,7 +50,7 @@ def find_checkpoint(path: str) -> Path:
         newest = newest_checkpoint(start)
         run = None if newest is None else run_folder(newest)
         said = f"; below it is the run {run}, which can be named" if run is not None else ""
-        raise UserError(f"no checkpoint: {path} is no folder of a run{said}; accepted: {ACCEPTED}.")
+        raise UserError(f"no checkpoint: {path} is no folder of a run{said}; expected {ACCEPTED}.")
     return found
 
 
@@ -81,7 +81,7 @@ def check_no_run(path: str) -> None:
         UserError: If it is one.
     """
     if (Path(path) / CHECKPOINTS).is_dir():
-        raise UserError(f"out={path} is the folder of a run; accepted: a folder of its own.")
+        raise UserError(f"out={path} is the folder of a run; expected a folder of its own.")
 
 
 def make_folder(path: str) -> Path:

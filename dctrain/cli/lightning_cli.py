@@ -462,6 +462,6 @@ def run_trainer(program: Program, args: list[str]) -> None:
 
 def _check_subcommand(program: Program, names: list[str], args: list[str]) -> None:
     if not args:
-        raise UserError(f"{program.name} needs a subcommand; accepted: {', '.join(names)}. --help says more.")
+        raise UserError(f"{program.name} needs a subcommand; expected {', '.join(names)}. --help says more.")
     if not args[0].startswith("-") and args[0] not in names:
-        raise UserError(f"{args[0]!r} is no subcommand of {program.name}; accepted: {', '.join(names)}.")
+        raise UserError(f"{args[0]!r} is no subcommand of {program.name}; expected {', '.join(names)}.")

@@ -77,7 +77,7 @@ def run_subcommand(program: str, functions: Functions, args: list[str]) -> None:
         return print(format_help(f"{program} {name}", "", summaries(named)), end="")
     if not rest or rest[0] not in named:
         got = f"{program} {name} needs a second word" if not rest else f"{rest[0]!r} is none of {program} {name}"
-        raise UserError(f"{got}; accepted: {', '.join(named)}.")
+        raise UserError(f"{got}; expected {', '.join(named)}.")
     return run_subcommand(f"{program} {name}", named, rest)
 
 

@@ -86,7 +86,7 @@ def check_trainer(config: dict) -> None:
     """
     if config.get("gradient_clip_algorithm") not in (None, "norm"):
         got = getattr(config["gradient_clip_algorithm"], "value", config["gradient_clip_algorithm"])
-        raise UserError(f"trainer.gradient_clip_algorithm={got!r}; accepted: 'norm'.")
+        raise UserError(f"trainer.gradient_clip_algorithm={got!r}; expected 'norm'.")
     for name, least in MINIMUMS.items():
         if config.get(name) is not None and not least <= config[name] < math.inf:
             raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")

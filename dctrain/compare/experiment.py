@@ -70,11 +70,11 @@ class Experiment:
             UserError: If something is missing, stands twice, or is set for each run.
         """
         if not Path(find_config(self.config)).is_file():
-            raise UserError(f"--config={self.config} does not exist; accepted: a YAML file of `fit`.")
+            raise UserError(f"--config={self.config} does not exist; expected a YAML file of `fit`.")
         if not self.metrics:
-            raise UserError("metrics holds none; accepted: logged curves, each with min or max.")
+            raise UserError("metrics holds none; expected logged curves, each with min or max.")
         if not self.models or not all(name.strip() for name in self.models):
-            raise UserError("models holds none, or an empty name; accepted: names of models, with what they differ in.")
+            raise UserError("models holds none, or an empty name; expected names of models, with what they differ in.")
         if (
             not self.seeds
             or len(set(self.seeds)) < len(self.seeds)
@@ -89,7 +89,7 @@ class Experiment:
                 raise UserError(f"models {same!r} and {name!r} are the same run twice.")
         for metric, mode in self.metrics.items():
             if mode not in MODES:
-                raise UserError(f"metrics: {metric}={mode!r}; accepted: {' or '.join(MODES)}.")
+                raise UserError(f"metrics: {metric}={mode!r}; expected {' or '.join(MODES)}.")
         unknown = {*self.paper, *(name for names in self.families.values() for name in names)} - set(self.models)
         if unknown:
             raise UserError(f"{sorted(unknown)[0]!r}, of paper or families, is none of the models.")
@@ -171,7 +171,7 @@ def read_experiment(path: str, metrics: dict[str, str], extra: Sequence[str] = (
     names = [field.name for field in fields(Experiment)]
     unknown = sorted(set(content) - set(names))
     if unknown:
-        raise UserError(f"{path} has the unknown field {unknown[0]!r}; accepted: {', '.join(names)}.")
+        raise UserError(f"{path} has the unknown field {unknown[0]!r}; expected {', '.join(names)}.")
     for name, kind in (("config", str), ("models", dict), ("seeds", list)):
         if not isinstance(content.get(name), kind):
             raise UserError(f"{path} must have the field {name!r}, a {kind.__name__}; got {content.get(name)!r}.")

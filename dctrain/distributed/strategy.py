@@ -248,6 +248,6 @@ def check_strategy(strategy: str | type | Strategy) -> None:
         name = strategy if isinstance(strategy, str) else kind.__name__
         how = f" with start_method={start!r}, whose processes do not parse the command line," if is_known else ""
         raise UserError(
-            f"trainer.strategy {name}{how} is not supported; accepted: auto, ddp, fsdp2, or, with options, "
+            f"trainer.strategy {name}{how} is not supported; expected auto, ddp, fsdp2, or, with options, "
             "FSDP2Strategy."
         )

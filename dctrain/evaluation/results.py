@@ -127,7 +127,7 @@ def read_results(path: Path) -> Results:
         UserError: If it is none.
     """
     if not path.is_file():
-        raise UserError(f"{path} does not exist; accepted: a JSON file that `evaluate` wrote.")
+        raise UserError(f"{path} does not exist; expected a JSON file that `evaluate` wrote.")
     with as_user_error(f"{path} is no JSON"):
         content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() < PARTS:

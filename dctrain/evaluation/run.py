@@ -145,7 +145,7 @@ def find_dtype(name: str | None) -> torch.dtype | None:
         UserError: If the name is another than those accepted.
     """
     if name is not None and name not in DTYPES:
-        raise UserError(f"dtype={name!r}; accepted: {', '.join(DTYPES)}.")
+        raise UserError(f"dtype={name!r}; expected {', '.join(DTYPES)}.")
     return DTYPES.get(name)
 
 

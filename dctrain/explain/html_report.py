@@ -38,7 +38,7 @@ def check_size(heads: int, tokens: int) -> None:
     """
     most = int((MAX_BYTES / (2 * max(1, heads))) ** 0.5)
     if tokens > most:
-        raise UserError(f"{tokens} tokens are too many for a page of {heads} heads; accepted: at most {most}.")
+        raise UserError(f"{tokens} tokens are too many for a page of {heads} heads; expected at most {most}.")
 
 
 class PageMaps(NamedTuple):

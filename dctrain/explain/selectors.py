@@ -30,9 +30,9 @@ def find_layer(model: nn.Module, layer: str | None, composition: str) -> list[st
     names = list(attention_layers(model))
     name = names[int(layer)] if layer.isdecimal() and int(layer) < len(names) else layer
     if name not in names:
-        raise ValueError(f"layer={layer}; accepted: 0 to {len(names) - 1}, or one of {', '.join(names)}.")
+        raise ValueError(f"layer={layer}; expected 0 to {len(names) - 1}, or one of {', '.join(names)}.")
     if name not in found:
-        raise ValueError(f"layer={layer} has no {composition}-composition; accepted: {', '.join(found)}.")
+        raise ValueError(f"layer={layer} has no {composition}-composition; expected {', '.join(found)}.")
     return [name]
 
 
@@ -52,7 +52,7 @@ def find_position(name: str, position: int, count: int) -> int:
         UserError: If it is outside.
     """
     if not -count <= position < count:
-        raise UserError(f"{name}={position}; accepted: {-count} to {count - 1}, the tokens.")
+        raise UserError(f"{name}={position}; expected {-count} to {count - 1}, the tokens.")
     return position % count
 
 
@@ -63,4 +63,4 @@ def check_kinds(name: str, given: Sequence[str], accepted: Sequence[str]) -> Non
         UserError: If not.
     """
     if not given or set(given) - set(accepted) or len(set(given)) < len(given):
-        raise UserError(f"{name}={list(given)}; accepted: one or more of {', '.join(accepted)}.")
+        raise UserError(f"{name}={list(given)}; expected one or more of {', '.join(accepted)}.")

@@ -201,7 +201,7 @@ def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None
     if trainer["precision"] not in PRECISIONS:
         raise UserError(f"trainer.precision={trainer['precision']!r}; plan knows: 32-true, bf16-mixed, 16-mixed.")
     if isinstance(strategy, str) and strategy != "auto" and strategy not in StrategyRegistry:
-        raise UserError(f"trainer.strategy={strategy!r} is unknown; accepted: auto, ddp, fsdp2.")
+        raise UserError(f"trainer.strategy={strategy!r} is unknown; expected auto, ddp, fsdp2.")
     check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
 
 

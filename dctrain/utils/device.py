@@ -12,5 +12,5 @@ def check_device(device: torch.device | str) -> torch.device:
     """
     found = torch.device(device)
     if found.type == "meta":
-        raise ValueError("tensors on it hold no numbers; accepted: cpu, cuda, cuda:1, ...")
+        raise ValueError("tensors on it hold no numbers; expected cpu, cuda, cuda:1, ...")
     return found

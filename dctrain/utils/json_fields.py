@@ -25,7 +25,7 @@ def check_fields(path: Path, content: Mapping, checks: Checks, required: Sequenc
     for name, (accepts, accepted) in checks.items():
         is_there = content.get(name) is not None
         if (is_there and not accepts(content[name])) or (not is_there and name in required):
-            raise UserError(f"{path}: {name}={content.get(name)!r}; accepted: {accepted}.")
+            raise UserError(f"{path}: {name}={content.get(name)!r}; expected {accepted}.")
 
 
 def is_fraction(value: object) -> bool:

@@ -143,7 +143,7 @@ class ImageDataModule(ImageData):
         if len(wrong):
             first = int(wrong[0])
             raise UserError(
-                f"label {labels[first]} of {source.name(first)} is out of range; accepted: 0 to {self.num_classes - 1} "
+                f"label {labels[first]} of {source.name(first)} is out of range; expected 0 to {self.num_classes - 1} "
                 f"(data.num_classes={self.num_classes}). {len(wrong)} of {len(labels)} labels are."
             )
         return source

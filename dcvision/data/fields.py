@@ -103,7 +103,7 @@ class Fields(SampleFields):
     def parse(self, content: bytes, field: str, name: str) -> int:
         """Read a class number."""
         if not content.strip().isdigit() or len(content) > 12:
-            raise UserError(f"{name} holds {content[:20]!r}; accepted: a class number in text.")
+            raise UserError(f"{name} holds {content[:20]!r}; expected a class number in text.")
         return int(content)
 
 
@@ -114,7 +114,7 @@ def _pick(sample: dict[str, object], wanted: str, name: str) -> str:
     found = [field for field in wanted.split(";") if field in sample]
     if len(found) != 1:
         raise UserError(
-            f"sample {name} has {len(found)} of the fields {wanted}; accepted: one. It has {', '.join(sample)} "
+            f"sample {name} has {len(found)} of the fields {wanted}; expected one. It has {', '.join(sample)} "
             "(a key ends at the first dot; data.fields names others)."
         )
     return found[0]

@@ -38,7 +38,7 @@ def class_folders(root: Path) -> tuple[list[Image], list[str]]:
         raise UserError(f"--folder: {root} is no folder.")
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
     if not classes:
-        raise UserError(f"--folder: {root} holds no class folders; accepted: {root}/CLASS/image.jpg.")
+        raise UserError(f"--folder: {root} holds no class folders; expected {root}/CLASS/image.jpg.")
     images = []
     for label, name in enumerate(classes):
         files = sorted(path for path in (root / name).iterdir() if path.is_file() and path.suffix.lower() in EXTENSIONS)

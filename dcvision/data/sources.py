@@ -160,4 +160,4 @@ def open_source(spec: str, is_train: bool, fields: SampleFields = DEFAULT_FIELDS
     if kind == "torchvision" and rest.count(":") >= 1:
         name, _, root = rest.partition(":")
         return TorchvisionSource(name, root, is_train)
-    raise UserError(f"data set {spec!r} is unknown; accepted: {', '.join(KINDS)}.")
+    raise UserError(f"data set {spec!r} is unknown; expected {', '.join(KINDS)}.")

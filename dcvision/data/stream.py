@@ -66,7 +66,7 @@ def classified(
         UserError: If there is no such class.
     """
     if not 0 <= label < num_classes:
-        raise UserError(f"label {label} of {name} is out of range; accepted: 0 to {num_classes - 1}.")
+        raise UserError(f"label {label} of {name} is out of range; expected 0 to {num_classes - 1}.")
     return image if isinstance(image, SkippedSample) else (image, label, name)
 
 

@@ -175,7 +175,7 @@ class ImageSet(NamedTuple):
             found = VALIDATION_IMAGE.search(source.name(index))
             if found is None or not 1 <= int(found[1]) <= len(real):
                 raise UserError(
-                    f"real={self.real}: {source.name(index)} is none of the {len(real)} images it labels; accepted: "
+                    f"real={self.real}: {source.name(index)} is none of the {len(real)} images it labels; expected "
                     "names that hold ILSVRC2012_val_ and a number of eight digits."
                 )
             labels = real[int(found[1]) - 1]

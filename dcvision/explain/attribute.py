@@ -66,7 +66,7 @@ def attribute(
     """
     asked = locals().copy()
     if (image is None) == (images is None):
-        raise UserError(f"{'nothing is' if image is None else 'image and images are'} asked; accepted: one of them.")
+        raise UserError(f"{'nothing is' if image is None else 'image and images are'} asked; expected one of them.")
     if images is not None and target is not None:
         raise UserError(f"target={target!r} is of one image; the right classes of a set are credited.")
     kinds = KINDS if images is None else KINDS[:2]
@@ -116,7 +116,7 @@ def find_class(network: Classifier, target: str | None, logits: Tensor) -> int:
     if target.isdecimal() and int(target) < len(logits):
         return int(target)
     names = f", or a name such as {network.classes[0]!r}" if network.classes else ""
-    raise UserError(f"target={target!r}; accepted: a class from 0 to {len(logits) - 1}{names}.")
+    raise UserError(f"target={target!r}; expected a class from 0 to {len(logits) - 1}{names}.")
 
 
 def class_name(network: Classifier, number: int) -> str:

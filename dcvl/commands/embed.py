@@ -29,7 +29,7 @@ def embed(
     check_at_least_one(batch_size=batch_size)
     path = Path(out)
     if path.suffix != ".npy":
-        raise UserError(f"out={out}; accepted: a file whose name ends in .npy.")
+        raise UserError(f"out={out}; expected a file whose name ends in .npy.")
     files, pair = find_images(images), load_pair(checkpoint, device)
     make_folder(str(path.parent))
     found = embed_image_files(pair, files, batch_size).numpy()

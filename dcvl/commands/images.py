@@ -25,13 +25,13 @@ def find_images(named: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, named):
         if not path.exists():
-            raise UserError(f"images={path} does not exist; accepted: picture files, and folders of them.")
+            raise UserError(f"images={path} does not exist; expected picture files, and folders of them.")
         below = (
             sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
         )
         found += below
     if not found:
-        raise UserError(f"images={', '.join(named)} hold no picture; accepted: {', '.join(sorted(EXTENSIONS))}.")
+        raise UserError(f"images={', '.join(named)} hold no picture; expected {', '.join(sorted(EXTENSIONS))}.")
     return found
 
 

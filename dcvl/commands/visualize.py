@@ -24,7 +24,7 @@ def visualize(checkpoint: str, image: str, out: str, text: str | None = None, de
     """
     files = find_images([image])
     if len(files) > 1:
-        raise UserError(f"image={image} holds {len(files)} pictures; accepted: one.")
+        raise UserError(f"image={image} holds {len(files)} pictures; expected one.")
     pair = load_pair(checkpoint, device)
     check_captioner(pair)
     encode = CaptionEncoder(pair.tokenizer, pair.encode.context_length + 1)  # what ends a caption is told, but not read

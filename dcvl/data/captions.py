@@ -152,7 +152,7 @@ def check_templates(templates: Sequence[str]) -> None:
         UserError: If there is none, or one without {}.
     """
     if not templates or any(template.count("{}") != 1 for template in templates):
-        raise UserError(f"templates={list(templates)}; accepted: sentences, each with {{}} once, for the class.")
+        raise UserError(f"templates={list(templates)}; expected sentences, each with {{}} once, for the class.")
 
 
 def open_captions(
@@ -166,10 +166,10 @@ def open_captions(
     kind, _, rest = spec.partition(":")
     if kind == scenes.NAME:
         if not rest and spec != scenes.NAME:
-            raise UserError(f"{spec!r} names no split; accepted: {', '.join(KINDS)}.")
+            raise UserError(f"{spec!r} names no split; expected {', '.join(KINDS)}.")
         return scenes.SceneSource(rest or ("train" if is_train else "val"))
     if kind == "shards" and rest:
         return ShardSource(expand_urls(rest), fields)
     if spec.startswith(CLASSES) and rest:
         return TemplateSource(rest, is_train, templates)
-    raise UserError(f"data set {spec!r} is unknown; accepted: {', '.join(KINDS)}.")
+    raise UserError(f"data set {spec!r} is unknown; expected {', '.join(KINDS)}.")

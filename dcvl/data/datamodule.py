@@ -156,7 +156,7 @@ class CaptionDataModule(ImageData):
     def setup(self, stage: str) -> None:
         """Open the data sets of a stage; the validation set must be local."""
         if stream_urls(self.val_spec) is not None:
-            raise UserError(f"data.val={self.val_spec} is a stream; accepted: a local set.")
+            raise UserError(f"data.val={self.val_spec} is a stream; expected a local set.")
         super().setup(stage)
 
     @property

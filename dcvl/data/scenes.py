@@ -138,7 +138,7 @@ class SceneSource:
 
     def __init__(self, split: str) -> None:
         if split not in SPLITS:
-            raise UserError(f"{NAME}:{split} is unknown; accepted: {', '.join(f'{NAME}:{s}' for s in SPLITS)}.")
+            raise UserError(f"{NAME}:{split} is unknown; expected {', '.join(f'{NAME}:{s}' for s in SPLITS)}.")
         self.split, self.shard_sizes = split, [ENDLESS]
         self.digits = Digits(is_train=split == "train")
 

@@ -270,7 +270,7 @@ def mistake(capsys, *args: str) -> str:
 def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
     arguments = small(corpus, tmp_path)
     for option, message in (
-        ("--model.model=dcformer_pp_405", "model 'dcformer_pp_405' is unknown; accepted: transformer_debug"),
+        ("--model.model=dcformer_pp_405", "model 'dcformer_pp_405' is unknown; expected transformer_debug"),
         ("--model.overrides={widnow: 3}", "unknown fields ['widnow']"),
         ("--model.overrides={vocab_size: 3}", "model.overrides must not hold ['vocab_size']: data.vocab_size says it"),
         ("--model.overrides={num_heads: 5}", "dim=128 must be divisible by num_heads=5"),
@@ -287,7 +287,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--trainer.strategy=nope", "trainer: You selected an invalid strategy name"),
         ("--trainer.devices=0", "trainer: "),
         ("--trainer.limit_train_batches=0", "trainer.limit_train_batches=0 leaves nothing to train on"),
-        ("--trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_algorithm='value'; accepted: 'norm'"),
+        ("--trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_algorithm='value'; expected 'norm'"),
         ("--model.overrides={init_std: x}", "init_std='x' must be of type float or None"),
     ):
         assert message in mistake(capsys, "fit", *arguments, option), option
@@ -297,7 +297,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
 def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
     checkpoint = f"--checkpoint={trained / 't/version_0'}"
     for args, message in (
-        ([checkpoint, "--prompt="], "prompt 0 has shape [0]; accepted: at least one token id"),
+        ([checkpoint, "--prompt="], "prompt 0 has shape [0]; expected at least one token id"),
         ([checkpoint, "--prompt=a", "--temperature=-1"], "temperature=-1.0"),
         ([checkpoint, "--prompt=a", "--top_p=2"], "top_p=2.0 must be in (0, 1]"),
         ([f"--checkpoint={tmp_path}/no.ckpt", "--prompt=a"], "no checkpoint"),

@@ -121,7 +121,7 @@ def test_it_is_written_in_our_own_format(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"context_dim": 8}, "context_dim=8 with cross_layers=0; accepted: both, or neither"),
+        ({"context_dim": 8}, "context_dim=8 with cross_layers=0; expected both, or neither"),
         ({"cross_layers": 1}, "context_dim=None with cross_layers=1"),
         ({"context_dim": 0, "cross_layers": 1}, "context_dim=0 must be at least 1, or null"),
         ({"context_dim": 8, "cross_layers": 4}, "cross_layers=4 must be from 0 to num_layers=3"),
@@ -142,9 +142,9 @@ def test_mistakes_in_calls():
         looking(ids)
     with pytest.raises(ValueError, match="context is given to a model that looks at none"):
         blind(ids, context=context)
-    with pytest.raises(ValueError, match="context has 2 rows; accepted: 1, those of the text"):
+    with pytest.raises(ValueError, match="context has 2 rows; expected 1, those of the text"):
         looking(ids[:1], context=context)
-    with pytest.raises(ValueError, match=r"context has shape \[2, 7, 5\]; accepted: \[2, tokens, 12\]"):
+    with pytest.raises(ValueError, match=r"context has shape \[2, 7, 5\]; expected \[2, tokens, 12\]"):
         looking(ids, context=CrossContext(context.tokens[..., :5]))
     with pytest.raises(ValueError, match="the cache is of 2 rows; got 1"):
         looking.decode(ids[:1], looking.make_cache(9, context=context))

@@ -311,7 +311,7 @@ def test_compiled_scores_are_the_eager_ones():
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("dcformer_pp_405", {}, "model 'dcformer_pp_405' is unknown; accepted: transformer_debug"),
+        ("dcformer_pp_405", {}, "model 'dcformer_pp_405' is unknown; expected transformer_debug"),
         ("dcformer_pp_405m", {"widnows": [1]}, r"unknown fields \['widnows'\]"),
         ("dcformer_pp_405m", {"num_heads": 5}, "dim=1024 must be divisible by num_heads=5"),
         ("dcformer_pp_405m", {"windows": []}, r"windows=\[\] must name at least one window"),
@@ -320,8 +320,8 @@ def test_compiled_scores_are_the_eager_ones():
         ("dcpythia_2b8", {"rotary_fraction": 0.01}, "rotary_fraction=0.01 of head dim 80 is 0 channels"),
         ("dcpythia_2b8", {"num_groups": 3}, "num_groups=3 must be a positive divisor of num_heads=32"),
         ("dcpythia_2b8", {"num_kv_heads": 5}, "num_kv_heads=5 must be a positive divisor of num_heads=32"),
-        ("dcpythia_2b8", {"impl": "merged"}, "impl='merged' is unknown; accepted: 'auto'"),
-        ("dcpythia_2b8", {"norm": "batch"}, "norm='batch'; accepted: 'layer', 'rms'"),
+        ("dcpythia_2b8", {"impl": "merged"}, "impl='merged' is unknown; expected 'auto'"),
+        ("dcpythia_2b8", {"norm": "batch"}, "norm='batch'; expected 'layer', 'rms'"),
         ("dcpythia_2b8", {"vocab_size": 0}, "vocab_size=0 must be at least 1"),
         ("dcpythia_2b8", {"norm_eps": -1}, "norm_eps=-1"),
         ("dcpythia_2b8", {"rotary_base": 0}, "rotary_base=0"),
@@ -346,16 +346,16 @@ def test_input_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match="25 tokens exceed the position table of 24"):
         decoder(ids(1, 25))
     for wrong, message in (
-        (ids(9), r"input_ids has shape \[9\] and dtype torch.int64; accepted: \[B, T\]"),
+        (ids(9), r"input_ids has shape \[9\] and dtype torch.int64; expected \[B, T\]"),
         (ids(1, 9).float(), "dtype torch.float32; accepted"),
-        (ids(1, 9) + 61, "input_ids holds token .*; accepted: 0 to 60"),
+        (ids(1, 9) + 61, "input_ids holds token .*; expected 0 to 60"),
         (ids(1, 9) - 61, "input_ids holds token -"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder(wrong)
     for name in ("targets", "documents"):
         for wrong in (ids(9, 2), ids(2, 9).int(), ids(9)):
-            with pytest.raises(ValueError, match=f"{name} has shape .*; accepted: that of input_ids, "):
+            with pytest.raises(ValueError, match=f"{name} has shape .*; expected that of input_ids, "):
                 decoder(ids(2, 9), **{name: wrong})
     assert torch.equal(decoder(ids(2, 9).int()), decoder(ids(2, 9)))
     cache = decoder.make_cache(6)

@@ -154,7 +154,7 @@ def test_a_rank_that_dies_is_told_and_loses_nothing(corpus, tmp_path):
     assert load_checkpoint(newest_checkpoint(tmp_path), with_optimizer=True)["global_step"] == 4
 
 
-NOT_SUPPORTED = "is not supported; accepted: auto, ddp, fsdp2, or, with options, FSDP2Strategy."
+NOT_SUPPORTED = "is not supported; expected auto, ddp, fsdp2, or, with options, FSDP2Strategy."
 
 
 @pytest.mark.parametrize(

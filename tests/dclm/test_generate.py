@@ -264,17 +264,17 @@ def test_seeds_repeat():
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([[1, 2], []], {}, r"prompt 1 has shape \[0\]; accepted: at least one token id"),
+        ([[1, 2], []], {}, r"prompt 1 has shape \[0\]; expected at least one token id"),
         ([], {}, "input_ids holds no prompt"),
         (torch.zeros(2, 0, dtype=torch.long), {}, r"prompt 0 has shape \[0\]"),
-        (torch.zeros(3, dtype=torch.long), {}, r"input_ids has shape \[3\]; accepted: \[B, T\]"),
-        ([[1, 61]], {}, "prompt 0 holds token 61; accepted: 0 to 60"),
+        (torch.zeros(3, dtype=torch.long), {}, r"input_ids has shape \[3\]; expected \[B, T\]"),
+        ([[1, 61]], {}, "prompt 0 holds token 61; expected 0 to 60"),
         ([[-1]], {}, "prompt 0 holds token -1"),
         ([[1] * 20], {}, "prompt 0 of 20 tokens and max_new_tokens=5 exceed the position table of 24"),
-        ([[1.7, 2.2]], {}, "prompt 0 has dtype torch.float32; accepted: integer token ids"),
+        ([[1.7, 2.2]], {}, "prompt 0 has dtype torch.float32; expected integer token ids"),
         (["abc"], {}, "prompt 0 is no sequence of token ids"),
         ([[2**70]], {}, "prompt 0 is no sequence of token ids"),
-        ([[1]], {"stop_tokens": [61]}, "stop_tokens holds 61; accepted: integers from 0 to 60"),
+        ([[1]], {"stop_tokens": [61]}, "stop_tokens holds 61; expected integers from 0 to 60"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"top_k": 0}, "top_k=0"),
         ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
@@ -295,7 +295,7 @@ def test_rows_of_a_cache_that_change_places_go_on_as_those_rows():
     cache.reorder(rows)
     for part in ids(3, 6, seed=5).split([1, 3, 1, 1], 1):
         torch.testing.assert_close(decoder.decode(part, cache), decoder.decode(part, other), rtol=1e-10, atol=1e-10)
-    with pytest.raises(ValueError, match=r"rows has shape \[2\]; accepted: \[3\]"):
+    with pytest.raises(ValueError, match=r"rows has shape \[2\]; expected \[3\]"):
         cache.reorder(rows[:2])
-    with pytest.raises(ValueError, match="accepted: .rows of a call"):
+    with pytest.raises(ValueError, match="expected .rows of a call"):
         decoder.make_cache(4).reorder(rows)

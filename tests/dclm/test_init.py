@@ -142,7 +142,7 @@ def test_swap_attention_begins_near_the_plain_decoder():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("transformer_pp_debug", {"num_layers": 2}, r"unknown options \['num_layers'\]; accepted: "),
+        ("transformer_pp_debug", {"num_layers": 2}, r"unknown options \['num_layers'\]; expected "),
         ("dcformer_pp_debug", {}, "the decoder is composed already"),
         ("transformer_pp_debug", {"pre_compose": False, "post_compose": False}, "compose nothing"),
         ("transformer_pp_debug", {"rank": -1}, "rank=-1"),

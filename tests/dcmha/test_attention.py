@@ -113,7 +113,7 @@ def test_subclasses_set_other_defaults():
     assert QueryWise(32, 4, rank=2).compose.hidden.shape == (2 * 16, 32)
     assert DCAttention.with_options(num_groups=2, window=3)(32, 4).window == 3
     assert DCAttention(32, 4).window is None
-    with pytest.raises(ValueError, match=r"unknown options \['ranks'\]; accepted: rank, "):
+    with pytest.raises(ValueError, match=r"unknown options \['ranks'\]; expected rank, "):
         DCAttention.with_options(ranks=1)
     with pytest.raises(ValueError, match="rank='a' must be an integer"):
         DCAttention.with_options(rank="a")
@@ -292,9 +292,9 @@ def test_mistakes_are_named():
         ({"dim": 32, "num_heads": 4, "num_kv_heads": 0}, r"num_kv_heads=0"),
         ({"dim": 32, "num_heads": 4, "window": 0}, r"window=0 must be an integer, at least 1"),
         ({"dim": 32, "num_heads": 4, "window": 2.5}, r"window=2.5 must be an integer"),
-        ({"dim": 32, "num_heads": 4, "ranks": 2}, r"unknown options \['ranks'\]; accepted: rank, "),
+        ({"dim": 32, "num_heads": 4, "ranks": 2}, r"unknown options \['ranks'\]; expected rank, "),
     ):
         with pytest.raises(ValueError, match=message):
             DCAttention(**arguments)
-    with pytest.raises(ValueError, match=r"x has shape \[2, 5, 31\]; accepted: .*\[B, T, C\] with C = 32"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 5, 31\]; expected .*\[B, T, C\] with C = 32"):
         DCAttention(32, 4)(torch.zeros(2, 5, 31))

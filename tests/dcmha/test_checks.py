@@ -144,7 +144,7 @@ def test_rotation_of_other_sizes_is_refused():
     ],
 )
 def test_wrong_counts_are_refused(call):
-    with pytest.raises(ValueError, match="must be|accepted"):
+    with pytest.raises(ValueError, match="must be|expected"):
         call()
 
 
@@ -193,5 +193,5 @@ def test_bounds_of_documents_are_checked_and_made_dense():
     torch.testing.assert_close(composed_attention(q, q, q, documents=loose, impl="compiled"), expected)
     with pytest.raises(ValueError, match=r"documents.stops is torch.int32 \[1, 3\]"):
         composed_attention(q, q, q, documents=bad)
-    with pytest.raises(TypeError, match="documents.stops is NoneType; accepted: a tensor"):
+    with pytest.raises(TypeError, match="documents.stops is NoneType; expected a tensor"):
         composed_attention(q, q, q, documents=Documents(starts, None))

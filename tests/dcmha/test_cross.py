@@ -115,21 +115,21 @@ def test_each_side_comes_from_its_own_sequence(branch):
 
 def test_bad_input():
     layer, (x, context) = make(), sequences()
-    with pytest.raises(ValueError, match=r"x has shape \[2, 9, 24\]; accepted: \[2, tokens, 32\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 9, 24\]; expected \[2, tokens, 32\]"):
         layer(context, context)
-    with pytest.raises(ValueError, match=r"context has shape \[1, 9, 24\]; accepted: \[2, tokens, 24\]"):
+    with pytest.raises(ValueError, match=r"context has shape \[1, 9, 24\]; expected \[2, tokens, 24\]"):
         layer(x, context[:1])
-    with pytest.raises(ValueError, match=r"context_mask has shape \[2, 5\].*accepted: \[2, 9\], torch.bool"):
+    with pytest.raises(ValueError, match=r"context_mask has shape \[2, 5\].*expected \[2, 9\], torch.bool"):
         layer(x, context, torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="nothing is left to compose"):
         make(query_wise=False, key_wise=False)
-    with pytest.raises(ValueError, match=r"x has shape \[1, 5, 32\]; accepted: \[2, tokens, 32\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[1, 5, 32\]; expected \[2, tokens, 32\]"):
         layer(x[:1], layer.precompute_kv(context))
     with pytest.raises(ValueError, match="context_mask is given beside what `precompute_kv` made"):
         layer(x, layer.precompute_kv(context), torch.ones(2, 9, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; accepted: \[B, tokens, 24\]"):
+    with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; expected \[B, tokens, 24\]"):
         layer.precompute_kv(x)
-    with pytest.raises(ValueError, match=r"unknown options \['window'\]; accepted: rank, "):
+    with pytest.raises(ValueError, match=r"unknown options \['window'\]; expected rank, "):
         make(window=3)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):
         DCCrossAttention(30, 4)

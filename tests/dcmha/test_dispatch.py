@@ -76,7 +76,7 @@ def test_an_old_gpu(capability):
 
 def test_an_unknown_impl():
     with pytest.raises(
-        ValueError, match="impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'cpu', 'triton'"
+        ValueError, match="impl='flash' is unknown; expected 'auto', 'reference', 'compiled', 'cpu', 'triton'"
     ):
         resolve_impl("flash", queries(2, 6, 9, 64), is_composed=True)
 

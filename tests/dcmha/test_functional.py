@@ -389,36 +389,36 @@ GATE = torch.zeros(2, 5, 4)
 RANK = torch.zeros(2, 5, 2, 4)
 IDENTITY = ComposeWeights()
 MISTAKES = {
-    "axes": ({"q": torch.zeros(4, 5, 8)}, r"q has shape \[4, 5, 8\]; accepted: four axes \[B, H, tokens, D\]"),
-    "integer": ({"k": Q.long()}, r"k has dtype torch.int64; accepted: a floating dtype"),
+    "axes": ({"q": torch.zeros(4, 5, 8)}, r"q has shape \[4, 5, 8\]; expected four axes \[B, H, tokens, D\]"),
+    "integer": ({"k": Q.long()}, r"k has dtype torch.int64; expected a floating dtype"),
     "kv": ({"v": Q[:, :, :3]}, r"k and v must have one shape .* \[2, 4, 5, 8\] and \[2, 4, 3, 8\]"),
     "heads": ({"q": Q[:, :2]}, r"q and k must agree in B and D, .*; got q \[2, 2, 5, 8\]"),
     "dtype": ({"q": Q.double()}, r"q, k and v must have one dtype and device; got q torch.float64 on cpu"),
     "window": ({"window": 0}, r"window=0 must be an integer, at least 1"),
     "dropout": ({"dropout_p": 1.0}, r"dropout_p=1.0 must be in \[0, 1\)"),
     "groups": ({"num_groups": 3}, r"num_groups=3 must be a positive divisor of the 4 heads of q"),
-    "impl": ({"impl": "flash"}, r"impl='flash' is unknown; accepted: 'auto', 'reference', 'compiled', 'cpu', 'triton'"),
+    "impl": ({"impl": "flash"}, r"impl='flash' is unknown; expected 'auto', 'reference', 'compiled', 'cpu', 'triton'"),
     "cpu": ({"impl": "cpu", "dropout_p": 0.1, "pre": IDENTITY}, r"impl='cpu' cannot run: it has no dropout; use impl="),
     "mask": (
         {"attn_mask": torch.ones(3, 5).bool()},
-        r"attn_mask has shape \[3, 5\]; accepted: broadcastable to \[B, H, T, S\] = \[2, 4, 5, 5\]",
+        r"attn_mask has shape \[3, 5\]; expected broadcastable to \[B, H, T, S\] = \[2, 4, 5, 5\]",
     ),
     "mask axes": ({"attn_mask": torch.ones(1, 1, 1, 1, 5).bool()}, r"attn_mask has shape"),
     "gate": (
         {"pre": ComposeWeights(SideWeights(gate=GATE[:, :3]))},
-        r"pre.query.gate has shape \[2, 3, 4\]; accepted: \[B, tokens, H\] = \[2, 5, 4\]",
+        r"pre.query.gate has shape \[2, 3, 4\]; expected \[B, tokens, H\] = \[2, 5, 4\]",
     ),
     "rank": (
         {"post": ComposeWeights(key=SideWeights(RANK, RANK[:, :, :1]))},
-        r"post.key.up has shape \[2, 5, 1, 4\]; accepted: \[B, tokens, R, H\] = \[2, 5, 2, 4\]",
+        r"post.key.up has shape \[2, 5, 1, 4\]; expected \[B, tokens, R, H\] = \[2, 5, 2, 4\]",
     ),
     "pair": ({"pre": ComposeWeights(SideWeights(down=RANK))}, r"pre.query.down and pre.query.up must both be given"),
-    "side": ({"pre": ComposeWeights(key=GATE)}, r"pre.key is Tensor; accepted: SideWeights"),
-    "seven fields": ({"pre": (None,) * 7}, r"pre is tuple; accepted: ComposeWeights\(query, key, base\), or None"),
-    "no side": ({"pre": ComposeWeights(None)}, r"pre.query is NoneType; accepted: SideWeights"),
+    "side": ({"pre": ComposeWeights(key=GATE)}, r"pre.key is Tensor; expected SideWeights"),
+    "seven fields": ({"pre": (None,) * 7}, r"pre is tuple; expected ComposeWeights\(query, key, base\), or None"),
+    "no side": ({"pre": ComposeWeights(None)}, r"pre.query is NoneType; expected SideWeights"),
     "base": (
         {"pre": ComposeWeights(base=torch.zeros(1, 4, 4)), "num_groups": 2},
-        r"pre.base has shape \[1, 4, 4\]; accepted: \[G, H/G, H/G\] = \[2, 2, 2\]",
+        r"pre.base has shape \[1, 4, 4\]; expected \[G, H/G, H/G\] = \[2, 2, 2\]",
     ),
     "weight dtype": (
         {"pre": ComposeWeights(SideWeights(gate=GATE.double()))},
@@ -436,7 +436,7 @@ def test_mistakes_are_named(name):
 
 
 def test_integer_mask_is_a_type_error():
-    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.int64; accepted: torch.bool"):
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.int64; expected torch.bool"):
         composed_attention(Q, Q, Q, attn_mask=torch.ones(5, 5).long())
 
 

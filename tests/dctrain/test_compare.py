@@ -135,7 +135,7 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"colour": 1}, "has the unknown field 'colour'; accepted: title, config, models"),
+        ({"colour": 1}, "has the unknown field 'colour'; expected title, config, models"),
         ({"models": None}, "must have the field 'models', a dict; got None"),
         ({"models": {}}, "models holds none, or an empty name"),
         ({"models": {"x": A, "y": B, "z": dict(reversed(B.items()))}}, "models 'y' and 'z' are the same run twice"),
@@ -153,7 +153,7 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
         ({"families": []}, "families=[] must be a dict"),
         ({"seeds": []}, "seeds=[] must be at least one"),
         ({"baseline": "b"}, "baseline='b' is none of the models: a"),
-        ({"metrics": {"val/loss": "least"}}, "metrics: val/loss='least'; accepted: min or max"),
+        ({"metrics": {"val/loss": "least"}}, "metrics: val/loss='least'; expected min or max"),
         ({"paper": {"b": 1.0}}, "'b', of paper or families, is none of the models"),
         ({"families": {"plain": ["b"]}}, "'b', of paper or families, is none of the models"),
         ({"config": "nowhere.yaml"}, "--config=nowhere.yaml does not exist"),

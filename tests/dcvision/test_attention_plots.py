@@ -67,8 +67,8 @@ def test_windows_and_wrong_queries_are_refused():
     pixels = torch.zeros(3, 8, 8, dtype=torch.uint8)
     one = make_recorded()
     for grid, query, message in (
-        ((3, 3), None, "attends within 1 x 9 tokens; accepted: layers that attend to all 3 x 3 patches and 1 more"),
-        (GRID, 8, "query=8; accepted: 0 to 7, the patches of 2 x 4"),
+        ((3, 3), None, "attends within 1 x 9 tokens; expected layers that attend to all 3 x 3 patches and 1 more"),
+        (GRID, 8, "query=8; expected 0 to 7, the patches of 2 x 4"),
         (GRID, -1, "query=-1; accepted"),
     ):
         with pytest.raises(UserError, match=message):

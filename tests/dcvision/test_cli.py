@@ -299,7 +299,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
     assert error.endswith("error: unrecognized arguments: --trainer.max_epoch=3\n")
     error = mistake(capsys, "fitt")
-    assert "'fitt' is no subcommand of dcvision; accepted: fit, validate, test, predict, plan, export, " in error
+    assert "'fitt' is no subcommand of dcvision; expected fit, validate, test, predict, plan, export, " in error
     error = mistake(capsys, "export", "--checkpoint=a", "--out=b", "--folder=x")
     assert error == "error: unrecognized arguments: --folder=x\n"
     typo = tmp_path / "typo.yaml"
@@ -317,7 +317,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, f"--data.train=shards:{tmp_path}/none-{{0..3}}.tar")
     assert "error: 4 of 4 shards are missing" in error
     error = mistake(capsys, "fit", *arguments, "--data.num_classes=4")
-    assert "is out of range; accepted: 0 to 3" in error
+    assert "is out of range; expected 0 to 3" in error
     error = mistake(capsys, "fit", *arguments, f"--resume={tmp_path}/nothing")
     assert "error: no checkpoint" in error
     error = mistake(capsys, "validate", *arguments)

@@ -218,11 +218,11 @@ def test_mistakes_in_shards(tmp_path):
         index_shard(str(tmp_path / "text.tar"))
     samples = numbered_samples(3)
     del samples[1]["cls"]
-    with pytest.raises(UserError, match=r"sample 0001 of shard .* has 0 of the fields cls; accepted: one. It has png"):
+    with pytest.raises(UserError, match=r"sample 0001 of shard .* has 0 of the fields cls; expected one. It has png"):
         index_shard(str(write_shard(tmp_path / "unpaired.tar", samples)))
     samples = numbered_samples(3)
     samples[2]["cls"] = "cat"
-    with pytest.raises(UserError, match=r"0002.cls holds b'cat'; accepted: a class number"):
+    with pytest.raises(UserError, match=r"0002.cls holds b'cat'; expected a class number"):
         index_shard(str(write_shard(tmp_path / "named.tar", samples)))
 
 
@@ -250,9 +250,9 @@ def test_every_truncation_is_noticed(tmp_path, keep):
 
 
 def test_mistakes_in_the_configuration(tmp_path, shards):
-    with pytest.raises(UserError, match=r"label 9 of .*s-1.tar/0009 is out of range; accepted: 0 to 8"):
+    with pytest.raises(UserError, match=r"label 9 of .*s-1.tar/0009 is out of range; expected 0 to 8"):
         module(f"shards:{shards}", num_classes=9)
-    with pytest.raises(UserError, match=r"data set 'imagenet' is unknown; accepted: digits, shards:PATTERN"):
+    with pytest.raises(UserError, match=r"data set 'imagenet' is unknown; expected digits, shards:PATTERN"):
         module("imagenet")
     with pytest.raises(UserError, match="the image folder .*nowhere does not exist"):
         module(f"folder:{tmp_path}/nowhere")
@@ -306,7 +306,7 @@ def test_mistakes_in_streams(shards, tmp_path):
         ImageDataModule(url, url, **PLAIN).setup("fit")
     data = ImageDataModule(url, url, stream_samples=40, batch_size=6, num_classes=5, **PLAIN)
     data.setup("fit")
-    with pytest.raises(UserError, match="label [5-9] of .* is out of range; accepted: 0 to 4"):
+    with pytest.raises(UserError, match="label [5-9] of .* is out of range; expected 0 to 4"):
         list(data.train_dataloader())
 
 

@@ -153,12 +153,12 @@ def test_a_model_that_gives_nan_has_no_result(here, capsys):
     [
         (["--checkpoint=model"], "nothing to measure: name images"),
         (["--checkpoint=none", "--images", "folder:val"], "none is neither a file or folder nor a model of timm's"),
-        (["--checkpoint=model", "--images", "val"], "data set 'val' is unknown; accepted: digits"),
+        (["--checkpoint=model", "--images", "val"], "data set 'val' is unknown; expected digits"),
         (["--checkpoint=model", "--images", "folder:big"], "labels reach 900; the model has 12 classes"),
         (["--checkpoint=model", "--images", "folder:val", "--real=none"], "real=none does not exist"),
         (["--checkpoint=model", "--images", "folder:val", "--real=real.json"], "is none of the 1 images it labels"),
         (["--checkpoint=model", "--images", "folder:val", "--real=bad.json"], "is no list of lists of classes"),
-        (["--checkpoint=model", "--images", "folder:val", "--dtype=int8"], "dtype='int8'; accepted: float32"),
+        (["--checkpoint=model", "--images", "folder:val", "--dtype=int8"], "dtype='int8'; expected float32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -201,7 +201,7 @@ def test_finding_checkpoints(tmp_path):
     assert find_checkpoint(str(folder)) == find_checkpoint(str(tmp_path / "version_0"))
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "nothing", tmp_path / "empty"):
-        with pytest.raises(UserError, match=f"{wrong.name}.*accepted: a .ckpt file"):
+        with pytest.raises(UserError, match=f"{wrong.name}.*expected a .ckpt file"):
             find_checkpoint(str(wrong))
     with pytest.raises(UserError, match=f"{tmp_path} is no folder of a run.*the run {tmp_path / 'version_0'}"):
         find_checkpoint(str(tmp_path))

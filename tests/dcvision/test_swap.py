@@ -305,7 +305,7 @@ def test_names_that_cannot_be_swapped():
             {"num_groups": 2},
             "num_groups=2: TalkingHeadAttn mixes all heads itself",
         ),
-        (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; accepted: some of 0 to 1"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; expected some of 0 to 1"),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, r"layers=\[\] leaves nothing to swap"),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": [1.0]}, "layers=.*; accepted"),
         (
@@ -320,7 +320,7 @@ def test_names_that_cannot_be_swapped():
             {"num_groups": 2},
             "blocks.0.attn: num_groups=2 must be .* divisor",
         ),
-        (lambda: make_model("vit_tiny_patch16_224"), {"heads": 2}, r"unknown options \['heads'\]; accepted: rank"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"heads": 2}, r"unknown options \['heads'\]; expected rank"),
         (lambda: make_model("vit_tiny_patch16_224"), {"impl": "flash"}, "impl='flash' is unknown"),
         (lambda: make_model("vit_tiny_patch16_224"), {"pooling": True}, "VisionTransformer has no attention pooling"),
         (lambda: make_model("swin_tiny_patch4_window7_224"), {"num_groups": 6}, "layers.0.blocks.0.attn: num_groups=6"),

@@ -43,7 +43,7 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
     for arguments, message in (
         (
             [f"--checkpoint={checkpoint}", f"--image={image}", "--query=16"],
-            "query=16; accepted: 0 to 15, the",
+            "query=16; expected 0 to 15, the",
         ),
         ([f"--checkpoint={checkpoint}", f"--image={tmp_path}/none.png"], "none.png cannot be read"),
         ([f"--checkpoint={tmp_path}/nowhere", f"--image={image}"], "no checkpoint"),
@@ -92,7 +92,7 @@ def test_bad_input_during_training(tmp_path, image, capsys):
     other = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     for arguments, message in (
         ([f"--trainer.callbacks.image={tmp_path}/none.png"], "none.png cannot be read"),
-        ([f"--trainer.callbacks.image={image}", "--trainer.callbacks.query=-1"], "query=-1; accepted: 0 to 15"),
+        ([f"--trainer.callbacks.image={image}", "--trainer.callbacks.query=-1"], "query=-1; expected 0 to 15"),
         ([f"--trainer.callbacks.image={image}", *other], "VisionTransformer has no DCAttention"),
         ([f"--trainer.callbacks.image={image}", "--trainer.logger=false"], "needs a TensorBoard logger"),
     ):

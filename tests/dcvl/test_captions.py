@@ -124,7 +124,7 @@ def test_streamed_shards_hold_what_indexed_ones_do(tmp_path):
     assert sorted(int(text[0]) for text in texts) == list(range(8)) and {text[-1] for text in texts} <= {"a", "b"}
     for text, value, count in zip(texts, values, counts, strict=True):
         assert (value, count) == ((0, False) if text[0] == "5" else (int(text[0]), True))
-    with pytest.raises(UserError, match="is a stream; accepted: a local set"):
+    with pytest.raises(UserError, match="is a stream; expected a local set"):
         CaptionDataModule(local, url, **common).setup("fit")
     assert all((b.texts.owners == torch.arange(len(b.images))).all() for b in batches)
 
@@ -342,7 +342,7 @@ def test_mistakes_of_the_callbacks(tmp_path, capsys):
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--model.caption_weight=0")
     assert "CrossAttentionImages is for a model that tells captions" in said
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.callbacks.index=-1")
-    assert "CrossAttentionImages's index=-1; accepted: 0 to " in said
+    assert "CrossAttentionImages's index=-1; expected 0 to " in said
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.logger=false")
     assert "CrossAttentionImages needs a TensorBoard logger" in said
     said = mistake(capsys, run, "fit", *small(tmp_path), *EXACT, "--model.caption_weight=0")

@@ -97,7 +97,7 @@ def test_where_words_look(trained, checkpoint, tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[-2:] == [text, str(tmp_path / "look/text.blocks.1.cross.png")]
         assert (tmp_path / "look/text.blocks.1.cross.png").stat().st_size > 10_000
     said = mistake(capsys, run, "visualize", checkpoint, f"--image={trained / 'set'}", f"--out={tmp_path / 'look'}")
-    assert "holds 5 pictures; accepted: one" in said
+    assert "holds 5 pictures; expected one" in said
 
 
 def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
@@ -198,11 +198,11 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
     ("arguments", "message"),
     [
         (["caption", "--images=none.png"], "images=none.png does not exist"),
-        (["caption", "--images=."], "hold no picture; accepted: "),
+        (["caption", "--images=."], "hold no picture; expected "),
         (["caption", "--images=bad.png"], "the picture bad.png cannot be read"),
         (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
         (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
-        (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; accepted: a file whose name ends in .npy"),
+        (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; expected a file whose name ends in .npy"),
         (
             ["visualize", "--image=bad.png", "--out=o", "--text=" + " ".join(["small"] * 20)],
             "longer than the 16 tokens",
@@ -217,7 +217,7 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
         (["retrieve", "--images=bad.png", "--texts=none.txt"], "texts=none.txt cannot be read"),
         (["classify", "--images=digits"], "images=digits does not name its classes"),
         (["classify", "--images=digits", "--classes=two.txt"], "the set has a class 9; 2 classes are named"),
-        (["classify", "--images=digits", "--templates=two.txt"], "accepted: sentences, each with {} once"),
+        (["classify", "--images=digits", "--templates=two.txt"], "expected sentences, each with {} once"),
     ],
 )
 def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
@@ -262,7 +262,7 @@ def test_changed_values_of_an_export_are_refused(trained, tmp_path, field, value
     shutil.copytree(trained / "exported", tmp_path / "exported")
     path = tmp_path / "exported/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(UserError, match=rf"config.json: {field}=.*; accepted: "):
+    with pytest.raises(UserError, match=rf"config.json: {field}=.*; expected "):
         load_pair(str(tmp_path / "exported"))
 
 

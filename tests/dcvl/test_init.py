@@ -90,7 +90,7 @@ def test_a_text_tower_has_the_tokenizer_of_its_words(tmp_path, capsys):
         ("none", "none does not exist"),
         ("image=none", "none"),
         ("text=none", "none does not exist"),
-        ("image=a,image=b", "accepted: a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"),
+        ("image=a,image=b", "expected a run or export of dcvl, or image=SOURCE,text=SOURCE, each once"),
         ("text=a,b", "each once"),
         ("image=", "each once"),
     ],

@@ -98,7 +98,7 @@ def test_an_empty_prompt_of_a_sample(corpus, tmp_path, capsys):
 def test_generation(trained_lm, tmp_path, capsys):
     asked = ["generate", f"--checkpoint={trained_lm}", "--temperature=1", "--seed=0"]
     for wrong, message in (
-        (["--prompt=", "--max_new_tokens=3"], "prompt 0 has shape [0]; accepted: at least one token id"),
+        (["--prompt=", "--max_new_tokens=3"], "prompt 0 has shape [0]; expected at least one token id"),
         (["--prompt=a\udcff"], "a prompt: "),
         (["--prompt=a", "--max_new_tokens=2000000000"], "no memory for a cache of 2,000,000,001 tokens"),
         (["--prompt=a", "--max_new_tokens=-1"], "max_new_tokens=-1"),

@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
 
 def test_a_model_is_not_written_into_a_run(made, capsys):
     error = mistake(capsys, run, "export", f"--checkpoint={made}/t/version_0", f"--out={made}/t/version_0")
-    assert "is the folder of a run; accepted: a folder of its own" in error
+    assert "is the folder of a run; expected a folder of its own" in error
 
 
 def test_a_long_prompt_is_told(made, capsys):

@@ -163,7 +163,7 @@ UNREADABLE = {
     "a key twice": ([*A, *B, ("a.jpg", PNG), ("a.cls", b"1")], "holds sample a twice"),
     "two images": ([*A, ("a.jpg", PNG)], "has 2 of the fields .*It has png, cls, jpg"),
     "no label": ([("a.png", PNG)], "has 0 of the fields cls"),
-    "a label of words": ([("a.png", PNG), ("a.cls", b"cat")], "a.* holds b'cat'; accepted: a class number in text"),
+    "a label of words": ([("a.png", PNG), ("a.cls", b"cat")], "a.* holds b'cat'; expected a class number in text"),
 }
 
 

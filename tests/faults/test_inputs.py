@@ -83,12 +83,12 @@ def test_unreadable_images_of_a_folder_are_no_files(tmp_path, endless):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_classes", -3, "num_classes=-3; accepted: a number of at least 0"),
-        ("crop_pct", 0, "crop_pct=0; accepted: a fraction"),
-        ("input_size", [3, 8], "input_size=[3, 8]; accepted: [channels, height, width]"),
-        ("mean", [0.5], "mean=[0.5]; accepted: one number for each of 3 channels"),
-        ("std", [0, 0, 0], "std=[0, 0, 0]; accepted: positive"),
-        ("std", "zz", "std='zz'; accepted: positive"),
+        ("num_classes", -3, "num_classes=-3; expected a number of at least 0"),
+        ("crop_pct", 0, "crop_pct=0; expected a fraction"),
+        ("input_size", [3, 8], "input_size=[3, 8]; expected [channels, height, width]"),
+        ("mean", [0.5], "mean=[0.5]; expected one number for each of 3 channels"),
+        ("std", [0, 0, 0], "std=[0, 0, 0]; expected positive"),
+        ("std", "zz", "std='zz'; expected positive"),
     ],
 )
 def test_exported_folders_whose_values_were_changed(tmp_path, capsys, field, value, message):
@@ -180,7 +180,7 @@ def test_a_model_is_not_written_into_a_run(shards, tmp_path, capsys):
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
     version = tmp_path / "t/version_0"
     error = mistake(capsys, run, "export", f"--checkpoint={version}", f"--out={version}")
-    assert "is the folder of a run; accepted: a folder of its own" in error
+    assert "is the folder of a run; expected a folder of its own" in error
 
 
 def test_arguments_of_python_functions():
@@ -190,7 +190,7 @@ def test_arguments_of_python_functions():
             split_heads(layer, ranks)
     assert layer.num_heads == 4
     decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", num_layers=1, vocab_size=11))
-    with pytest.raises(ValueError, match="input_ids: .*; accepted: prompts of one length"):
+    with pytest.raises(ValueError, match="input_ids: .*; expected prompts of one length"):
         dclm.beam_search(decoder, [[1], [1, 2]], 2, num_beams=2)
     for betas in ((0.9,), (0.9, 1.0)):
         with pytest.raises(UserError, match="betas=.* two numbers"):
@@ -217,17 +217,17 @@ def test_parts_of_an_analysis():
     layer = DCAttention(8, 4)
     model = torch.nn.Sequential(layer)
     for head in (None, True, 4, -1):
-        with pytest.raises(ValueError, match="head=.*; accepted: 0 to 3"):
+        with pytest.raises(ValueError, match="head=.*; expected 0 to 3"):
             analysis.head_outputs(layer, torch.randn(3, 8), head)
-    with pytest.raises(ValueError, match="x has 7 channels; accepted: 8"):
+    with pytest.raises(ValueError, match="x has 7 channels; expected 8"):
         analysis.head_outputs(layer, torch.randn(3, 7), 0)
     (branch, *_) = analysis.composition_branches(model)
     for factor in (None, "x", torch.ones(3)):
-        said = pytest.raises(ValueError, match="accepted: a number, or a tensor of one")
+        said = pytest.raises(ValueError, match="expected a number, or a tensor of one")
         with said, analysis.scale_branches(model, {branch: factor}):
             pass
     for factor in (1.0, None, torch.ones(3)):
-        said = pytest.raises(ValueError, match=r"accepted: a tensor \[4\]")
+        said = pytest.raises(ValueError, match=r"expected a tensor \[4\]")
         with said, analysis.scale_heads(model, {"0": factor}):
             pass
     for heads, groups in ((0, 1), (4, 3), ("x", 1)):

@@ -51,7 +51,7 @@ def _attention(
 ) -> Attention:
     a = arguments_from(rest)
     if a.mask is not None and a.mask.dtype not in (torch.bool, q.dtype):
-        raise ValueError(f"mask has dtype {a.mask.dtype}; accepted: torch.bool, or the dtype of q, {q.dtype}.")
+        raise ValueError(f"mask has dtype {a.mask.dtype}; expected torch.bool, or the dtype of q, {q.dtype}.")
     masks = masks_of(a.mask, a.starts, a.stops, a.seed, a.dropout_p)
     shape = tuple(a.mask.shape) if mask_gradient else None
     return Attention(q, k, v, a.pre, a.post, masks, a.is_causal, a.window, a.scale, a.num_groups, shape, lse)

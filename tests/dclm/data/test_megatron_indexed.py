@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_named(tmp_path):
             module(train, val, **options)
     with pytest.raises(UserError, match="is for training alone; data.validation must name other tokens"):
         module(train, None)
-    with pytest.raises(UserError, match="nothing.idx is missing; accepted: idxmap:PREFIX of PREFIX.bin and PREFIX.idx"):
+    with pytest.raises(UserError, match="nothing.idx is missing; expected idxmap:PREFIX of PREFIX.bin and PREFIX.idx"):
         module(tmp_path / "nothing", val)
     index, tokens = tmp_path / "a.idx", tmp_path / "a.bin"
     whole, words = index.read_bytes(), tokens.read_bytes()
@@ -80,8 +80,8 @@ def test_what_does_not_fit_is_named(tmp_path):
         (b"{" + whole[1:], "is no index of Megatron's format"),
         (whole[:20], "is no index of Megatron's format"),
         (whole[:-8], "marks of documents take"),
-        (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8; accepted: version 1"),
-        (whole[:17] + b"\x06" + whole[18:], "has version 1 and dtype code 6; accepted: version 1"),
+        (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8; expected version 1"),
+        (whole[:17] + b"\x06" + whole[18:], "has version 1 and dtype code 6; expected version 1"),
     ):
         index.write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         module(train, val)
     write_indexed(tmp_path / "a", [[[300] * 40]])
     data = module(train, val)
-    with pytest.raises(UserError, match="holds token 300 near token 0; accepted: 0 to 256"):
+    with pytest.raises(UserError, match="holds token 300 near token 0; expected 0 to 256"):
         data.train_samples[data.train_dataloader().batch_sampler.__iter__().__next__()[0]]
 
 
@@ -100,5 +100,5 @@ def test_tokens_that_would_be_the_mask_are_refused(tmp_path):
     """The embedding has rows to spare, so that nothing else would tell."""
     train = write_indexed(tmp_path / "a", [[[1, 2, 257, 3] * 10]])
     data = module(train, f"idxmap:{train}", mask_fraction=0.15, vocab_multiple=128)
-    with pytest.raises(UserError, match="a holds token 257 near token .*; accepted: 0 to 256"):
+    with pytest.raises(UserError, match="a holds token 257 near token .*; expected 0 to 256"):
         list(data.train_dataloader())

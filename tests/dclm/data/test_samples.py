@@ -114,9 +114,9 @@ def damage(folder, name="train-0000-000.bin", **changes):
             "has 2000 bytes; its manifest says 1001 tokens of uint16, 2002 bytes: the file is trunc",
         ),
         ({"dtype": "uint32"}, {}, "says 1000 tokens of uint32, 4000 bytes: the file is truncated or of another dtype"),
-        ({"dtype": "float32"}, {}, "dtype 'float32'; accepted: 'dclm-tokens-1' with uint16 or uint32"),
+        ({"dtype": "float32"}, {}, "dtype 'float32'; expected 'dclm-tokens-1' with uint16 or uint32"),
         ({"format": "other"}, {}, "has format 'other'"),
-        ({"max_token": 300}, {}, r"c/train holds token 300; accepted: 0 to 256 \(data.vocab_size=257\)"),
+        ({"max_token": 300}, {}, r"c/train holds token 300; expected 0 to 256 \(data.vocab_size=257\)"),
         ({}, {"vocab_size": 100}, "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
         ({}, {"context_length": 1000}, "holds 1000 tokens; a sequence takes 1000 and one more"),
         ({}, {"context_length": 300}, "c/val holds 200 tokens; a sequence takes 300 and one more"),
@@ -149,7 +149,7 @@ def test_a_token_outside_the_vocabulary_is_found_where_it_is(tmp_path):
     tokens = np.fromfile(folder / "train-0000-000.bin", "<u2")
     tokens[500] = 999
     tokens.tofile(folder / "train-0000-000.bin")
-    with pytest.raises(UserError, match=r"holds token 999 near token 480; accepted: 0 to 256"):
+    with pytest.raises(UserError, match=r"holds token 999 near token 480; expected 0 to 256"):
         list(module(folder, batch_size=1).train_dataloader())
 
 

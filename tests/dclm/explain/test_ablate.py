@@ -128,7 +128,7 @@ def test_what_evaluate_measured_is_left_alone(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--off=gates"], "off=['gates']; accepted: one or more of branches, layers, heads"),
+        (["--off=gates"], "off=['gates']; expected one or more of branches, layers, heads"),
         (["--off", "heads", "heads"], "off=['heads', 'heads']; accepted"),
         (["--texts=nowhere.txt"], "nowhere.txt"),
         (["--limit=0"], "limit=0 must be at least 1"),
@@ -140,7 +140,7 @@ def test_mistakes(here, capsys, arguments, message):
 
 
 def test_what_explain_can_do(capsys):
-    assert "dclm explain needs a second word; accepted: ablate, attribute" in mistake(capsys, run, "explain")
-    assert "'circuit' is none of dclm explain; accepted: ablate, attr" in mistake(capsys, run, "explain", "circuit")
+    assert "dclm explain needs a second word; expected ablate, attribute" in mistake(capsys, run, "explain")
+    assert "'circuit' is none of dclm explain; expected ablate, attr" in mistake(capsys, run, "explain", "circuit")
     run("explain", "--help")
     assert "ablate    Measure a trained model without" in capsys.readouterr().out

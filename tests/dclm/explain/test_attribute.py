@@ -65,14 +65,14 @@ def test_a_target_of_ones_own(here, capsys):
     ("arguments", "message"),
     [
         (["--target= selfish"], "target=' selfish' is "),
-        (["--target=the"], "accepted: one; ' the' is one"),
+        (["--target=the"], "expected one; ' the' is one"),
         ([f"--prompt={PROMPT} ", "--target=self.x"], "The space that ends the prompt is the target's."),
-        (["--over=layers"], "over=['layers']; accepted: one or more of branches, heads, tokens"),
+        (["--over=layers"], "over=['layers']; expected one or more of branches, heads, tokens"),
         (["--steps=0"], "steps=0"),
         (["--steps=1000000000"], "steps=1000000000"),
         (["--out="], "out=''"),
         (["--prompt="], "prompt='' holds no token"),
-        ([f"--prompt={PROMPT * 9}"], "tokens; accepted: at most 64"),
+        ([f"--prompt={PROMPT * 9}"], "tokens; expected at most 64"),
     ],
 )
 def test_mistakes(here, capsys, arguments, message):
@@ -126,10 +126,10 @@ def test_a_suite_is_drawn_from(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing asked; accepted: one of prompt, texts, suite"),
-        (["--prompt=a", "--texts=b"], "prompt and texts asked; accepted: one of prompt, texts, suite"),
+        ([], "nothing asked; expected one of prompt, texts, suite"),
+        (["--prompt=a", "--texts=b"], "prompt and texts asked; expected one of prompt, texts, suite"),
         (["--texts=b", "--target=c"], "target='c' comes after a prompt"),
-        (["--texts=b", "--over=tokens"], "over=['tokens']; accepted: one or more of branches, heads"),
+        (["--texts=b", "--over=tokens"], "over=['tokens']; expected one or more of branches, heads"),
         (["--texts=empty.txt"], "texts=empty.txt holds no text"),
         (["--texts=none"], "none"),
         (["--suite=none"], "none cannot be read"),

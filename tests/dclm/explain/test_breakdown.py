@@ -62,9 +62,9 @@ def test_what_changes_most_is_found(here, recorded, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--query=99"], "query=99; accepted: -"),
-        (["--key=99"], "key=99; accepted: -"),
-        (["--layer=2"], "layer=2; accepted: 0 to 1, or one of blocks.0.attn, blocks.1.attn"),
+        (["--query=99"], "query=99; expected -"),
+        (["--key=99"], "key=99; expected -"),
+        (["--layer=2"], "layer=2; expected 0 to 1, or one of blocks.0.attn, blocks.1.attn"),
         (["--query=2", "--key=5", "--composition=pre"], "key=5 is hidden from query=2 by a mask"),
         (["--composition=both"], "composition"),
         (["--checkpoint=plain"], "plain: Decoder composes no heads"),

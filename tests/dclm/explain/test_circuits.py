@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_equation(here):
     [
         ("isabstract", None, "'isabstract' is "),
         ("the", None, "; ' the' is one"),
-        (" the", "a b\n", "pairs.tsv: line 1 is no pair; accepted: lines of a token, a tabulator and its partner"),
+        (" the", "a b\n", "pairs.tsv: line 1 is no pair; expected lines of a token, a tabulator and its partner"),
         (" the", "", "pairs.tsv holds nothing"),
     ],
 )

@@ -106,8 +106,8 @@ def test_older_fields_and_names_are_read(model_type, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("gpt_neox", {"hidden_act": "gelu_new"}, "hidden_act='gelu_new'; accepted: \"gelu\""),
-        ("gpt_neox", {"attention_bias": False}, "attention_bias=False; accepted: true"),
+        ("gpt_neox", {"hidden_act": "gelu_new"}, "hidden_act='gelu_new'; expected \"gelu\""),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias=False; expected true"),
         ("gpt_neox", {"rotary_emb_base": "big"}, "rotary_emb_base='big' must be of type int or float"),
         ("gpt_neox", {"quantization_config": {}}, r"unknown fields \['quantization_config'\]"),
         ("gpt_neox", {"hidden_size": None}, "hidden_size=None must be of type int"),
@@ -118,8 +118,8 @@ def test_older_fields_and_names_are_read(model_type, tmp_path):
             "rope_scaling has rope_type='linear'",
         ),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "beta_fast": 2}}, r"unknown fields \['beta_fast'\]"),
-        ("llama", {"head_dim": 16}, "head_dim=16; accepted: null or 8"),
-        ("llama", {"attention_bias": True}, "attention_bias=True and mlp_bias=False; accepted: equal ones"),
+        ("llama", {"head_dim": 16}, "head_dim=16; expected null or 8"),
+        ("llama", {"attention_bias": True}, "attention_bias=True and mlp_bias=False; expected equal ones"),
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3 must be a positive divisor"),
         ("llama", {"num_key_value_heads": 2}, r"qkv_proj.weight is \[96, 32\], not \[64, 32\]"),
     ],

@@ -250,12 +250,12 @@ def edit_config(folder: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type='bert' is unknown; accepted: 'dclm', 'dcformer', 'dcpythia'"),
+        ({"model_type": "bert"}, "model_type='bert' is unknown; expected 'dclm', 'dcformer', 'dcpythia'"),
         ({"rope_scaling": {"type": "linear"}}, r"unknown fields \['rope_scaling'\]"),
         ({"use_parallel_residual": True}, r"unknown fields \['use_parallel_residual'\]"),
-        ({"n_local_heads": 2}, "n_local_heads=2; accepted: -1 or n_head=4"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings=True; accepted: false"),
-        ({"window_type": "GL"}, "window_type='GL' is unknown; accepted: null, 'LG', 'LGLL', 'LGL6'"),
+        ({"n_local_heads": 2}, "n_local_heads=2; expected -1 or n_head=4"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True; expected false"),
+        ({"window_type": "GL"}, "window_type='GL' is unknown; expected null, 'LG', 'LGLL', 'LGL6'"),
         ({"window_type": "LG", "window_size": None}, "window_size must be a number with window_type='LG'"),
         ({"n_head": 3, "n_local_heads": 3}, "n_head=3; accepted"),
         ({"n_layer": 3}, "unknown layers.3.attention.dyn_w_proj.dd"),
@@ -304,7 +304,7 @@ def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing/config.json does not exist"):
         dclm.load_pretrained(tmp_path / "nothing")
     (lg / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="holds no weights; accepted: model.safetensors, pytorch_model.bin"):
+    with pytest.raises(FileNotFoundError, match="holds no weights; expected model.safetensors, pytorch_model.bin"):
         dclm.load_pretrained(lg)
     torch.save({"norm.weight": Payload()}, lg / "pytorch_model.bin")
     with pytest.raises(ValueError, match="no readable file of tensors"):

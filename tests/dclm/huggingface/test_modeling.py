@@ -243,7 +243,7 @@ def test_more_tokens(both):
     [
         (lambda m: m(ids(1, 3), inputs_embeds=torch.ones(1, 3, 32)), "inputs_embeds: not supported"),
         (lambda m: m(ids(1, 3), output_attentions=True), "output_attentions: not supported"),
-        (lambda m: m.generate(ids(1, 3), cache_implementation="static", max_new_tokens=2), "'static'; accepted: None"),
+        (lambda m: m.generate(ids(1, 3), cache_implementation="static", max_new_tokens=2), "'static'; expected None"),
         (
             lambda m: m.generate(ids(1, 3), attention_mask=torch.tensor([[1, 1, 0]]), max_new_tokens=2),
             "padding after tokens",
@@ -260,7 +260,7 @@ def test_values_outside_the_format_are_refused(transformers):
 
     with pytest.raises(ValueError, match="window_type='X' is unknown"):
         DCFormerConfig(window_type="X")
-    with pytest.raises(ValueError, match="tie_word_embeddings=True; accepted: false"):
+    with pytest.raises(ValueError, match="tie_word_embeddings=True; expected false"):
         DCFormerConfig(tie_word_embeddings=True)
     with pytest.raises(ValueError, match="is of model_type='dcformer', not 'dcpythia'"):
         DCPythiaConfig.from_decoder_config(decoder().config)
@@ -318,7 +318,7 @@ def test_a_mask_after_the_first_call_must_say_the_same(both):
     cache = theirs(row[:, :4], use_cache=True).cache
     for wrong, message in (
         (mask.index_fill(1, torch.tensor([0]), 0), "other padding than the tokens in the cache"),
-        (mask[:, :5], r"attention_mask is \[1, 5\]; accepted: a tensor \[1, 6\]"),
+        (mask[:, :5], r"attention_mask is \[1, 5\]; expected a tensor \[1, 6\]"),
     ):
         with pytest.raises(ValueError, match=message):
             theirs(row[:, 4:], cache=cache, attention_mask=wrong)
@@ -345,7 +345,7 @@ def test_labels_and_counts_out_of_range_are_refused(both):
     ids = torch.ones(2, 5, dtype=torch.long)
     with pytest.raises(ValueError, match="num_items_in_batch=0"):
         model(ids, labels=ids, num_items_in_batch=0)
-    with pytest.raises(ValueError, match=r"labels are \[2, 4\]; accepted: \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"labels are \[2, 4\]; expected \[2, 5\]"):
         model(ids, labels=ids[:, :4])
 
 

@@ -98,8 +98,8 @@ def test_pooling_is_scaled():
             r"\('0', 'pre', 'base'\) is no branch of the mod",
         ),
         (lambda m: scale_branches(m, {Branch("1", "pre", "key gate"): 0.0}), "is no branch of the model"),
-        (lambda m: scale_heads(m, {"1": torch.ones(4)}), "layer '1' is not in the model; accepted: 0"),
-        (lambda m: scale_heads(m, {"0": torch.ones(5)}), r"factors of '0' have shape \[5\]; accepted: a tensor \[4\]"),
+        (lambda m: scale_heads(m, {"1": torch.ones(4)}), "layer '1' is not in the model; expected 0"),
+        (lambda m: scale_heads(m, {"0": torch.ones(5)}), r"factors of '0' have shape \[5\]; expected a tensor \[4\]"),
     ],
 )
 def test_what_is_not_there(context, message):

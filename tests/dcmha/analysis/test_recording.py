@@ -70,7 +70,7 @@ def test_what_is_kept_of_chosen_layers():
         model(x)
     assert list(recorded) == ["1"] and torch.equal(recorded["1"], whole["1"].maps.weights[0, 3, -1])
     with (
-        pytest.raises(ValueError, match=r"layers=\['2'\] are not in the model; accepted: 0, 1"),
+        pytest.raises(ValueError, match=r"layers=\['2'\] are not in the model; expected 0, 1"),
         record_attention(model, ["2"]),
     ):
         pass
@@ -116,11 +116,11 @@ def test_a_cross_attention_is_broken_down():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pre", 7, 0), "query=7; accepted: -7 to 6"),
-        (("pre", 0, -8), "key=-8; accepted: -7 to 6"),
-        (("pre", 0, 0, 2), "batch=2; accepted: -2 to 1"),
+        (("pre", 7, 0), "query=7; expected -7 to 6"),
+        (("pre", 0, -8), "key=-8; expected -7 to 6"),
+        (("pre", 0, 0, 2), "batch=2; expected -2 to 1"),
         (("post", 0, 0), "composition='post', which this layer does not have"),
-        (("both", 0, 0), "composition='both'; accepted: 'pre', 'post'"),
+        (("both", 0, 0), "composition='both'; expected 'pre', 'post'"),
     ],
 )
 def test_pairs_that_are_not_there(arguments, message):

@@ -116,7 +116,7 @@ def test_masks_of_another_dtype_are_refused():
     q = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
     rest = [None] * op.NUM_TENSORS + [True, 0, 1.0, 0.0, 1]
     rest[op.MASK] = torch.zeros(1, 1, 3, 3)
-    with pytest.raises(ValueError, match="mask has dtype torch.float32; accepted: torch.bool, or the dtype of q"):
+    with pytest.raises(ValueError, match="mask has dtype torch.float32; expected torch.bool, or the dtype of q"):
         op.compute(q, q, q, *rest[3:])
 
 

@@ -95,9 +95,9 @@ def test_a_class_is_credited_to_patches(here, capsys):
         whole, grey = (model(x)[0].log_softmax(-1)[3] for x in (shown, torch.zeros_like(shown)))
     assert sum(found["patches"]) == pytest.approx(float(whole - grey), abs=0.01)
     for arguments, message in (
-        (["--target=10"], "target='10'; accepted: a class from 0 to 9"),
+        (["--target=10"], "target='10'; expected a class from 0 to 9"),
         (["--image=none.png"], "the image none.png cannot be read"),
-        (["--over=tokens"], "over=['tokens']; accepted: one or more of branches, heads, patches"),
+        (["--over=tokens"], "over=['tokens']; expected one or more of branches, heads, patches"),
     ):
         assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
 
@@ -129,10 +129,10 @@ def test_credits_of_many_images(here, capsys):
     for row in rows:
         assert float(row["alone"]) == pytest.approx(lost[f"{row['name']} of {row['layer']}"], abs=1e-6)
     for arguments, message in (
-        ([], "nothing is asked; accepted: one of them"),
+        ([], "nothing is asked; expected one of them"),
         (["--image=a.png", "--images=digits"], "image and images are asked"),
         (["--images=digits", "--target=3"], "target='3' is of one image"),
-        (["--images=digits", "--over=patches"], "over=['patches']; accepted: one or more of branches, heads"),
+        (["--images=digits", "--over=patches"], "over=['patches']; expected one or more of branches, heads"),
     ):
         assert message in mistake(capsys, run, *asked[:3], *arguments)
 
@@ -165,9 +165,9 @@ def test_a_pair_of_patches_is_broken_down(here, capsys):
         after = [float(row["value"]) for row in csv.DictReader(file) if row["term"] == "after"]
     assert after == pytest.approx(recorded["blocks.0.attn"].maps.composed_weights[0, :, 6, 1].tolist(), rel=1e-5)
     for arguments, message in (
-        (["--query=16"], "query=16; accepted: 0 to 15, the patches of 4 x 4"),
-        (["--key=16"], "key=16; accepted: -16 to 15"),
-        (["--layer=3"], "layer=3; accepted: 0 to 1"),
+        (["--query=16"], "query=16; expected 0 to 15, the patches of 4 x 4"),
+        (["--key=16"], "key=16; expected -16 to 15"),
+        (["--layer=3"], "layer=3; expected 0 to 1"),
     ):
         assert message in mistake(capsys, run, *asked, *arguments)
 
