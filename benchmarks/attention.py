@@ -67,7 +67,7 @@ def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespac
         composition.map(leaves.append)
 
     name = {"sdpa": "auto", "older": "triton"}.get(impl, impl)
-    kind = {"is_causal": options.causal, "window": options.window, "num_groups": options.groups}
+    kind = {"is_causal": options.causal, "window_size": options.window, "num_groups": options.groups}
     attend = partial(composed_attention, pre=pre, post=post, **kind, impl=name)
     if impl == "flex":
         attend = flex(options, tokens)
@@ -87,7 +87,7 @@ def work(options: argparse.Namespace, tokens: int, backward: bool) -> dict[str, 
     And the bytes that the fused kernels and their products move through the workspace: 10 an element forward, 26
     backward (`docs/kernels.md`).
     """
-    pairs = options.batch_size * visible_pairs(tokens, tokens, is_causal=options.causal, window=options.window)
+    pairs = options.batch_size * visible_pairs(tokens, tokens, is_causal=options.causal, window_size=options.window)
     elements = pairs * options.heads
     plain = {"pre_compose": False, "post_compose": False}
     products = attention_flops(options.head_dim, options.heads, pairs, **plain)  # forward two, backward five more

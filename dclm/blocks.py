@@ -69,12 +69,12 @@ class DecoderBlock(nn.Module):
 
     Args:
         config: Architecture of the decoder.
-        window: Attention window of this layer, or None.
+        window_size: Attention window of this layer, or None.
         looks: Whether it looks at a context, after its self-attention.
         **dd: Device and dtype of the parameters.
     """
 
-    def __init__(self, config: DecoderConfig, window: int | None, has_cross_attention: bool = False, **dd) -> None:
+    def __init__(self, config: DecoderConfig, window_size: int | None, has_cross_attention: bool = False, **dd) -> None:
         super().__init__()
         self.parallel, self.is_causal = config.parallel_residual, config.is_causal
         self.attn_norm = make_norm(config, **dd)
@@ -84,7 +84,7 @@ class DecoderBlock(nn.Module):
             config.dim,
             config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            window=window,
+            window_size=window_size,
             **compose_options_of(config),
             **shared,
         )
@@ -101,13 +101,13 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        documents: Documents | None,
+        document_ids: Documents | None,
         rope: Rope | None,
         cache: AttentionCache | None,
         context: CrossContext | ContextKV | None = None,
     ) -> Tensor:
         """Map [B, T, C] to [B, T, C]; `context` is for a layer that looks at one, the others are `DCAttention`'s."""
-        attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "documents": documents}
+        attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "document_ids": document_ids}
         attended = x + self.attn(self.attn_norm(x), **attention)
         if self.cross is not None:
             given = context if isinstance(context, CrossContext) else (context,)

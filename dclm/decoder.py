@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dcmha import ComposeProjection, ContextKV, DecodingCache, rotary_embedding
 from dcmha.attention import Rope
 from dcmha.checks import check_factory
-from dcmha.impl.masking import Documents, documents_of
+from dcmha.impl.masking import DocumentBounds, document_bounds
 
 from .blocks import CrossContext, DecoderBlock, make_norm
 from .config import DecoderConfig
@@ -45,8 +45,8 @@ class Decoder(nn.Module):
         self.position_embed = nn.Embedding(config.context_length, config.dim, **dd) if learned else None
         self.first_cross_layer = config.num_layers - config.cross_layers  # the first block that looks at a context
         self.blocks = nn.ModuleList(
-            DecoderBlock(config, window, number >= self.first_cross_layer, **dd)
-            for number, window in enumerate(config.layer_windows)
+            DecoderBlock(config, window_size, number >= self.first_cross_layer, **dd)
+            for number, window_size in enumerate(config.layer_windows)
         )
         self.norm = make_norm(config, **dd)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False, **dd)
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         *,
         targets: Tensor | None = None,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         context: CrossContext | None = None,
         per_token: bool = False,
     ) -> Tensor | Likelihood:
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         Args:
             input_ids: Token ids [B, T], int64 or int32.
             targets: Ids [B, T] that are to be predicted, int64; -100 does not count.
-            documents: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
+            document_ids: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
                 start again in each.
             context: What the last layers look at too; for a model with `cross_layers` alone.
             per_token: Score the targets that count one by one, without a gradient.
@@ -112,32 +112,32 @@ class Decoder(nn.Module):
                 does; if `per_token` is asked for without targets.
         """
         if per_token:
-            return self._score(input_ids, targets, documents, context)
+            return self._score(input_ids, targets, document_ids, context)
         if targets is not None:
             _check_like("targets", targets, input_ids)
-        x = self.hidden_states(input_ids, documents=documents, context=context)
+        x = self.hidden_states(input_ids, document_ids=document_ids, context=context)
         if targets is None:
             return self.output(x)
         return token_loss(x, self.output.weight, targets)
 
     @torch.no_grad()
     def _score(
-        self, input_ids: Tensor, targets: Tensor | None, documents: Tensor | None, context: CrossContext | None
+        self, input_ids: Tensor, targets: Tensor | None, document_ids: Tensor | None, context: CrossContext | None
     ) -> Likelihood:
         if targets is None:
             raise ValueError("per_token=True without targets: there is nothing to score.")
         _check_like("targets", targets, input_ids)
-        x, counts = self.hidden_states(input_ids, documents=documents, context=context), targets != IGNORED
+        x, counts = self.hidden_states(input_ids, document_ids=document_ids, context=context), targets != IGNORED
         return score_targets(x[counts], self.output.weight, targets[counts])
 
     def hidden_states(
-        self, input_ids: Tensor, *, documents: Tensor | None = None, context: CrossContext | None = None
+        self, input_ids: Tensor, *, document_ids: Tensor | None = None, context: CrossContext | None = None
     ) -> Tensor:
         """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
-        return self.hidden_and_final(input_ids, documents=documents, context=context)[1]
+        return self.hidden_and_final(input_ids, document_ids=document_ids, context=context)[1]
 
     def hidden_and_final(
-        self, input_ids: Tensor, *, documents: Tensor | None = None, context: CrossContext | None = None
+        self, input_ids: Tensor, *, document_ids: Tensor | None = None, context: CrossContext | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute the hidden states before the first layer that looks at a context, not normed, and the final ones.
 
@@ -145,30 +145,30 @@ class Decoder(nn.Module):
         """
         self._check_ids(input_ids)
         self._check_context(context, len(input_ids))
-        found = self._documents(documents, input_ids)
+        found = self._documents(document_ids, input_ids)
         before, rope = self._before_context(input_ids, found)
         after = self._through(slice(self.first_cross_layer, None), before, rope, found, context=context)
         return before, self.norm(after)
 
-    def states_before_context(self, input_ids: Tensor, *, documents: Tensor | None = None) -> Tensor:
+    def states_before_context(self, input_ids: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
         """Compute the first of `hidden_and_final` alone, for which no context is needed."""
         self._check_ids(input_ids)
-        return self._before_context(input_ids, self._documents(documents, input_ids))[0]
+        return self._before_context(input_ids, self._documents(document_ids, input_ids))[0]
 
-    def _documents(self, documents: Tensor | None, input_ids: Tensor) -> Documents | None:
+    def _documents(self, document_ids: Tensor | None, input_ids: Tensor) -> DocumentBounds | None:
         """Find the documents, once for all layers."""
-        if documents is None:
+        if document_ids is None:
             return None
-        _check_like("documents", documents, input_ids)
-        return documents_of(documents)
+        _check_like("document_ids", document_ids, input_ids)
+        return document_bounds(document_ids)
 
-    def _before_context(self, input_ids: Tensor, documents: Documents | None) -> tuple[Tensor, Rope | None]:
+    def _before_context(self, input_ids: Tensor, document_ids: DocumentBounds | None) -> tuple[Tensor, Rope | None]:
         self._check_length(input_ids.shape[1])
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if documents is not None:
-            positions = positions - documents.starts
+        if document_ids is not None:
+            positions = positions - document_ids.starts
         x, rope = self._begin(input_ids, positions)
-        return self._through(slice(0, self.first_cross_layer), x, rope, documents), rope
+        return self._through(slice(0, self.first_cross_layer), x, rope, document_ids), rope
 
     @property
     def device(self) -> torch.device:
@@ -282,7 +282,7 @@ class Decoder(nn.Module):
         part: slice,
         x: Tensor,
         rope: Rope | None,
-        documents: Documents | None = None,
+        document_ids: DocumentBounds | None = None,
         *,
         context: CrossContext | None = None,
         cache: DecodingCache | None = None,
@@ -293,9 +293,9 @@ class Decoder(nn.Module):
         contexts = [context] * len(blocks) if cache is None else cache.contexts
         for block, layer_cache, seen in zip(blocks, caches, contexts, strict=True):
             if self.grad_checkpointing and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, documents, rope, None, seen, use_reentrant=False)
+                x = checkpoint(block, x, document_ids, rope, None, seen, use_reentrant=False)
             else:
-                x = block(x, documents, rope, layer_cache, seen)
+                x = block(x, document_ids, rope, layer_cache, seen)
         return x
 
     def make_cache(

@@ -156,7 +156,7 @@ class LanguageModel(TrainingModule):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute the loss of one batch, in nats per token."""
         batch = as_batch(batch)
-        loss = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents)
+        loss = self.model(batch.input_ids, targets=batch.targets, document_ids=batch.document_ids)
         return self.log_step(loss, batch_size=len(batch.input_ids))
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
@@ -169,7 +169,7 @@ class LanguageModel(TrainingModule):
 
     def _evaluate(self, batch: TokenBatch, prefix: str) -> None:
         batch = as_batch(batch)
-        scores = self.model(batch.input_ids, targets=batch.targets, documents=batch.documents, per_token=True)
+        scores = self.model(batch.input_ids, targets=batch.targets, document_ids=batch.document_ids, per_token=True)
         self.val_loss.update(-scores.log_likelihoods.float())
         self.val_accuracy.update(scores.is_greedy.float())
         self._keep_items(batch, scores, prefix)

@@ -171,8 +171,8 @@ def score_masked(decoder: Decoder, texts: Sequence[Masked]) -> list[Likelihood]:
     """
     longest = max(len(text.input_ids) for text in texts)
     padded = [_padded(text, longest) for text in texts]
-    ids, targets, documents = (torch.stack(rows).to(decoder.device) for rows in zip(*padded, strict=True))
-    found = decoder(ids, targets=targets, documents=documents, per_token=True)
+    ids, targets, document_ids = (torch.stack(rows).to(decoder.device) for rows in zip(*padded, strict=True))
+    found = decoder(ids, targets=targets, document_ids=document_ids, per_token=True)
     lengths = (targets != IGNORED).sum(1).tolist()
     parts = zip(found.log_likelihoods.cpu().split(lengths), found.is_greedy.cpu().split(lengths), strict=True)
     return [Likelihood(*part) for part in parts]
@@ -182,5 +182,5 @@ def _padded(text: Masked, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pad a text with what is asked for nothing, as another document, so that it is not seen."""
     ids, targets = (torch.from_numpy(row) for row in text)
     padding = (0, longest - len(ids))
-    documents = F.pad(torch.zeros_like(ids), padding, value=1)
-    return F.pad(ids, padding), F.pad(targets, padding, value=IGNORED), documents
+    document_ids = F.pad(torch.zeros_like(ids), padding, value=1)
+    return F.pad(ids, padding), F.pad(targets, padding, value=IGNORED), document_ids

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .cache import CacheView
 from .checks import check_booleans, check_factory, check_integers, check_numbers
-from .impl.masking import Documents
+from .impl.masking import DocumentBounds
 from .layer import LAYER_OPTIONS, ComposedAttentionBase, check_kv_heads, check_options
 from .options import compose_options_of
 from .weights import ComposeProjection, ComposeWeights
@@ -20,7 +20,7 @@ Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class AttentionCache(Protocol):
-    """What the layer asks of a decoding cache."""
+    """Interface of a decoding cache, as the layer uses it."""
 
     def update(self, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None) -> CacheView:
         """Add the keys and values [B, num_kv_heads, T, D] of new tokens and the key side of their compose weights."""
@@ -29,9 +29,9 @@ class AttentionCache(Protocol):
 class DCAttention(ComposedAttentionBase):
     """Self-attention with dynamically composed heads.
 
-    The arguments up to `dtype` are those of timm's `Attention`; state-dict keys of the parts they share are the same,
-    and everything this layer adds lies under `compose.`. With `pre_compose=False, post_compose=False` it is plain
-    attention. For places that take a class and construct it themselves:
+    The arguments up to `dtype` are those of timm's `Attention`. State-dict keys shared with timm are unchanged; the
+    parameters of the composition are under `compose.`. With `pre_compose=False, post_compose=False` the layer computes
+    ordinary multi-head attention. For APIs that take an attention class and construct it:
 
         timm.create_model("vit_small_patch16_224", attn_layer=DCAttention.with_options(rank=1))
 
@@ -52,16 +52,17 @@ class DCAttention(ComposedAttentionBase):
         dtype: Dtype of the parameters.
         num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads neighbouring heads of the queries
             (grouped-query attention); H if None. Composition mixes the heads of the queries.
-        **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window`, the number of keys a query sees,
-            its own included (None for all); `impl`, as in `composed_attention`.
+        **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window_size` and `impl`, as in
+        `composed_attention`.
 
     Attributes:
-        OPTIONS: The names of these options.
-        defaults: Options that a subclass sets otherwise.
+        OPTIONS: Names of these options.
+        defaults: Options whose defaults a subclass changes.
 
     Raises:
-        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, or an option is
-            unknown or out of range.
+        ValueError: If widths, heads or groups do not divide, a norm is requested without `norm_layer`, or an option is
+            unknown or
+        out of range.
     """
 
     OPTIONS: ClassVar[tuple[str, ...]] = LAYER_OPTIONS
@@ -94,7 +95,7 @@ class DCAttention(ComposedAttentionBase):
         check_numbers(low=0, high=1, attn_drop=attn_drop, proj_drop=proj_drop)
         check_factory(device, dtype, norm_layer)
         if attn_head_dim is None and dim % num_heads:
-            raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
+            raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads} unless attn_head_dim is given.")
         check_kv_heads(num_heads, num_kv_heads)
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm and scale_norm need a norm layer, such as torch.nn.LayerNorm.")
@@ -121,7 +122,8 @@ class DCAttention(ComposedAttentionBase):
 
     @classmethod
     def with_options(cls, **options) -> type["DCAttention"]:
-        """Make a subclass with other defaults, for code that takes an attention class. Its instances pickle.
+        """Create a subclass with different defaults, for code that takes an attention class. Its instances can be
+        pickled.
 
         Raises:
             ValueError: If an option is not one of `DCAttention.OPTIONS`, or out of range.
@@ -130,7 +132,7 @@ class DCAttention(ComposedAttentionBase):
         return _configured(vars(cls).get("configured_from", cls), tuple(sorted({**cls.defaults, **options}.items())))
 
     def __init_subclass__(cls, **kwargs) -> None:
-        """Refuse options as class attributes, which would say nothing."""
+        """Raise TypeError if a subclass sets options as class attributes, which would have no effect."""
         super().__init_subclass__(**kwargs)
         misplaced = sorted(set(cls.OPTIONS) & set(vars(cls)))
         if misplaced:
@@ -143,35 +145,35 @@ class DCAttention(ComposedAttentionBase):
         is_causal: bool = False,
         rope: Rope | None = None,
         cache: AttentionCache | None = None,
-        documents: Tensor | Documents | None = None,
+        document_ids: Tensor | DocumentBounds | None = None,
     ) -> Tensor:
-        """Attend within `x`.
+        """Compute self-attention over `x`.
 
         Args:
             x: Tokens [B, T, C].
-            attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; not with a cache.
+            attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]. Cannot be combined with a cache.
             is_causal: As in `composed_attention`.
             rope: Rotates q and k, each [B, heads, T, D], before the scores.
-            cache: Keeps keys, values and the key side of the compose weights between calls, which are causal.
-            documents: As in `composed_attention`; not with a cache.
+            cache: Stores keys, values and key-side compose weights between calls. Requires `is_causal=True`.
+            document_ids: As in `composed_attention`. Cannot be combined with a cache.
 
         Returns:
             [B, T, dim_out].
 
         Raises:
-            ValueError: If a shape does not fit, or a cache is given with documents, with a mask, without `is_causal`,
-                or is of another window.
+            ValueError: If a shape does not match, or a cache is combined with document ids or a mask, is used without
+            `is_causal=True`, or was created for another window size.
         """
         self._check_input(x)
-        if cache is not None and documents is not None:
-            raise ValueError("documents are given with a cache; expected one of the two.")
+        if cache is not None and document_ids is not None:
+            raise ValueError("document_ids and cache cannot be combined; expected one of the two.")
         if cache is not None and attn_mask is not None:
-            raise ValueError("attn_mask is given with a cache, which knows what may be seen; expected one of the two.")
+            raise ValueError("attn_mask and cache cannot be combined; expected one of the two.")
         if cache is not None and not is_causal:
-            raise ValueError("is_causal=False is given with a cache; expected True, as tokens come after another.")
+            raise ValueError("is_causal=False: expected True when a cache is given.")
         if cache is not None:
             return self._attend_within(x, attn_mask, is_causal, rope, None, cache)
-        return self._run(self._attend_within, x, attn_mask, is_causal, rope, documents)
+        return self._run(self._attend_within, x, attn_mask, is_causal, rope, document_ids)
 
     def _attend_within(
         self,
@@ -179,7 +181,7 @@ class DCAttention(ComposedAttentionBase):
         attn_mask: Tensor | None,
         is_causal: bool,
         rope: Rope | None,
-        documents: Tensor | Documents | None,
+        document_ids: Tensor | DocumentBounds | None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         q, k, v = self._project(x)
@@ -187,13 +189,13 @@ class DCAttention(ComposedAttentionBase):
         if rope is not None:
             q, k = rope(q, k)
         pre, post = (None, None) if self.compose is None else self.compose(x)
-        window = self.window
+        window_size = self.window_size
         if cache is not None:
             k, v, pre, post, attn_mask, is_ordered, cached_window = cache.update(k, v, pre, post)
-            if cached_window != window:
-                raise ValueError(f"the cache is of a layer with window={cached_window}; got one with window={window}.")
-            is_causal, window = is_ordered, window if is_ordered else None
-        out = self.attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal, window=window)
+            if cached_window != window_size:
+                raise ValueError(f"the cache is for window_size={cached_window}; got a layer with {window_size}.")
+            is_causal, window_size = is_ordered, window_size if is_ordered else None
+        out = self.attend(q, k, v, pre, post, attn_mask, document_ids, is_causal=is_causal, window_size=window_size)
         out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
@@ -205,7 +207,7 @@ class DCAttention(ComposedAttentionBase):
             raise ValueError(f"x has {got}; expected a tensor [B, T, C] with C = {self.dim}.")
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make q [B, H, T, D], and k and v [B, num_kv_heads, T, D]."""
+        """Project to q [B, H, T, D], k and v [B, num_kv_heads, T, D]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads.split(self._qkv_heads, 1)
 
@@ -217,7 +219,7 @@ class DCAttention(ComposedAttentionBase):
 
 @cache
 def _configured(base: type[DCAttention], options: tuple[tuple[str, object], ...]) -> type[DCAttention]:
-    """Make the subclass of a class that a module holds, with these defaults."""
+    """Create a subclass of `base` with these defaults."""
 
     class Configured(base):
         defaults = dict(options)
@@ -233,6 +235,6 @@ def _configured(base: type[DCAttention], options: tuple[tuple[str, object], ...]
 
 
 def _new_configured(base: type[DCAttention], options: tuple[tuple[str, object], ...]) -> DCAttention:
-    """Make an empty instance of a class that `with_options` made, for unpickling."""
+    """Create an empty instance of a class made by `with_options`, for unpickling."""
     configured = _configured(base, options)
     return configured.__new__(configured)

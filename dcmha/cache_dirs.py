@@ -1,11 +1,11 @@
-"""Where derived files lie."""
+"""Location of the cache of derived files."""
 
 import os
 from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Return the folder for derived files, `$XDG_CACHE_HOME/dcmha` or `~/.cache/dcmha`; made if missing."""
+    """Return the cache folder, `$XDG_CACHE_HOME/dcmha` or `~/.cache/dcmha`; created if missing."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcmha"
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -1,4 +1,4 @@
-"""Checks of arguments that the operator and its layers share."""
+"""Argument checks shared by the operator and its layers."""
 
 import math
 from numbers import Integral, Real
@@ -7,25 +7,25 @@ import torch
 
 
 def is_integer(x: object) -> bool:
-    """Tell whether this is a number that counts, of a compiler too; booleans are not."""
+    """Whether `x` is an integer, including symbolic integers of a compiler; booleans are not."""
     return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool)
 
 
 def plain_number(x: Real | None) -> Real | None:
-    """Convert numbers of other libraries, such as NumPy, to Python numbers; a compiler's symbolic ones are kept."""
+    """Convert numbers of other libraries, such as NumPy, to Python numbers; symbolic numbers are unchanged."""
     if x is None or type(x) in (int, float) or isinstance(x, (torch.SymInt, torch.SymFloat)):
         return x
     return int(x) if isinstance(x, Integral) else float(x)
 
 
 def check_module(kind: type = torch.nn.Module, **values: object) -> None:
-    """Check that arguments, given by name, are modules of a kind, or compiled ones.
+    """Check that arguments, given by name, are modules of type `kind`, possibly compiled.
 
     Raises:
         TypeError: If one is not.
     """
     for name, value in values.items():
-        if not isinstance(getattr(value, "_orig_mod", value), kind):  # of `torch.compile`
+        if not isinstance(getattr(value, "_orig_mod", value), kind):  # set by `torch.compile`
             given = "the class itself" if isinstance(value, type) else f"a value of type {type(value).__name__}"
             raise TypeError(f"{name}: expected a {kind.__module__}.{kind.__qualname__}, not {given}.")
 
@@ -66,10 +66,10 @@ def check_booleans(**values: object) -> None:
 
 
 def check_factory(device: object, dtype: object, norm_layer: object = None) -> None:
-    """Check what the parameters of a layer are made with.
+    """Check the device, dtype and norm layer of a module.
 
     Raises:
-        ValueError: If `dtype` is no floating dtype, `device` no device, or `norm_layer` no constructor.
+        ValueError: If `dtype` is not floating, `device` is not a device, or `norm_layer` is not callable.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r} must be a floating torch.dtype, or None.")

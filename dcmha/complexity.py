@@ -1,8 +1,8 @@
-"""What composed attention costs: the paper's approximation (table 2, appendix E), and exact counts.
+"""Cost of composed attention: the paper's approximation (table 2, appendix E), and exact counts.
 
-The one source of FLOP counts, for benchmarks and utilisation alike. A FLOP is half a multiply-add of a matrix product
-or of a sum over heads or ranks, as the dense reference does it; element-wise work (gates, norm, softmax, a sum of one
-term such as the up projection of rank 1) is not counted.
+Benchmarks and model FLOPs utilization both use these counts. A multiply-add of a matrix product, or of a sum over heads
+or ranks as in the dense reference, counts as two FLOPs; element-wise work (gates, norm, softmax, a sum of one term such
+as the up projection of rank 1) is not counted.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,10 @@ class ComposeCost(NamedTuple):
 
 
 def approximate_overhead(head_dim: int, rank: int, rho: float) -> tuple[float, float]:
-    """Estimate the relative overhead of a transformer layer, as table 2 of the paper does.
+    """Estimate the relative overhead in a transformer layer, as in table 2 of the paper.
 
-    It counts multiply-adds, assumes T = S and head_dim >> 2 rank, pre and post composition, both sides, all heads
-    together.
+    Counts multiply-adds and assumes T = S, head_dim >> 2 rank, pre- and post-composition, both sides, and one group of
+    heads.
 
     Args:
         head_dim: D_h.
@@ -40,22 +40,24 @@ def approximate_overhead(head_dim: int, rank: int, rho: float) -> tuple[float, f
     return params, flops
 
 
-def visible_pairs(num_queries: int, num_keys: int, *, is_causal: bool = False, window: int | None = None) -> int:
-    """Count the pairs of a query and a key that it sees, by `is_causal` and `window` as in `composed_attention`.
+def visible_pairs(num_queries: int, num_keys: int, *, is_causal: bool = False, window_size: int | None = None) -> int:
+    """Count the visible pairs of a query and a key for `is_causal` and `window_size` as in `composed_attention`.
 
     Args:
         num_queries: T.
         num_keys: S.
         is_causal: Hide later keys.
-        window: Keys that a query sees, or None.
+        window_size: Keys visible to a query, or None.
     """
     check_integers(least=0, num_queries=num_queries, num_keys=num_keys)
-    check_integers(may_be_none=True, window=window)
-    if not is_causal and window is None:
+    check_integers(may_be_none=True, window_size=window_size)
+    if not is_causal and window_size is None:
         return num_queries * num_keys
     start = num_keys - num_queries  # the position of the first query
-    ends = _sum_clamped(*((x + (1 if is_causal else window)) for x in (start, num_keys)), num_keys)
-    return ends - (0 if window is None else _sum_clamped(start - window + 1, num_keys - window + 1, num_keys))
+    ends = _sum_clamped(*((x + (1 if is_causal else window_size)) for x in (start, num_keys)), num_keys)
+    return ends - (
+        0 if window_size is None else _sum_clamped(start - window_size + 1, num_keys - window_size + 1, num_keys)
+    )
 
 
 def _sum_clamped(start: int, stop: int, limit: int) -> int:
@@ -70,7 +72,7 @@ def attention_flops(head_dim: int, num_heads: int, num_pairs: int, **options) ->
     Args:
         head_dim: D.
         num_heads: H.
-        num_pairs: Pairs of a query and a key it sees, of the whole batch (`visible_pairs`).
+        num_pairs: Visible pairs of a query and a key in the whole batch (`visible_pairs`).
         **options: Fields of `ComposeOptions`.
     """
     check_integers(head_dim=head_dim, num_heads=num_heads)
@@ -80,7 +82,7 @@ def attention_flops(head_dim: int, num_heads: int, num_pairs: int, **options) ->
 
 
 def compose_cost(dim: int, num_heads: int, num_queries: int, num_keys: int, **options) -> ComposeCost:
-    """Count what composition adds to one layer and one sequence, in the forward pass, when no pair is skipped.
+    """Count the parameters and forward FLOPs that composition adds to one layer for one sequence without masking.
 
     Args:
         dim: Width C of the tokens.

@@ -1,4 +1,4 @@
-"""DCCrossAttention: attention from one sequence to another whose heads are composed."""
+"""DCCrossAttention: cross-attention with composed heads."""
 
 # B batch, T query tokens, S context tokens, H heads, D head dim, C width of queries
 
@@ -16,18 +16,18 @@ from .layer import ComposedAttentionBase
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names, compose_options_of
 from .weights import ComposeProjection, ComposeWeights
 
-Weights = tuple[ComposeWeights | None, ComposeWeights | None]  # of the pre- and the post-composition
+Weights = tuple[ComposeWeights | None, ComposeWeights | None]  # pre- and post-composition
 
 
 class ContextKV(NamedTuple):
-    """What a layer makes of a context, once for any number of calls.
+    """Keys, values and key-side compose weights of a context, computed once for any number of calls.
 
     Attributes:
         k: Keys [B, H, S, D].
-        v: Values, likewise.
-        weights: The key side of both compositions, where there is one.
-        mask: Which tokens are real, boolean [B, 1, 1, S]; None if all are.
-        num_groups: Groups of heads of the layer.
+        v: Values, same shape.
+        weights: Key side of the pre- and post-composition; None for a composition without one.
+        mask: Boolean [B, 1, 1, S], True for real tokens; None if there is no padding.
+        num_groups: Head groups of the layer.
     """
 
     k: Tensor
@@ -37,10 +37,10 @@ class ContextKV(NamedTuple):
     num_groups: int
 
     def rows(self, rows: Tensor) -> "ContextKV":
-        """Take some sequences of the batch, any of them several times.
+        """Select sequences of the batch; indices may repeat.
 
         Args:
-            rows: Their numbers, int64.
+            rows: Indices of the sequences, int64.
         """
         k, v, mask = (x if x is None else x.index_select(0, rows) for x in (self.k, self.v, self.mask))
         pre, post = (w if w is None else w.map(lambda x: x.index_select(0, rows)) for w in self.weights)
@@ -48,9 +48,10 @@ class ContextKV(NamedTuple):
 
 
 class DCCrossAttention(ComposedAttentionBase):
-    """Cross-attention with dynamically composed heads: queries make the query side, the context makes the key side.
+    """Cross-attention with dynamically composed heads.
 
-    With `pre_compose=False, post_compose=False` it is plain.
+    The query side of the compose weights is computed from the queries' tokens, the key side from the context. With
+    `pre_compose=False, post_compose=False` the layer computes ordinary cross-attention.
 
     Args:
         dim: Width C of the queries.
@@ -70,8 +71,8 @@ class DCCrossAttention(ComposedAttentionBase):
         **options: Fields of `ComposeOptions`.
 
     Raises:
-        ValueError: If widths, heads or groups do not divide, a norm is asked for without `norm_layer`, an option is
-            unknown or out of range, or a composition is on that has no branch.
+        ValueError: If widths, heads or groups do not divide, a norm is requested without `norm_layer`, an option is
+        unknown or out of range, or a composition is enabled that has no branch.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class DCCrossAttention(ComposedAttentionBase):
         check_numbers(low=0, high=1, attn_drop=attn_drop, proj_drop=proj_drop)
         check_factory(device, dtype, norm_layer)
         if attn_head_dim is None and dim % num_heads:
-            raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads}, or attn_head_dim be given.")
+            raise ValueError(f"dim={dim} must be divisible by num_heads={num_heads} unless attn_head_dim is given.")
         if qk_norm and norm_layer is None:
             raise ValueError("norm_layer=None; qk_norm needs a norm layer, such as torch.nn.LayerNorm.")
         dd = {"device": device, "dtype": dtype}
@@ -133,14 +134,14 @@ class DCCrossAttention(ComposedAttentionBase):
         """Attend from `x` to `context`.
 
         Args:
-            x: Tokens that ask [B, T, C].
-            context: Tokens that are asked [B, S, context_dim], or what `precompute_kv` made of them.
+            x: Tokens of the queries [B, T, C].
+            context: Tokens of the context [B, S, context_dim], or the result of `precompute_kv`.
             context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real, or if `context`
                 is a `ContextKV`.
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; combined by AND.
 
         Returns:
-            [B, T, dim_out]; for a row whose context is all padding, what the projection makes of zeros.
+            [B, T, dim_out]. For a row whose context is all padding, the projection of zeros.
 
         Raises:
             ValueError: If a shape does not fit, `context_mask` is not boolean, or is given with a `ContextKV`.
@@ -148,7 +149,7 @@ class DCCrossAttention(ComposedAttentionBase):
         if isinstance(context, ContextKV):
             if context_mask is not None:
                 raise ValueError(
-                    "context_mask is given beside what `precompute_kv` made, which has its own; expected None."
+                    "context_mask cannot be combined with a precomputed context, which has its own; expected None."
                 )
             self._check_context_kv(context)
             self._check_tokens("x", x, self.dim, len(context.k))
@@ -157,7 +158,7 @@ class DCCrossAttention(ComposedAttentionBase):
         return self._run(self._precompute_and_attend, x, context, context_mask, attn_mask)
 
     def precompute_kv(self, context: Tensor, context_mask: Tensor | None = None) -> ContextKV:
-        """Make keys, values and the key side of the compose weights of a context, to attend to it several times.
+        """Compute keys, values and key-side compose weights of a context, to attend to it several times.
 
         Args:
             context: Tokens [B, S, context_dim].
@@ -186,7 +187,7 @@ class DCCrossAttention(ComposedAttentionBase):
             check_mask(attn_mask, (*q.shape[:3], seen.k.shape[2]), q.device)
             attn_mask = combine_masks(attn_mask, seen.mask)
         pre, post = (None, None) if self.compose is None else self.compose(x, seen.weights)
-        out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window=self.window)
+        out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window_size=self.window_size)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class DCCrossAttention(ComposedAttentionBase):
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _check_context_kv(self, seen: ContextKV) -> None:
-        """Refuse what a layer of other sizes or another composition has made of a context."""
+        """Raise ValueError if `seen` was computed by a layer of different sizes or composition."""
         heads, given = (self.num_heads, self.head_dim), (seen.k.shape[1], seen.k.shape[3])
         key = None if self.compose is None else self.compose.key
         expected = [(None, None)] * 2
@@ -207,9 +208,9 @@ class DCCrossAttention(ComposedAttentionBase):
         ]
         if given != heads or found != expected or seen.num_groups != self.num_groups:
             raise ValueError(
-                f"context was seen by another layer, of heads {given} in {seen.num_groups} groups and (rank, gate) "
-                f"{found}; expected what this layer's `precompute_kv` made, of heads {heads} in {self.num_groups} "
-                f"groups and {expected}."
+                f"context was precomputed by another layer: heads {given} in {seen.num_groups} groups, (rank, gate) "
+                f"{found}; expected a result of this layer's `precompute_kv`: heads {heads} in {self.num_groups} "
+                f"groups, {expected}."
             )
 
     def _check_tokens(self, name: str, tokens: Tensor, width: int, rows: int | None) -> None:
@@ -235,7 +236,7 @@ class DCCrossAttention(ComposedAttentionBase):
 
 
 class CrossComposeProjection(nn.Module):
-    """Compose weights from two sequences: one `ComposeProjection` for each side that is on.
+    """Compose weights from two sequences: one `ComposeProjection` for each enabled side.
 
     Args:
         dim: Width of the queries' tokens.
@@ -246,7 +247,7 @@ class CrossComposeProjection(nn.Module):
         **options: Fields of `ComposeOptions`.
 
     Raises:
-        ValueError: If nothing is left to compose, or an option does not fit.
+        ValueError: If nothing is left to compose, or an option is invalid.
     """
 
     def __init__(
@@ -270,8 +271,8 @@ class CrossComposeProjection(nn.Module):
         self.key = ComposeProjection(context_dim, num_heads, **only_key, **dd) if has_key else None
 
     def forward(self, x: Tensor, context: Tensor | Weights) -> Weights:
-        """Make the weights of both compositions from queries [B, T, C] and what `of_context` made of the context, or
-        the context [B, S, context_dim] itself.
+        """Compute the weights of both compositions from queries [B, T, C] and a context [B, S, context_dim], or the
+        result of `of_context`.
         """
         keys = self.of_context(context) if isinstance(context, Tensor) else context
         if self.key is None:
@@ -285,5 +286,5 @@ class CrossComposeProjection(nn.Module):
         return pre, post
 
     def of_context(self, context: Tensor) -> Weights:
-        """Make the key side of both compositions, where there is one, from the context [B, S, context_dim]."""
+        """Compute the key side of both compositions from the context [B, S, context_dim]."""
         return (None, None) if self.key is None else self.key(context)

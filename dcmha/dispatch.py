@@ -1,4 +1,4 @@
-"""Which implementation a call uses."""
+"""Selection of the implementation for a call."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, G head groups
 
@@ -14,16 +14,16 @@ from .impl.call import ComposeRanks, is_exporting, is_transformed
 Impl = Literal["auto", "reference", "compiled", "cpu", "triton"]
 ResolvedImpl = Literal["sdpa", "reference", "compiled", "cpu", "triton"]
 
-MAX_GROUP_HEADS = 64  # heads that the fused kernels compose together, at most
-OLDEST_TRITON = (3, 5)  # that comes with the oldest torch
-MAX_RANK = 4  # that the C++ is compiled for
+MAX_GROUP_HEADS = 64  # maximum heads per group in the fused kernels
+OLDEST_TRITON = (3, 5)  # the version that the oldest supported torch requires
+MAX_RANK = 4  # maximum rank that the C++ is compiled for
 PAPER_RANKS = ComposeRanks()
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_TRANSFORMS = "transforms of torch.func (vmap, grad, jvp) cannot go through it"
 
 
 class ImplChoice(NamedTuple):
-    """What a call uses, and where "auto" took "compiled", why what the device is meant to run did not take the call."""
+    """The implementation of a call. If "auto" fell back to "compiled", `reason` says why the fused one cannot run."""
 
     impl: ResolvedImpl
     reason: str | None = None
@@ -44,18 +44,18 @@ def resolve_impl(
     num_groups: int = 1,
     ranks: ComposeRanks = PAPER_RANKS,
 ) -> ImplChoice:
-    """Tell which implementation a call uses.
+    """Select the implementation of a call.
 
     Args:
-        impl: What the caller asked for.
-        q: The queries [B, H, T, D]; their values do not matter.
-        is_composed: Whether there is anything to compose; plain attention is always torch's own.
+        impl: The requested implementation.
+        q: Queries [B, H, T, D]; only shape, dtype and device are used.
+        is_composed: Whether there is a composition; plain attention always uses PyTorch's SDPA.
         dropout_p: As in `composed_attention`.
         num_groups: As in `composed_attention`.
-        ranks: Of the compositions; by default those of the paper.
+        ranks: Ranks of the compositions; the paper's by default.
 
     Raises:
-        ValueError: If `impl` is unknown, or is "triton" or "cpu" and does not take the call.
+        ValueError: If `impl` is unknown, or is "triton" or "cpu" and does not support the call.
     """
     check_impl(impl)
     if not isinstance(q, Tensor) or q.dim() != 4:
@@ -72,12 +72,12 @@ def resolve_impl(
     if reason is None:
         return ImplChoice(name)
     if impl == "auto":
-        return ImplChoice("compiled", f"{name!r} does not take the call: {reason}")
+        return ImplChoice("compiled", f"{name!r} does not support the call: {reason}")
     raise ValueError(f"impl={impl!r} cannot run: {reason}; use impl='compiled' or 'reference'.")
 
 
 def why_not_cpu(q: Tensor, dropout_p: float, ranks: ComposeRanks) -> str | None:
-    """Say why "cpu" does not take a call; None if it does. Arguments are those of `composed_attention`."""
+    """Return why "cpu" does not support a call; None if it does. Arguments as in `composed_attention`."""
     if q.device.type != "cpu":
         return f"it needs CPU tensors, got q on {q.device}"
     if is_transformed():
@@ -85,27 +85,27 @@ def why_not_cpu(q: Tensor, dropout_p: float, ranks: ComposeRanks) -> str | None:
     if q.dtype not in FUSED_DTYPES:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
     if is_exporting():
-        return "an exported program must run where its library is not"
+        return "an exported program must run without its compiled library"
     if dropout_p > 0:
-        return "it has no dropout"
+        return "it does not support dropout"
     if max(ranks.query, ranks.key or 0) > MAX_RANK:
-        return f"it composes ranks up to {MAX_RANK}, got {ranks}"
+        return f"it supports ranks up to {MAX_RANK}, got {ranks}"
     return _why_no_library(_constant(ranks.query), None if ranks.key is None else _constant(ranks.key))
 
 
 def why_not_triton(q: Tensor, num_groups: int) -> str | None:
-    """Say why "triton" does not take a call; None if it does. Arguments are those of `composed_attention`."""
+    """Return why "triton" does not support a call; None if it does. Arguments as in `composed_attention`."""
     if q.dtype not in FUSED_DTYPES:
         return f"it takes float32, bfloat16 and float16, got q in {q.dtype}"
     if q.shape[1] // num_groups > MAX_GROUP_HEADS:
-        return f"it composes at most {MAX_GROUP_HEADS} heads together, got {q.shape[1]} heads in {num_groups} groups"
+        return f"it supports at most {MAX_GROUP_HEADS} heads per group, got {q.shape[1]} heads in {num_groups} groups"
     if is_transformed():
         return _NO_TRANSFORMS
     return _what_is_missing(q.device) or _what_was_found(q.device, q.dtype)
 
 
 def _constant(rank: int) -> int:
-    """Make a rank that a compiler takes for a variable a constant."""
+    """Convert a rank that a compiler traces as symbolic to a constant."""
     for number in range(MAX_RANK):
         if number == rank:
             return number
@@ -114,7 +114,7 @@ def _constant(rank: int) -> int:
 
 @torch.compiler.assume_constant_result
 def _why_no_library(query_rank: int, key_rank: int | None) -> str | None:
-    """Say why the C++ cannot be compiled or loaded here."""
+    """Return why the C++ library cannot be compiled or loaded; None if it can."""
     from .impl.cpu.library import why_unavailable
 
     return why_unavailable(ComposeRanks(query_rank, key_rank))
@@ -122,7 +122,7 @@ def _why_no_library(query_rank: int, key_rank: int | None) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _what_is_missing(device: torch.device) -> str | None:
-    """Say what a device lacks to run the fused kernels."""
+    """Return what a device lacks to run the fused kernels; None if nothing."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     import triton
@@ -143,8 +143,8 @@ def _what_is_missing(device: torch.device) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _what_was_found(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say what a check on first use found wrong with the fused kernels."""
+    """Return what the self-check on first use found wrong with the fused kernels; None if nothing."""
     from .impl.self_check import finding_of
 
     finding = finding_of("Triton", device, dtype) or finding_of("decoding", device, dtype)
-    return finding and f"a check found that it is wrong on this device: {finding}"
+    return finding and f"the self-check found wrong results on this device: {finding}"

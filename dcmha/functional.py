@@ -1,4 +1,4 @@
-"""The one public door to composed attention: check the arguments, choose the implementation, call it."""
+"""The public function for composed attention: checks arguments, selects the implementation, calls it."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from .checks import check_booleans, is_integer, plain_number
 from .dispatch import Impl, check_impl, resolve_impl
 from .impl.call import AttentionCall, ranks_of
-from .impl.masking import Documents, both_visible, documents_of, mask_of_documents, visible_keys
+from .impl.masking import DocumentBounds, both_visible, document_bounds, mask_of_documents, visible_keys
 from .weights import ComposeWeights, SideWeights
 
-MAX_WINDOW, MAX_SCALE = 2**63, 2e38  # what kernels count with, and what float32 holds times log2(e)
+MAX_WINDOW, MAX_SCALE = 2**63, 2e38  # index range of the kernels; float32 range divided by log2(e)
 
 NO_TORCHSCRIPT = "cannot take composed attention; use torch.export, or torch.onnx.export(..., dynamo=True)."
 
@@ -28,15 +28,15 @@ def composed_attention(
     post: ComposeWeights | None = None,
     *,
     attn_mask: Tensor | None = None,
-    documents: Tensor | Documents | None = None,
+    document_ids: Tensor | DocumentBounds | None = None,
     is_causal: bool = False,
-    window: int | None = None,
+    window_size: int | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     num_groups: int = 1,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Attend with heads that are composed before and after the softmax (equation 4).
+    """Compute attention whose heads are composed before and after the softmax (equation 4).
 
         scores  = compose(q k^T * scale, pre) + float mask
         weights = compose(softmax over visible keys(scores), post)
@@ -47,42 +47,44 @@ def composed_attention(
         compose(a)(i, j, :) = a + a @ base + sum_r (a . query.down[i, r]) query.up[i, r] + a * query.gate[i]
                                            + sum_r (a . key.down[j, r]) key.up[j, r] + a * key.gate[j]
 
-    Composed weights are not renormalised and may be negative. A query with no visible key gives zeros. With `pre` and
-    `post` both None this is `torch.nn.functional.scaled_dot_product_attention` with the equivalent mask. Under
-    autocast all floating inputs are cast to the autocast dtype, as that function does; then all must have one dtype.
+    Composed weights are not renormalized and may be negative. The output is zero for a query without visible keys. With
+    `pre` and `post` both None this is `torch.nn.functional.scaled_dot_product_attention` with the equivalent mask.
+    Under autocast all floating inputs are cast to the autocast dtype, as in that function; otherwise all inputs must
+    have the same dtype.
 
     Args:
         q: Queries [B, H, T, D].
-        k: Keys [B, H / g, S, D]: g neighbouring heads share one of the keys and values, as in grouped-query attention.
+        k: Keys [B, H / g, S, D]: g consecutive query heads share one head of the keys and values (grouped-query
+            attention).
         v: Values [B, H / g, S, D].
-        pre: Composition of the scores, or None for none.
-        post: Composition of the weights, or None for none.
+        pre: Composition of the scores; None for none.
+        post: Composition of the attention weights; None for none.
         attn_mask: Broadcastable to [B, H, T, S]; boolean (True = may attend), or floating: added after the
-            pre-composition, -inf hides a key. Combined with what follows by AND.
-        documents: Numbers of the keys' documents [B, S], integers: a query sees keys of its own document alone, a run
-            of equal numbers. Query i is the token i + S - T; T <= S. Or what `documents_of` made of them, once for
-            several calls.
-        is_causal: Query i sees keys j <= i + S - T (aligned to the last key).
-        window: W: a query sees W keys, its own included; without `is_causal`, W to each side counting its own.
+            pre-composition, -inf hides a key. Combined by AND with the arguments below.
+        document_ids: Document id of each key [B, S], integers: a query attends only to keys of its own document, a run
+            of equal ids. Query i is token i + S - T; T <= S. Alternatively the result of `document_bounds`, computed
+            once for several calls.
+        is_causal: Query i attends to keys j <= i + S - T (aligned to the last key).
+        window_size: A query attends to this many keys, including its own position; without `is_causal`, this many on
+            each side.
         scale: Factor on q k^T; 1/sqrt(D) if None.
         dropout_p: Probability of dropping a composed weight.
         num_groups: G; heads mix within G equal groups (section 3.2).
         impl: "reference" (dense), "compiled" (chunks of queries), "cpu" (C++, compiled on first use), "triton" (fused
-            kernels; CUDA), or "auto": "triton" on CUDA and "cpu" on a CPU where they can run, else "compiled"
-            (`resolve_impl` returns which). They compute in float32, "reference" and "compiled" in float64 for float64
-            inputs; "triton" stores scores and weights between its kernels in the dtype of the inputs. "reference" and
-            "compiled" have second and forward-mode derivatives (on CUDA "reference" alone); the others raise.
-            Transforms of torch.func go through "reference" and "compiled", which "auto" then takes; there "compiled"
-            recomputes nothing, so that it keeps T x S.
+            kernels for CUDA), or "auto": "triton" on CUDA and "cpu" on a CPU if they support the call, else "compiled"
+            (`resolve_impl` returns the selection). All compute in float32; "reference" and "compiled" compute in
+            float64 for float64 inputs. "triton" stores scores and weights between its kernels in the dtype of the
+            inputs. Second and forward-mode derivatives are supported by "reference" and "compiled" (on CUDA by
+            "reference" only). Transforms of torch.func are supported by "reference" and "compiled", which "auto" then
+            selects; in this case "compiled" does not recompute in the backward pass and stores T x S.
 
     Returns:
         [B, H, T, D] in the dtype of the (autocast) inputs.
 
     Raises:
-        ValueError: If a shape, dtype, device or option does not fit, or "triton" or "cpu" cannot run; the message names
-            it.
-        NotImplementedError: At a derivative that an implementation does not have, or in `torch.jit.trace`.
-        TypeError: If `attn_mask` is neither boolean nor floating, or something is no tensor.
+        ValueError: If a shape, dtype, device or option is invalid, or "triton" or "cpu" is requested and cannot run.
+        NotImplementedError: For a derivative that the implementation does not support, or in `torch.jit.trace`.
+        TypeError: If `attn_mask` is neither boolean nor floating, or an input is not a tensor.
     """
     if torch.jit.is_tracing() and not (pre is None and post is None):
         raise NotImplementedError("torch.jit.trace and the TorchScript-based ONNX exporter " + NO_TORCHSCRIPT)
@@ -96,8 +98,8 @@ def composed_attention(
     if dtype is not None:
         q, k, v, pre, post, attn_mask = _cast(dtype, q, k, v, pre, post, attn_mask)
     _check_qkv(q, k, v)
-    _check_documents(documents, q, k)
-    _check_options(q, is_causal, window, scale, dropout_p, num_groups)
+    _check_documents(document_ids, q, k)
+    _check_options(q, is_causal, window_size, scale, dropout_p, num_groups)
     _check_weights("pre", pre, q, k, num_groups)
     _check_weights("post", post, q, k, num_groups)
     visible, bias = split_mask(attn_mask, q, k)
@@ -105,14 +107,14 @@ def composed_attention(
     options["is_composed"] = pre is not None or post is not None
     choice = resolve_impl(impl, q, **options)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ranges = None if documents is None else documents_of(documents)
-    numbers = map(plain_number, (window, scale, dropout_p, num_groups))
+    ranges = None if document_ids is None else document_bounds(document_ids)
+    numbers = map(plain_number, (window_size, scale, dropout_p, num_groups))
     call = AttentionCall(q, k, v, pre, post, visible, bias, ranges, is_causal, *numbers)
     if choice.impl == "triton":
         from .impl.triton import check_kernels
 
         check_kernels(call)
-        choice = resolve_impl(impl, q, **options)  # it may have found something
+        choice = resolve_impl(impl, q, **options)  # the self-check may have rejected the kernels
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         match choice.impl:
             case "sdpa":
@@ -129,15 +131,15 @@ def composed_attention(
 
 
 def _plain_attention(call: AttentionCall) -> Tensor:
-    """Hand over to torch with one mask that says the same; rows that see nothing are zeroed."""
-    q, k, v, _, _, visible, bias, documents, is_causal, window, scale, dropout_p, _ = call
+    """Call PyTorch's SDPA with one equivalent mask; rows without visible keys are set to zero."""
+    q, k, v, _, _, visible, bias, document_ids, is_causal, window_size, scale, dropout_p, _ = call
     T, S = q.shape[-2], k.shape[-2]
     options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": bool(q.shape[1] != k.shape[1])}
-    if documents is not None:
-        visible = both_visible(visible, mask_of_documents(documents, T))
-    if visible is None and bias is None and window is None and (not is_causal or T == S):
+    if document_ids is not None:
+        visible = both_visible(visible, mask_of_documents(document_ids, T))
+    if visible is None and bias is None and window_size is None and (not is_causal or T == S):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
-    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
+    block = visible_keys(T, S, is_causal=is_causal, window_size=window_size, device=q.device, query_offset=S - T)
     mask, empty = both_visible(block, visible), None
     if mask is not None and (visible is not None or T > S):
         empty = ~mask.any(-1, keepdim=True)
@@ -150,19 +152,19 @@ def _plain_attention(call: AttentionCall) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _has_autocast(device_type: str) -> bool:
-    """Tell whether a kind of device has autocast at all; a compiler of torch 2.10 cannot trace the question."""
+    """Whether a device type supports autocast; the compiler of torch 2.10 cannot trace this query."""
     return torch.amp.is_autocast_available(device_type)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a kind of device; None where it is off."""
+    """Return the autocast dtype of a device type; None if autocast is disabled."""
     if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def _cast(dtype: torch.dtype, q, k, v, pre, post, attn_mask):
-    """Cast floating inputs to the autocast dtype, as torch does for its own attention."""
+    """Cast floating inputs to the autocast dtype, as PyTorch does for SDPA."""
 
     def cast(x: Tensor | None) -> Tensor | None:
         return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
@@ -172,7 +174,7 @@ def _cast(dtype: torch.dtype, q, k, v, pre, post, attn_mask):
 
 
 def split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Split a checked mask into what it hides (boolean, -inf included) and what it adds (finite)."""
+    """Split a checked mask into a boolean visibility (False also for -inf) and a finite bias."""
     if attn_mask is None:
         return None, None
     check_mask(attn_mask, (*q.shape[:3], k.shape[2]), q.device)
@@ -182,7 +184,7 @@ def split_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor |
         attn_mask = attn_mask.unsqueeze(0)
     if attn_mask.dtype == torch.bool:
         return attn_mask, None
-    attn_mask = attn_mask.to(q.dtype)  # first: a value beyond the dtype's range becomes -inf
+    attn_mask = attn_mask.to(q.dtype)  # before the split: a value beyond the dtype's range becomes -inf
     visible = attn_mask != -torch.inf
     return visible, attn_mask.masked_fill(~visible, 0.0)
 
@@ -191,7 +193,7 @@ def check_mask(attn_mask: Tensor | None, full: tuple[int, ...], device: torch.de
     """Check the type, shape [B, H, T, S], device and dtype of a mask.
 
     Raises:
-        TypeError: If it is no tensor, or neither boolean nor floating.
+        TypeError: If it is not a tensor, or neither boolean nor floating.
         ValueError: If it cannot be broadcast to the shape, or is on another device.
     """
     if attn_mask is None:
@@ -201,7 +203,7 @@ def check_mask(attn_mask: Tensor | None, full: tuple[int, ...], device: torch.de
     shape = tuple(attn_mask.shape)
     fits = len(shape) <= 4
     for got, wanted in zip(reversed(shape), reversed(full), strict=False):
-        fits = fits and (got == 1 or got == wanted)  # compilers of torch 2.9 lose all(), and sizes in tuples
+        fits = fits and (got == 1 or got == wanted)  # torch 2.9 compiles neither all() nor sizes in tuples
     if not fits:
         raise ValueError(f"attn_mask has shape {list(shape)}; expected broadcastable to [B, H, T, S] = {list(full)}.")
     if attn_mask.device != device:
@@ -211,7 +213,7 @@ def check_mask(attn_mask: Tensor | None, full: tuple[int, ...], device: torch.de
 
 
 def _unexpanded(x: Tensor) -> Tensor:
-    """Keep one slice along each expanded axis, so that copies of a mask are not larger than the mask in memory."""
+    """Keep one slice along each expanded axis, so that a copy of a mask is not larger than the mask itself."""
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if size > 1 and stride == 0:
             x = x.narrow(axis, 0, 1)
@@ -238,30 +240,32 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have one dtype and device; got {got}.")
 
 
-def _check_documents(documents: Tensor | Documents | None, q: Tensor, k: Tensor) -> None:
-    if documents is None:
+def _check_documents(document_ids: Tensor | DocumentBounds | None, q: Tensor, k: Tensor) -> None:
+    if document_ids is None:
         return
     B, S = k.shape[0], k.shape[2]
-    named = {"documents": documents}
-    if isinstance(documents, Documents):
-        named = {"documents.starts": documents.starts, "documents.stops": documents.stops}
+    named = {"document_ids": document_ids}
+    if isinstance(document_ids, DocumentBounds):
+        named = {"documents.starts": document_ids.starts, "documents.stops": document_ids.stops}
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__name__}; expected a tensor.")
         is_integral = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
         if tuple(x.shape) != (B, S) or not is_integral or x.device != q.device:
             got = f"{x.dtype} {list(x.shape)} on {x.device}"
-            raise ValueError(f"{name} is {got}; expected integers [B, S] = [{B}, {S}] on the device of q, {q.device}.")
+            raise ValueError(f"{name} is {got}; expected integers [B, S] = [{B}, {S}] on {q.device}, the device of q.")
     if q.shape[2] > S:
-        raise ValueError(f"documents need no more queries than keys; got T = {q.shape[2]} and S = {S}.")
+        raise ValueError(f"document_ids require T <= S; got T = {q.shape[2]} and S = {S}.")
 
 
 def _check_options(
-    q: Tensor, is_causal: bool, window: int | None, scale: float | None, dropout_p: float, num_groups: int
+    q: Tensor, is_causal: bool, window_size: int | None, scale: float | None, dropout_p: float, num_groups: int
 ) -> None:
     check_booleans(is_causal=is_causal)
-    if window is not None and (not is_integer(window) or not 1 <= window < MAX_WINDOW):
-        raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
+    if window_size is not None and (not is_integer(window_size) or not 1 <= window_size < MAX_WINDOW):
+        raise ValueError(
+            f"window_size={window_size!r} must be an integer, at least 1 (the query's own position), or None."
+        )
     if not isinstance(dropout_p, Real) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p!r} must be in [0, 1).")
     if scale is not None and not isinstance(scale, torch.SymFloat):

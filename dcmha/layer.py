@@ -1,4 +1,4 @@
-"""ComposedLayer: what the attention layers share. Options, the call of the operator, and a record of what ran."""
+"""ComposedAttentionBase: options, the operator call and the selected implementation of all attention layers."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
 
@@ -15,63 +15,66 @@ from .checks import check_module
 from .dispatch import Impl, ImplChoice, ResolvedImpl, check_impl, resolve_impl
 from .functional import MAX_WINDOW, NO_TORCHSCRIPT, composed_attention
 from .impl.call import ComposeRanks
-from .impl.masking import Documents
+from .impl.masking import DocumentBounds
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
 from .weights import ComposeWeights
 
 logger = logging.getLogger(__name__)
 
 
-LAYER_OPTIONS = (*COMPOSE_OPTIONS, "window", "impl")
+LAYER_OPTIONS = (*COMPOSE_OPTIONS, "window_size", "impl")
 
 
-def check_options(*, window: int | None = None, impl: Impl = "auto", **options) -> ComposeOptions:
-    """Check the options of a layer; return those that say what is composed.
+def check_options(*, window_size: int | None = None, impl: Impl = "auto", **options) -> ComposeOptions:
+    """Check the options of a layer; return its `ComposeOptions`.
 
     Raises:
-        ValueError: If one is unknown, of another type or out of range.
+        ValueError: If an option is unknown, of the wrong type or out of range.
     """
     check_names(options, LAYER_OPTIONS)
-    if window is not None and (type(window) is not int or not 1 <= window < MAX_WINDOW):
-        raise ValueError(f"window={window!r} must be an integer, at least 1 (the query's own position), or None.")
+    if window_size is not None and (type(window_size) is not int or not 1 <= window_size < MAX_WINDOW):
+        raise ValueError(
+            f"window_size={window_size!r} must be an integer, at least 1 (the query's own position), or None."
+        )
     check_impl(impl)
     return ComposeOptions(**options)
 
 
 def check_kv_heads(num_heads: int, num_kv_heads: int | None) -> None:
-    """Raise ValueError unless heads of the queries share those of the keys and values evenly; None is no sharing."""
+    """Raise ValueError unless `num_kv_heads` is None or divides `num_heads`."""
     if num_kv_heads is not None and (type(num_kv_heads) is not int or num_kv_heads < 1 or num_heads % num_kv_heads):
         raise ValueError(f"num_kv_heads={num_kv_heads!r} must be a positive divisor of num_heads={num_heads}, or None.")
 
 
 class ComposedAttentionBase(nn.Module):
-    """Base of the layers that call the operator. A subclass sets `num_heads`, `scale` and `attn_drop`.
+    """Base class of the layers that call the operator. Subclasses set `num_heads`, `scale` and `attn_drop`.
 
     Attributes:
-        options: What is composed.
-        window: A query sees this many keys, its own included; None for all.
-        impl: As in `composed_attention`; may be set anew at any time.
-        recompute: Keep only the layer's input for the backward pass, and compute the rest again; may be set anew.
-        resolved_impl: The implementation that the layer's first call used; None before.
+        options: Options of the composition.
+        window_size: As in `composed_attention`.
+        impl: As in `composed_attention`; can be changed at any time.
+        recompute: Activation checkpointing: store only the layer's input for the backward pass; can be changed at any
+            time.
+        resolved_impl: The implementation used by the layer's first call; None before.
     """
 
     num_heads: int
     scale: float
     attn_drop: nn.Dropout
 
-    def _set_options(self, *, window: int | None = None, impl: Impl = "auto", **options) -> None:
-        """Check and keep the options of a layer."""
-        self.options = check_options(window=window, impl=impl, **options)
-        self.window, self.impl, self.recompute = window, impl, False
+    def _set_options(self, *, window_size: int | None = None, impl: Impl = "auto", **options) -> None:
+        """Check and store the options of a layer."""
+        self.options = check_options(window_size=window_size, impl=impl, **options)
+        self.window_size, self.impl, self.recompute = window_size, impl, False
         self.resolved_impl: ResolvedImpl | None = None
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse `torch.jit.script`, which asks for this."""
+        """Raise in `torch.jit.script`, which calls this method."""
         raise NotImplementedError("torch.jit.script " + NO_TORCHSCRIPT)
 
     @property
     def num_groups(self) -> int:
-        """Groups of heads that compose among themselves; 1 where nothing is composed."""
+        """Number of head groups; 1 if nothing is composed."""
         return self.options.num_groups if self.options.is_composed else 1
 
     @property
@@ -81,13 +84,13 @@ class ComposedAttentionBase(nn.Module):
         return ComposeRanks(options.rank if "query" in sides else 0, options.rank if "key" in sides else None)
 
     def _run(self, function: Callable[..., Tensor], *args) -> Tensor:
-        """Call the layer's own computation, and if it recomputes keep no more than its arguments."""
+        """Call the layer's computation, with activation checkpointing if `recompute` is set."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(function, *args, use_reentrant=False)
         return function(*args)
 
     def check_device(self, device: torch.device) -> None:
-        """Check that this layer's implementation runs on a device, for tensors of the weights' dtype.
+        """Check that this layer's implementation supports a device, for the dtype of its weights.
 
         Raises:
             ValueError: If it does not.
@@ -104,9 +107,9 @@ class ComposedAttentionBase(nn.Module):
         pre: ComposeWeights | None,
         post: ComposeWeights | None,
         attn_mask: Tensor | None,
-        documents: Tensor | Documents | None = None,
+        document_ids: Tensor | DocumentBounds | None = None,
         is_causal: bool = False,
-        window: int | None = None,
+        window_size: int | None = None,
     ) -> Tensor:
         """Call the operator with this layer's options: [B, H, T, D]."""
         dropout_p = self.attn_drop.p if self.training else 0.0
@@ -117,9 +120,9 @@ class ComposedAttentionBase(nn.Module):
             pre,
             post,
             attn_mask=attn_mask,
-            documents=documents,
+            document_ids=document_ids,
             is_causal=is_causal,
-            window=window,
+            window_size=window_size,
             scale=self.scale,
             dropout_p=dropout_p,
             num_groups=self.num_groups,
@@ -129,7 +132,7 @@ class ComposedAttentionBase(nn.Module):
         return out
 
     def _record_impl(self, q: Tensor, dropout_p: float) -> None:
-        """Remember which implementation ran first, and log it once for all layers alike."""
+        """Record the implementation of the first call, and log it once for all equal layers."""
         if torch.compiler.is_compiling() or self.resolved_impl is not None:
             return
         call = {"dropout_p": dropout_p, "num_groups": self.num_groups, "ranks": self._ranks}
@@ -139,7 +142,7 @@ class ComposedAttentionBase(nn.Module):
 
 
 def composed_layers(model: nn.Module) -> dict[str, ComposedAttentionBase]:
-    """Find the layers of a model that compose heads, by name.
+    """Return the layers of a model that compose heads, by name.
 
     Raises:
         TypeError: If `model` is not a module.
@@ -149,7 +152,7 @@ def composed_layers(model: nn.Module) -> dict[str, ComposedAttentionBase]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ComposedAttentionBase)}
     layers = {name: layer for name, layer in layers.items() if layer.options.is_composed}
     if not layers:
-        raise ValueError(f"{type(model).__name__} composes no heads.")
+        raise ValueError(f"{type(model).__name__} has no layer that composes heads.")
     return layers
 
 

@@ -1,4 +1,4 @@
-"""ComposeOptions: which parts a composition has. Declared, documented and checked here alone."""
+"""ComposeOptions: the parts of a composition. The only place where they are declared, documented and checked."""
 
 # H heads, R compose rank, G head groups
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class ComposeOptions:
-    """What composes the heads of a layer (paper, section 3; each row of table 9 is a setting).
+    """Options of a composition (paper, section 3; each row of table 9 is one setting).
 
-    Layers, models and configurations take these fields as keyword arguments of their own. With `pre_compose` and
-    `post_compose` both off attention is plain, and the other fields mean nothing.
+    Layers, models and configurations accept these fields as keyword arguments. With `pre_compose=False` and
+    `post_compose=False` attention is ordinary multi-head attention and the other fields have no effect.
 
     Attributes:
-        rank: Rank R of the dynamic projections, 2 in the paper; 0 leaves them out.
+        rank: Rank R of the dynamic projections, 2 in the paper; 0 disables them.
         pre_compose: Compose the scores, before the softmax.
-        post_compose: Compose the weights, after it.
-        query_wise: Compose by matrices made from the query's token.
-        key_wise: Compose by matrices made from the key's token.
-        dynamic_gate: Gate each head by the token (the diagonal part).
+        post_compose: Compose the attention weights, after the softmax.
+        query_wise: Compose by matrices computed from the query's token.
+        key_wise: Compose by matrices computed from the key's token.
+        dynamic_gate: Gate each head depending on the token (the diagonal part).
         static_base: Add a learned static base (talking heads).
         num_groups: Compose within G groups of heads (section 3.2).
 
     Raises:
-        ValueError: If a value is of another type or out of range.
+        ValueError: If a value has the wrong type or is out of range.
     """
 
     rank: int = 2
@@ -48,17 +48,17 @@ class ComposeOptions:
 
     @property
     def is_composed(self) -> bool:
-        """Whether scores or weights are composed at all."""
+        """Whether scores or attention weights are composed."""
         return self.pre_compose or self.post_compose
 
     @property
     def compositions(self) -> tuple[str, ...]:
-        """The compositions there are, of "pre" and "post"."""
+        """The enabled compositions, a subset of "pre" and "post"."""
         return ("pre",) * self.pre_compose + ("post",) * self.post_compose
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The sides whose tokens make weights, of "query" and "key"."""
+        """The enabled sides, a subset of "query" and "key"."""
         is_dynamic = self.rank > 0 or self.dynamic_gate
         return ("query",) * (self.query_wise and is_dynamic) + ("key",) * (self.key_wise and is_dynamic)
 
@@ -68,14 +68,14 @@ class ComposeOptions:
             got = ", ".join(f"{name}={getattr(self, name)}" for name in COMPOSE_OPTIONS)
             raise ValueError(
                 "nothing is left to compose: enable pre_compose or post_compose, and static_base or a dynamic branch "
-                f"(got {got}); for plain attention leave the composition out."
+                f"(got {got}); for plain attention disable the composition."
             )
 
     def group_heads(self, num_heads: int) -> int:
-        """Count the heads H/G of a group.
+        """Return the number of heads per group, H/G.
 
         Raises:
-            ValueError: If `num_heads` do not divide into the groups.
+            ValueError: If `num_heads` is not divisible by the number of groups.
         """
         if num_heads % self.num_groups:
             raise ValueError(f"num_groups={self.num_groups} must be a positive divisor of num_heads={num_heads}.")
@@ -87,7 +87,7 @@ BOOLEANS = tuple(field.name for field in fields(ComposeOptions) if field.type is
 
 
 def compose_options_of(config: object) -> dict[str, object]:
-    """Read the fields of `ComposeOptions` from an object that has them as attributes."""
+    """Read the fields of `ComposeOptions` from the attributes of an object."""
     return {name: getattr(config, name) for name in COMPOSE_OPTIONS}
 
 

@@ -1,8 +1,8 @@
-"""Tensor parallelism over head groups (paper, section 3.2): each rank has some groups, and composes them by itself.
+"""Tensor parallelism over head groups (paper, section 3.2): each rank computes some of the groups.
 
-Composition mixes heads within a group alone, so that it needs no communication: a rank makes the queries, keys, values
-and compose weights of its own groups, and its share of the output projection's sum. This says what of a layer is whose;
-who trains places the parameters so, and adds up what the ranks make.
+Composition mixes heads only within a group, so it needs no communication: a rank computes the queries, keys, values and
+compose weights of its own groups, and its summand of the output projection. This module defines which part of a layer
+belongs to which rank; the training code distributes the parameters and sums the outputs.
 """
 
 from dataclasses import replace
@@ -16,9 +16,9 @@ class ShardedDim(NamedTuple):
     """How a parameter is split over ranks.
 
     Attributes:
-        dim: The axis that is split; None for a parameter that every rank has.
-        parts: Relative sizes of the fused parts that the axis holds, one after the other; a rank has its share of each.
-        is_summed: Of a parameter that every rank has: a rank's gradient is its share of a sum.
+        dim: The axis that is split; None for a replicated parameter.
+        parts: Relative sizes of the fused parts along the axis; a rank has its share of each part.
+        is_summed: For a replicated parameter: whether the gradients of the ranks have to be summed.
     """
 
     dim: int | None = None
@@ -27,21 +27,21 @@ class ShardedDim(NamedTuple):
 
 
 def split_heads(layer: DCAttention, ranks: int) -> dict[str, ShardedDim]:
-    """Make a layer attend with one rank's heads; its parameters stay as they are until somebody splits them.
+    """Change a layer to compute the heads of one rank. Its parameters are not split here.
 
-    Afterwards the layer takes parameters of a rank's share, and before `proj` has [B, T, H D / ranks]. What goes into
-    the layer, and its output projection, need one sum over the ranks each, in the backward and the forward pass.
+    Afterwards the layer expects the parameters of one rank, and the input of `proj` is [B, T, H D / ranks]. The layer's
+    input needs a sum over ranks in the backward pass, its output projection one in the forward pass.
 
     Args:
         layer: The layer, changed in place.
-        ranks: Ranks that share its groups of heads; its heads, if it composes nothing.
+        ranks: Number of ranks that share its head groups; its heads, if it composes nothing.
 
     Returns:
-        How its parameters are split, by name; each rank has those that are not named. `parts` are in the order of the
-        stored parameters, so that a rank's share is ordered as the whole.
+        How its parameters are split, by name; parameters without an entry are replicated. `parts` are in the order of
+        the stored parameters, so that a rank's share has the order of the full parameter.
 
     Raises:
-        ValueError: If the groups do not split, or the layer has a norm over all heads.
+        ValueError: If the groups are not divisible by the ranks, or the layer has a norm over all heads.
     """
     check_integers(ranks=ranks)
     groups, what = (layer.num_groups, "num_groups") if layer.compose is not None else (layer.num_heads, "num_heads")

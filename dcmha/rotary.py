@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., 2021) in the half ("NeoX") convention, over all or the first channels.
 
-Channel j is paired with j + rotary_dim / 2 and turned by position * base^(-2j / rotary_dim); the other channels pass.
+Channel j is paired with j + rotary_dim / 2 and rotated by position * base^(-2j / rotary_dim); channels beyond
+rotary_dim are unchanged.
 """
 
 # B batch, T query tokens, H heads, D head dim
@@ -18,21 +19,22 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def rotary_embedding(
     positions: Tensor, rotary_dim: int, base: float = 10000.0, dtype: torch.dtype | None = None
 ) -> Rope:
-    """Make the rotation of queries and keys for tokens at given positions.
+    """Create the rotation of queries and keys for tokens at given positions.
 
     Args:
-        positions: Integer positions [T], or [B, T] where rows differ.
-        rotary_dim: Channels that turn, the first of each head; even.
+        positions: Integer positions [T], or [B, T] if rows differ.
+        rotary_dim: Number of rotated channels, the first of each head; even.
         base: Base of the geometric series of frequencies.
-        dtype: Dtype of the angles; float32 if None. The rotation is done in it (or in the input's, if wider).
+        dtype: Dtype of the angles; float32 if None. The rotation is computed in it, or in the input's dtype if wider.
 
     Returns:
-        A callable that takes q and k, [B, H, T, D] with D >= rotary_dim, and returns them rotated, dtypes unchanged.
+        A callable that rotates q and k, [B, H, T, D] with D >= rotary_dim; dtypes are unchanged.
 
     Raises:
-        ValueError: If `positions` are no integers of one or two axes, `rotary_dim` is not a positive even number,
-            `base` not a positive finite one, or `dtype` not floating; when q and k are rotated, if they have fewer
-            channels, or other rows or tokens than `positions`.
+        ValueError: If `positions` are not integers of one or two axes, `rotary_dim` is not a positive even number,
+            `base`
+        is not positive and finite, or `dtype` is not floating; in the call, if q or k has fewer channels, or a
+        different number of rows or tokens than `positions`.
     """
     if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.dtype not in INTEGERS:
         is_tensor = isinstance(positions, Tensor)

@@ -1,4 +1,4 @@
-"""The tensors of a composition and the module that makes them from tokens (paper, section 3, equations 5 and 6)."""
+"""Compose weights and the module that computes them from tokens (paper, section 3, equations 5 and 6)."""
 
 # B batch, T query tokens, S key tokens, H heads, C model width, R compose rank, G head groups
 
@@ -18,12 +18,13 @@ RMS_EPS = 1e-6
 
 
 class SideWeights(NamedTuple):
-    """What the tokens of one side, the queries or the keys, bring to one composition. Any branch may be None.
+    """Compose weights of one composition computed from the tokens of one side, queries or keys. Each branch may be
+    None.
 
     Attributes:
-        down: [B, T or S, R, H], contracts the old heads; already normalised over the heads of its group.
-        up: [B, T or S, R, H], expands to the new heads; None if and only if `down` is.
-        gate: [B, T or S, H], already through tanh.
+        down: Down projection [B, T or S, R, H], contracts the input heads; normalized over the heads of its group.
+        up: Up projection [B, T or S, R, H], expands to the output heads; None if and only if `down` is.
+        gate: Gate [B, T or S, H], after tanh.
     """
 
     down: Tensor | None = None
@@ -31,17 +32,17 @@ class SideWeights(NamedTuple):
     gate: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "SideWeights":
-        """Apply a function to every tensor there is."""
+        """Apply a function to all tensors."""
         return SideWeights(*(part if part is None else function(part) for part in self))
 
 
 class ComposeWeights(NamedTuple):
-    """The input-dependent matrices of both sides of one composition, and its static one.
+    """Compose weights of both sides of one composition, and its static base.
 
     Attributes:
-        query: What the query's token brings.
-        key: What the key's token brings.
-        base: [G, H/G, H/G], (from, to), added on top of the identity; None for none.
+        query: Compose weights from the query's token.
+        key: Compose weights from the key's token.
+        base: Static base [G, H/G, H/G], (from, to), added to the identity; None for none.
     """
 
     query: SideWeights = SideWeights()
@@ -49,24 +50,25 @@ class ComposeWeights(NamedTuple):
     base: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ComposeWeights":
-        """Apply a function to every tensor there is."""
+        """Apply a function to all tensors."""
         base = self.base if self.base is None else function(self.base)
         return ComposeWeights(self.query.map(function), self.key.map(function), base)
 
 
 class ComposeProjection(nn.Module):
-    """Make the compose weights of a layer from its tokens.
+    """Compute the compose weights of a layer from its tokens.
 
-    One MLP per side (query, key), composition (pre, post) and head group makes `down` and `up`; one linear map with
-    tanh makes the gate. A side and a composition together are a *role*; the parameters of all roles are fused,
+    One MLP per side (query, key), composition (pre, post) and head group computes `down` and `up`; a linear map with
+    tanh computes the gate. A side and a composition together are a *role*. The parameters of all roles are fused,
     side-major then composition-major, so that a layer needs two matrix products of width C:
 
         hidden [roles * G * K, C]           first layer of the MLPs, K = 2RH/G
         project [roles * G, K, 2RH/G]       second layer; output columns are (R down rows, R up rows) x heads
         gate [roles * H, C]
-        base [compositions, G, H/G, H/G]    initialised N(0, 0.1 sqrt(G/H))
+        base [compositions, G, H/G, H/G]    initialized N(0, 0.1 sqrt(G/H))
 
-    They are plain parameters: no `nn.Linear`, so that a model that re-initialises its linear layers leaves them alone.
+    They are plain parameters rather than `nn.Linear`, so that a model that re-initializes its linear layers does not
+    change them.
 
     Args:
         dim: Width C of the tokens.
@@ -76,7 +78,7 @@ class ComposeProjection(nn.Module):
         **options: Fields of `ComposeOptions`.
 
     Raises:
-        ValueError: If an option is out of range, heads do not divide into groups, or no branch is left.
+        ValueError: If an option is out of range, heads do not divide into groups, or no branch is enabled.
         TypeError: If an option is unknown.
     """
 
@@ -113,7 +115,7 @@ class ComposeProjection(nn.Module):
         self.base = parameter(len(self.options.compositions) * self.options.static_base, groups, heads, heads)
 
     def init_weights(self) -> None:
-        """Initialise as the paper does (section 4, implementation details), each group as a layer of H/G heads."""
+        """Initialize as in the paper (section 4, implementation details), each group as a layer of H/G heads."""
         heads, rank = self.group_heads, self.options.rank
         if self.hidden is not None:
             nn.init.normal_(self.hidden, std=math.sqrt(2.0 / (self.dim + self.group_width)))  # Xavier, per MLP
@@ -124,17 +126,17 @@ class ComposeProjection(nn.Module):
             nn.init.normal_(self.base, std=0.1 * math.sqrt(1.0 / heads))
 
     def reset_parameters(self) -> None:
-        """Initialise again; the name torch and timm look for."""
+        """Initialize again; the method name that PyTorch and timm call."""
         self.init_weights()
 
     def forward(self, x: Tensor) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """Make the weights of both compositions.
+        """Compute the weights of both compositions.
 
         Args:
-            x: Tokens [B, T, C], the queries and the keys of self-attention.
+            x: Tokens [B, T, C] of self-attention, both queries and keys.
 
         Returns:
-            The pre and the post composition, None where it is switched off.
+            Pre- and post-composition; None if disabled.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim or not x.is_floating_point():
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; expected floating [B, T, C] with C = {self.dim}.")
@@ -153,7 +155,7 @@ class ComposeProjection(nn.Module):
         return pre, post
 
     def _role_weights(self, x: Tensor) -> Iterator[SideWeights]:
-        """Make what the tokens `x` [B, T, C] bring to each role."""
+        """Compute the compose weights of each role from tokens `x` [B, T, C]."""
         downs = ups = gates = [None] * len(self.roles)
         if self.hidden is not None:
             downs, ups = self._low_rank(x)
@@ -162,7 +164,7 @@ class ComposeProjection(nn.Module):
         return map(SideWeights, downs, ups, gates)
 
     def _low_rank(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Run the weight MLPs (equation 5); RMS-norm over the heads of a group on the down rows only."""
+        """Compute the MLPs of equation 5; RMSNorm over the heads of a group on the down projections only."""
         B, T, _ = x.shape
         roles, groups, rank = len(self.roles), self.options.num_groups, self.options.rank
         hidden = F.gelu(F.linear(x, self.hidden)).view(B * T, roles * groups, self.group_width)

@@ -41,7 +41,7 @@ def swap_attention(
             None; [] with `pooling` for the pooling alone.
         pooling: Compose its attention pooling too (`global_pool="map"`), by `DCCrossAttention`.
         **options: Options of `DCAttention` (`DCAttention.OPTIONS`), such as `rank`, `num_groups` or `query_wise`;
-            `window` for families without windows of their own.
+            `window_size` for families without windows of their own.
 
     Returns:
         The model.
@@ -69,7 +69,7 @@ def swap_attention(
         pools = {name: module for name, module in model.named_modules() if type(module) is AttentionPoolLatent}
         if not pools:
             raise ValueError(f"pooling=True; {type(model).__name__} has no attention pooling (global_pool='map').")
-        pool_options = {name: value for name, value in options.items() if name != "window"}
+        pool_options = {name: value for name, value in options.items() if name != "window_size"}
         swapped |= {name: _compose(name, ComposedPooling, module, pool_options) for name, module in pools.items()}
     for name, attention in swapped.items():
         attention.train(model.get_submodule(name).training)

@@ -24,7 +24,7 @@ class TokenBatch(NamedTuple):
 
     input_ids: Tensor
     targets: Tensor
-    documents: Tensor | None
+    document_ids: Tensor | None
     samples: list[int]
 
 
@@ -35,7 +35,7 @@ def as_batch(batch: TokenBatch | Sequence[Tensor]) -> TokenBatch:
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
         got = type(batch).__name__
         raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (input_ids, targets).")
-    return TokenBatch(*batch, documents=None, samples=[])
+    return TokenBatch(*batch, document_ids=None, samples=[])
 
 
 class Sample(NamedTuple):
@@ -51,7 +51,7 @@ class Sample(NamedTuple):
     ref: SampleRef
     input_ids: np.ndarray
     targets: np.ndarray
-    documents: np.ndarray | None = None
+    document_ids: np.ndarray | None = None
 
 
 class TokenSamples(Dataset):
@@ -90,16 +90,16 @@ class TokenSamples(Dataset):
                 f"{self.row.name} holds token {wrong[0]} near token {start}; expected 0 to {self.vocab_size - 1}."
             )
         ids, targets = tokens[:-1], tokens[1:]
-        documents = self.row.documents(start, ids) if self.separate_documents else None
+        document_ids = self.row.document_ids(start, ids) if self.separate_documents else None
         if self.masking is not None:
             ids, targets = self.masking(ids, (self.mask_seed, ref.epoch, ref.index))
-        return Sample(ref, ids, targets, documents)
+        return Sample(ref, ids, targets, document_ids)
 
 
 def collate(samples: list[Sample]) -> TokenBatch:
     """Stack sequences."""
-    refs, rows, asked, documents = zip(*samples, strict=True)
+    refs, rows, asked, document_ids = zip(*samples, strict=True)
     input_ids, targets = (torch.from_numpy(np.stack(those)) for those in (rows, asked))
     targets[[ref.is_padding for ref in refs]] = IGNORED
-    numbers = None if documents[0] is None else torch.from_numpy(np.stack(documents))
+    numbers = None if document_ids[0] is None else torch.from_numpy(np.stack(document_ids))
     return TokenBatch(input_ids, targets, numbers, [ref.index for ref in refs])

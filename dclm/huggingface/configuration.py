@@ -97,9 +97,7 @@ class DCLMConfig(PreTrainedConfig):
         """Keep our fields, and leave the others to the library."""
         named = {self.attribute_map.get(name, name): value for name, value in fields.items()}
         if named.pop("tie_word_embeddings", False):
-            raise ValueError(
-                "tie_word_embeddings=True; expected false, as decoders have an output layer of their own."
-            )
+            raise ValueError("tie_word_embeddings=True; expected false, as decoders have an output layer of their own.")
         for name in self.field_names():
             setattr(self, name, named.pop(name, DEFAULTS[name]))
         super().__post_init__(**named)

@@ -95,7 +95,7 @@ def count_left_padding(attention_mask: Tensor | None) -> Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def documents_of(attention_mask: Tensor | None) -> Tensor | None:
+def padding_documents(attention_mask: Tensor | None) -> Tensor | None:
     """Turn a mask with padding on either side into documents [B, T]: padding before, tokens, padding after.
 
     Raises:
@@ -105,8 +105,8 @@ def documents_of(attention_mask: Tensor | None) -> Tensor | None:
         return None
     real = attention_mask.long()
     changes = (real[:, 1:] != real[:, :-1]).long().cumsum(1)
-    documents = torch.cat([torch.zeros_like(real[:, :1]), changes], 1)
+    document_ids = torch.cat([torch.zeros_like(real[:, :1]), changes], 1)
     begins_real = real[:, :1]
-    if bool((documents + begins_real > 2).any()):
+    if bool((document_ids + begins_real > 2).any()):
         raise ValueError("attention_mask has padding between tokens; expected before and after them.")
-    return documents if bool((real == 0).any()) else None
+    return document_ids if bool((real == 0).any()) else None

@@ -23,7 +23,7 @@ from ..hub import load_pretrained
 from ..hub.published_weights import join_qkv, weights_from_hub, weights_to_hub
 from ..loss import IGNORED, token_loss
 from .configuration import DCFormerConfig, DCLMConfig, DCPythiaConfig, PublishedConfig
-from .decoding import DecodingState, check_mask, documents_of
+from .decoding import DecodingState, check_mask, padding_documents
 
 Config = PublishedConfig | DCLMConfig
 FAMILIES = {
@@ -130,7 +130,7 @@ class DecoderModel(PreTrainedModel):
             raise ValueError(f"labels are {list(targets.shape)}; expected {list(input_ids.shape)}, as input_ids.")
         self.decoder.set_grad_checkpointing(self.gradient_checkpointing and self.training)
         with _collecting(self.decoder if returns_states else None) as states:
-            hidden = self.decoder.hidden_states(input_ids, documents=documents_of(attention_mask))
+            hidden = self.decoder.hidden_states(input_ids, document_ids=padding_documents(attention_mask))
         loss = None if targets is None else self._loss(hidden, targets, num_items)
         logits = None if loss is not None and self.training else self.decoder.output(hidden[:, kept])
         return Outputs(loss, logits, (*states, hidden) if returns_states else None)

@@ -1,4 +1,4 @@
-"""What heads and their composition do in a trained model. Needs torch alone; the trainers draw and command."""
+"""Analysis of heads and their composition in a trained model. Depends only on torch; no plotting, no commands."""
 
 from ..impl.reference import BRANCHES
 from ..layer import composed_layers

@@ -13,15 +13,15 @@ ITSELF = "itself"
 
 
 class Breakdown(NamedTuple):
-    """How the scores or weights of one pair are composed.
+    """Terms of the composed scores or weights of one pair.
 
     Attributes:
-        before: Of all heads, before the composition [H].
-        terms: What makes `after`, each [H]: "itself", and what there is of "base", "query projection" (the paper's
-            o_qp), "query gate" (o_qg), "key projection" (o_kp) and "key gate" (o_kg).
-        inner: The low-rank values between the two matrices of a projection, [G, R], by "query" and "key".
-        weights: What the two tokens bring, all other tokens left out.
-        after: The sum of the terms [H]; of scores, before a floating mask is added.
+        before: Values of all heads before the composition [H].
+        terms: Summands of `after`, each [H]: "itself", and, if present, "base", "query projection" (o_qp in the paper),
+            "query gate" (o_qg), "key projection" (o_kp) and "key gate" (o_kg).
+        inner: Values between the down and up projections, [G, R], by "query" and "key".
+        weights: Compose weights of the two tokens.
+        after: Sum of the terms [H]; for scores, before a floating mask is added.
     """
 
     before: Tensor
@@ -38,12 +38,12 @@ def break_down(a: Tensor, weights: ComposeWeights, num_groups: int, *, batch: in
         a: Scores or weights before the composition [B, H, T, S].
         weights: The composition.
         num_groups: Head groups G.
-        batch: Which sequence.
-        query: Position of the token that looks; -1 is the last.
-        key: Position of the token that it looks at.
+        batch: Index of the sequence.
+        query: Position of the query; -1 is the last.
+        key: Position of the key.
 
     Raises:
-        ValueError: If a position or the sequence is not there.
+        ValueError: If a position or the sequence index is out of range.
     """
     for name, position, size in (("batch", batch, a.shape[0]), ("query", query, a.shape[2]), ("key", key, a.shape[3])):
         if not -size <= position < size:

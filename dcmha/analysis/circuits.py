@@ -1,4 +1,4 @@
-"""The weights of single heads: what a head looks for (QK) and what it writes (OV), whatever layer it is in."""
+"""Weights of single heads (QK and OV circuits) for all supported attention layers."""
 
 # H heads, D head dim, C model width
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..checks import check_module, is_integer
 from ..layer import ComposedAttentionBase
 
-TIMM = {  # its attention whose weights lie head after head, queries, keys and values apart
+TIMM = {  # timm's attention classes whose weights are ordered by q, k, v and then by head
     *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope"),
     *("timm.layers.attention_pool.AttentionPoolLatent", "timm.models.beit.Attention"),
     *("timm.models.eva.EvaAttention", "timm.models.swin_transformer.WindowAttention"),
@@ -17,11 +17,11 @@ TIMM = {  # its attention whose weights lie head after head, queries, keys and v
 
 
 class HeadWeights(NamedTuple):
-    """The four matrices of each head of a layer, biases and norms left out.
+    """The four matrices of each head of a layer, without biases and norms.
 
     Attributes:
-        query: [H, D, C], from the tokens that look.
-        key: [H, D, C'], from those that are looked at (C' is C but for cross-attention).
+        query: [H, D, C].
+        key: [H, D, C'] (C' is the context's width in cross-attention, otherwise C).
         value: [H, D, C'].
         output: [H, C, D].
     """
@@ -33,39 +33,39 @@ class HeadWeights(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the attention layers of a model, composed or plain, by name: those of this package, and of timm in `TIMM`.
+    """Return the attention layers of a model by name, composed or plain: those of this package and timm's in `TIMM`.
 
     Raises:
         TypeError: If `model` is not a module.
-        ValueError: If there is none.
+        ValueError: If there are none.
     """
     check_module(model=model)
     layers = {name: module for name, module in model.named_modules() if _has_heads(module)}
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention layers whose heads are known.")
+        raise ValueError(f"{type(model).__name__} has no supported attention layers.")
     return layers
 
 
 def head_weights(layer: nn.Module) -> HeadWeights:
-    """Take the weights of a layer apart by heads; keys and values that heads share are repeated."""
+    """Split the weights of a layer by head; shared keys and values are repeated."""
     heads = layer.num_heads
     query, key, value = (_by_heads(part, heads, layer.proj.in_features // heads) for part in _projections(layer))
     return HeadWeights(query, key, value, layer.proj.weight.unflatten(1, (heads, -1)).transpose(0, 1))
 
 
 def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
-    """Compute what a head writes for tokens each of which it looks at alone: x W_V W_O, biases left out.
+    """Compute the output of a head for tokens that it attends to exclusively: x W_V W_O, without biases.
 
     Args:
-        layer: An attention layer, as `attention_layers` finds them.
-        x: Tokens as the layer takes them [N, C'].
-        head: Which of its heads.
+        layer: An attention layer from `attention_layers`.
+        x: Inputs of the layer [N, C'].
+        head: Index of the head.
 
     Returns:
         [N, C].
 
     Raises:
-        ValueError: If the layer has no such head, or takes tokens of another width.
+        ValueError: If the head does not exist, or the width of `x` does not match.
     """
     weights = head_weights(layer)
     heads, _, width = weights.value.shape
@@ -77,7 +77,7 @@ def head_outputs(layer: nn.Module, x: Tensor, head: int) -> Tensor:
 
 
 def _has_heads(module: nn.Module) -> bool:
-    """Tell whether the rows of a layer's projections lie as `_projections` reads them."""
+    """Whether the projections of a layer have the layout that `_projections` expects."""
     if isinstance(module, ComposedAttentionBase):
         return True
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
@@ -96,6 +96,6 @@ def _projections(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_heads(weight: Tensor, heads: int, head_dim: int) -> Tensor:
-    """[heads that share D, width] to [H, D, width]."""
+    """[key heads * D, width] to [H, D, width]."""
     parts = weight.unflatten(0, (-1, head_dim))
     return parts.repeat_interleave(heads // len(parts), 0) if len(parts) != heads else parts

@@ -1,4 +1,4 @@
-"""How different the heads of a layer are (paper, section 4.3 and figure 5; Cordonnier et al., 2020)."""
+"""Diversity of the heads of a layer (paper, section 4.3 and figure 5; Cordonnier et al., 2020)."""
 
 # H heads, D head dim, C model width, K principal components
 
@@ -11,11 +11,11 @@ from .circuits import attention_layers, head_weights
 
 
 class Diversity(NamedTuple):
-    """Of one layer, what share of the variance of its heads' matrices the first components capture.
+    """Share of the variance of the heads' matrices that the first principal components capture, for one layer.
 
     Attributes:
-        qk: [K], of the heads' W_Q W_K^T side by side; it ascends to 1, K = min(C, H D). Lower is more diverse.
-        ov: [K], the same of W_O W_V.
+        qk: [K], for the concatenated W_Q W_K^T of all heads; increases to 1, K = min(C, H D). Lower means more diverse.
+        ov: [K], for W_O W_V.
     """
 
     qk: Tensor
@@ -26,11 +26,11 @@ class Diversity(NamedTuple):
 def head_diversity(layer: nn.Module) -> Diversity:
     """Compute the cumulative captured variance of a layer's QK and OV matrices, in float64.
 
-    Each head's matrix is C x C and of rank D; [C, H C] of them side by side have the left singular vectors and the
-    singular values of [C, H D] that their factors make, and no more is formed.
+    Each head's matrix is C x C with rank D. Their concatenation [C, H C] has the same left singular vectors and
+    singular values as a matrix [C, H D] made of their factors, so the large matrix is never formed.
 
     Args:
-        layer: An attention layer, as `attention_layers` finds them.
+        layer: An attention layer from `attention_layers`.
     """
     query, key, value, output = (part.double() for part in head_weights(layer))
     return Diversity(captured_variance(query.mT, key.mT), captured_variance(output, value.mT))
@@ -42,16 +42,17 @@ def model_diversity(model: nn.Module) -> dict[str, Diversity]:
 
 
 def captured_variance(left: Tensor, right: Tensor) -> Tensor:
-    """Compute what the principal components of [left_1 right_1^T, left_2 right_2^T, ...] capture of its variance.
+    """Compute the cumulative variance captured by the principal components of [left_1 right_1^T, left_2 right_2^T,
+    ...].
 
-    Not centred: a mean over rows of weights is nothing that heads have.
+    The matrix is not centred, because a mean over rows of weights has no meaning for heads.
 
     Args:
         left: [H, C, D].
         right: [H, C', D].
 
     Returns:
-        [min(C, H D)], shares that ascend to 1; all 1 where there is no variance.
+        [min(C, H D)], shares that increase to 1; all 1 if there is no variance.
     """
     triangles = torch.linalg.qr(right, mode="r").R  # right = an orthonormal matrix times this
     factor = torch.cat((left @ triangles.mT).unbind(0), 1)  # [C, H D]

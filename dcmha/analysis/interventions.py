@@ -1,4 +1,4 @@
-"""Turning down parts of a trained model: branches of its compositions, or heads. By 0 a part is switched off."""
+"""Scaling parts of a trained model: branches of its compositions, or heads. A factor of 0 disables a part."""
 
 # B batch, T tokens, H heads, D head dim
 
@@ -30,10 +30,10 @@ class Branch(NamedTuple):
 
 
 def composition_branches(model: nn.Module) -> list[Branch]:
-    """List the branches that a model's layers compose with, layer by layer.
+    """Return the enabled branches of all layers of a model, in order of the layers.
 
     Raises:
-        ValueError: If it composes nothing.
+        ValueError: If the model composes nothing.
     """
     found = []
     for name, layer in composed_layers(model).items():
@@ -47,14 +47,14 @@ def composition_branches(model: nn.Module) -> list[Branch]:
 
 @contextmanager
 def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -> Iterator[None]:
-    """Multiply what branches add to scores or weights, in every call while the context is open; 0 switches them off.
+    """Scale the terms that branches add to scores or weights while the context is active; 0 disables them.
 
-    Gradients reach factors that are tensors; the backward pass of layers that recompute must be in the context too.
-    Compiled models run eagerly.
+    Factors that are tensors receive gradients; with activation checkpointing the backward pass must run within the
+    context. Compiled models run eagerly.
 
     Args:
-        model: What is called while the context is open.
-        factors: Scalars, by branch.
+        model: The model that is called within the context.
+        factors: Scalar factors by branch.
 
     Raises:
         ValueError: If the model has no such branch, or a factor is not a number.
@@ -63,10 +63,10 @@ def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -
     by_layer: dict[str, dict[str, dict[str, Tensor | float]]] = {}
     for branch, factor in factors.items():
         if branch not in known:
-            raise ValueError(f"{tuple(branch)} is no branch of the model; expected {_listed(known)}.")
+            raise ValueError(f"{tuple(branch)} is not a branch of the model; expected {_listed(known)}.")
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if not is_number and not (isinstance(factor, Tensor) and factor.numel() == 1):
-            raise ValueError(f"the factor of {tuple(branch)} is {factor!r}; expected a number, or a tensor of one.")
+            raise ValueError(f"the factor of {tuple(branch)} is {factor!r}; expected a number or a scalar tensor.")
         of_layer = by_layer.setdefault(branch.layer, {"pre": {}, "post": {}})
         of_layer[branch.composition][branch.branch] = factor
 
@@ -87,16 +87,16 @@ def scale_branches(model: nn.Module, factors: Mapping[Branch, Tensor | float]) -
 
 @contextmanager
 def scale_heads(model: nn.Module, factors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply what heads give to the output projection, in every call while the context is open; 0 switches them off.
+    """Scale the outputs of heads before the output projection while the context is active; 0 disables them.
 
-    Gradients reach the factors. Compiled models run eagerly. Layers may be plain attention.
+    The factors receive gradients. Compiled models run eagerly. Layers may be plain attention.
 
     Args:
-        model: What is called while the context is open.
-        factors: Of each head [H], by the name of the layer.
+        model: The model that is called within the context.
+        factors: Factors of the heads [H] by layer name.
 
     Raises:
-        ValueError: If the model has no such layer, or it another number of heads.
+        ValueError: If the model has no such layer, or the layer has a different number of heads.
     """
     layers = attention_layers(model)
     for name, factor in factors.items():
@@ -123,12 +123,12 @@ def scale_heads(model: nn.Module, factors: Mapping[str, Tensor]) -> Iterator[Non
 
 
 def _listed(branches: list[Branch]) -> str:
-    """Name layers, compositions and branches, which any branch is one each of."""
+    """Describe the accepted layers, compositions and branches."""
     return ", ".join(dict.fromkeys(part for branch in branches for part in branch))
 
 
 def _scaled(weights: ComposeWeights, factors: Mapping[str, Tensor | float]) -> ComposeWeights:
-    """Multiply branches of a composition."""
+    """Scale branches of a composition."""
 
     def by(name: str, tensor: Tensor | None) -> Tensor | None:
         factor = factors.get(name)

@@ -1,7 +1,7 @@
-"""What compositions are like over many tokens: how far from the identity, of what rank, and how much tokens matter.
+"""Statistics of compositions over many tokens: distance from the identity, effective rank, dependence on the tokens.
 
-The composition of query i and key j is a matrix over heads, I + base + Mq_i + Mk_j (paper, equation 8), of which each M
-is a low-rank projection and a diagonal gate. Nothing here looks at scores or weights.
+The composition of query i and key j is a matrix over heads, I + base + Mq_i + Mk_j (paper, equation 8), where each M is
+a low-rank projection plus a diagonal gate. Scores and attention weights are not used here.
 """
 
 # B batch, T query tokens, S key tokens, H heads, G head groups
@@ -18,14 +18,14 @@ from ..checks import check_integers
 from ..layer import ComposedAttentionBase, composed_layers
 from ..weights import ComposeWeights
 
-PAIRS = 64  # of a sequence, whose effective rank is computed
+PAIRS = 64  # random pairs per sequence for the effective rank
 
 
 def branch_matrices(weights: ComposeWeights, num_heads: int, num_groups: int) -> dict[str, Tensor]:
-    """Write the branches of a composition as matrices from heads (rows) to heads (columns), zero between groups.
+    """Convert the branches of a composition to matrices from heads (rows) to heads (columns), zero between groups.
 
     Returns:
-        By name, of the branches there are: "base" [1, 1, H, H], "query projection" and "query gate" [B, T, H, H],
+        Matrices of the enabled branches by name: "base" [1, 1, H, H], "query projection" and "query gate" [B, T, H, H],
         "key projection" and "key gate" [B, S, H, H].
     """
     made = {}
@@ -45,7 +45,7 @@ def mean_composition(weights: ComposeWeights, num_heads: int, num_groups: int) -
     """Average a composition over the batch and all pairs: I + base + mean over queries of Mq + mean over keys of Mk.
 
     Returns:
-        [H, H], row: old head, column: new head, zero between groups.
+        [H, H], row: input head, column: output head, zero between groups.
     """
     means = [matrices.mean((0, 1)) for matrices in branch_matrices(weights, num_heads, num_groups).values()]
     return torch.stack([torch.eye(num_heads, device=means[0].device, dtype=means[0].dtype), *means]).sum(0)
@@ -59,15 +59,14 @@ class Spread(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """What one composition of one layer is like.
+    """Statistics of one composition of one layer.
 
     Attributes:
-        sizes: Of each branch there is, the Frobenius norm of its matrix over that of the identity (sqrt(H)), over
-            tokens.
-        effective_rank: Of the whole matrix, over random pairs: exp of the entropy of its normalised singular values
-            (Roy and Vetterli, 2007); that of the identity is H.
-        shares: What of the mean squared distance to the identity is "static" (the same for all pairs), and what varies
-            with the "query" and with the "key", any of which may meet; they sum to 1, or are 0 where nothing is added.
+        sizes: Frobenius norm of each branch's matrix relative to that of the identity (sqrt(H)), over tokens.
+        effective_rank: Effective rank of the full matrix over random pairs: exp of the entropy of its normalized
+            singular values (Roy and Vetterli, 2007); H for the identity.
+        shares: Shares of the mean squared distance to the identity that are "static" (equal for all pairs) and that
+            vary with the "query" and with the "key". They sum to 1, or are 0 if nothing is added.
     """
 
     sizes: dict[str, Spread]
@@ -76,7 +75,7 @@ class Mixing(NamedTuple):
 
 
 class Sums:
-    """Sums over tokens of some matrices [H, H] and of their norms, in float64."""
+    """Sums over tokens of matrices [H, H] and of their norms, in float64."""
 
     def __init__(self) -> None:
         self.count, self.norm, self.square, self.matrix = 0, 0.0, 0.0, torch.zeros(())
@@ -105,14 +104,14 @@ class Sums:
 
 
 class MixingMeter:
-    """Takes in the weights of one composition, batch by batch; holds some 9 B T H^2 floats while it does.
+    """Accumulates the weights of one composition over batches; uses about 9 B T H^2 floats during an update.
 
     Args:
         num_heads: Heads H.
-        num_groups: Groups G of heads that compose among themselves.
+        num_groups: Head groups G.
 
     Raises:
-        ValueError: If a number is less than 1, or the groups are not of equally many heads.
+        ValueError: If a number is less than 1, or the heads are not divisible by the groups.
     """
 
     def __init__(self, num_heads: int, num_groups: int) -> None:
@@ -142,13 +141,13 @@ class MixingMeter:
         self.ranks.append(effective_rank(pairs).flatten().cpu())
 
     def mixing(self) -> Mixing:
-        """Tell what has been seen.
+        """Return the statistics of all tokens so far.
 
         Raises:
-            ValueError: If nothing has been.
+            ValueError: If no tokens were added.
         """
         if not self.ranks:
-            raise ValueError("no composition has been seen.")
+            raise ValueError("no composition has been added.")
         unit = self.num_heads**0.5
         sizes = {name: Spread(*(value / unit for value in sums.spread())) for name, sums in self.branches.items()}
         parts = {"static": float(torch.stack([sums.mean() for sums in self.sides.values()]).sum(0).square().sum())}
@@ -160,7 +159,7 @@ class MixingMeter:
 
 
 def effective_rank(matrices: Tensor) -> Tensor:
-    """Compute exp of the entropy of the normalised singular values of matrices [..., H, H]; zeros have rank 1."""
+    """Compute exp of the entropy of the normalized singular values of matrices [..., H, H]; zeros have rank 1."""
     values = torch.linalg.svdvals(matrices.double())
     values = values / values.sum(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
     return torch.special.entr(values).sum(-1).exp()
@@ -168,17 +167,17 @@ def effective_rank(matrices: Tensor) -> Tensor:
 
 @contextmanager
 def measure_mixing(model: nn.Module) -> Iterator[dict[str, dict[str, MixingMeter]]]:
-    """Measure the compositions of every layer, of all calls while the context is open.
+    """Measure the compositions of every layer in all calls while the context is active.
 
         with torch.no_grad(), measure_mixing(model) as meters:
             for x in batches:
                 model(x)
         meters["blocks.0.attn"]["post"].mixing().sizes
 
-    Compiled models run eagerly while the context is open.
+    Compiled models run eagerly within the context.
 
     Yields:
-        Meters by the name of the layer and "pre" or "post", of the compositions there are.
+        Meters by layer name and by "pre" or "post", for the enabled compositions.
 
     Raises:
         ValueError: If the model composes nothing.

@@ -1,6 +1,6 @@
-"""Looking at what composition does: attention maps before and after it, and the weights that compose them.
+"""Recording attention maps before and after composition, and the compose weights.
 
-Recording computes the maps by the reference, beside what the layer computes; layers that are not recorded pay nothing.
+The maps are computed by the reference in addition to the layer's own computation; other layers are not affected.
 """
 
 # B batch, T query tokens, S key tokens, H heads, G head groups
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checks import check_module
 from ..functional import split_mask
 from ..impl.call import AttentionCall
-from ..impl.masking import documents_of
+from ..impl.masking import document_bounds
 from ..impl.reference import AttentionMaps, attention_maps
 from ..layer import ComposedAttentionBase
 from ..weights import ComposeWeights
@@ -26,15 +26,14 @@ from .mixing import mean_composition
 
 @dataclass
 class Recorded:
-    """One call of one layer.
+    """Recorded call of one layer.
 
     Attributes:
-        maps: Scores and weights of every pair, before and after composition, float32.
-        uncomposed_weights: What the weights would be without any composition: the softmax of `maps.scores` under the
-            same mask.
-        pre: The weights of the pre-composition, of every token, float32; None if it is off.
-        post: The same of the post-composition.
-        num_groups: Groups of heads that compose among themselves.
+        maps: Scores and attention weights of all pairs, before and after composition, float32.
+        uncomposed_weights: Attention weights without any composition: the softmax of `maps.scores` under the same mask.
+        pre: Compose weights of the pre-composition for all tokens, float32; None if disabled.
+        post: Compose weights of the post-composition, likewise.
+        num_groups: Head groups.
     """
 
     maps: AttentionMaps
@@ -45,12 +44,12 @@ class Recorded:
 
     @property
     def pre_composition(self) -> Tensor | None:
-        """The pre-composition averaged over all pairs [H, H], from (rows) to (columns); None if it is off."""
+        """The pre-composition averaged over all pairs [H, H], from (rows) to (columns); None if disabled."""
         return None if self.pre is None else mean_composition(self.pre, self.maps.scores.shape[1], self.num_groups)
 
     @property
     def post_composition(self) -> Tensor | None:
-        """The same of the post-composition."""
+        """The post-composition averaged over all pairs [H, H]; None if disabled."""
         return None if self.post is None else mean_composition(self.post, self.maps.scores.shape[1], self.num_groups)
 
     def breakdown(self, composition: str, query: int, key: int, batch: int = 0) -> Breakdown:
@@ -58,19 +57,19 @@ class Recorded:
 
         Args:
             composition: "pre" (of scores) or "post" (of weights).
-            query: Position of the token that looks; -1 is the last.
-            key: Position of the token that it looks at.
-            batch: Which sequence.
+            query: Position of the query; -1 is the last.
+            key: Position of the key.
+            batch: Index of the sequence.
 
         Raises:
-            ValueError: If there is no such composition or position.
+            ValueError: If the composition is disabled or a position is out of range.
         """
         composed = {"pre": (self.maps.scores, self.pre), "post": (self.maps.weights, self.post)}
         if composition not in composed:
             raise ValueError(f"composition={composition!r}; expected 'pre', 'post'.")
         before, weights = composed[composition]
         if weights is None:
-            raise ValueError(f"composition={composition!r}, which this layer does not have.")
+            raise ValueError(f"composition={composition!r} is disabled in this layer.")
         return break_down(before, weights, self.num_groups, batch=batch, query=query, key=key)
 
 
@@ -80,23 +79,23 @@ def record_attention(
     layers: Iterable[str] | None = None,
     keep: Callable[[Recorded], Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Record the last call of each `ComposedAttentionBase`, such as `DCAttention`, by name, while the context is open.
+    """Record the last call of each composed layer, such as `DCAttention`, while the context is active.
 
         with torch.no_grad(), record_attention(model) as recorded:
             model(x)
         recorded["blocks.0.attn"].maps.composed_weights      # [B, H, T, T]
 
-    The model computes what it always does; compiled ones run eagerly while the context is open. A layer takes about
-    8 B H T S floats while it is recorded, and 5 of them stay; with `keep` stays what that returns.
+    The model's outputs are unchanged; compiled models run eagerly within the context. Recording a layer takes about
+    8 B H T S floats, of which 5 B H T S are retained; with `keep`, its result is retained instead.
 
     Args:
-        model: What is called while the context is open.
-        layers: Names of those to record; all if None.
-        keep: Makes of a recorded call what is to be kept; all of it is if None.
+        model: The model that is called within the context.
+        layers: Names of the layers to record; all if None.
+        keep: Function of a recorded call whose result is retained; the call itself if None.
 
     Raises:
-        TypeError: If the model is no module.
-        ValueError: If the model has no such layer, or is being recorded already.
+        TypeError: If the model is not a module.
+        ValueError: If the model has no such layer, or is already being recorded.
     """
     check_module(model=model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, ComposedAttentionBase)}
@@ -107,7 +106,7 @@ def record_attention(
     if unknown:
         raise ValueError(f"layers={unknown} are not in the model; expected {', '.join(found)}.")
     if any("attend" in vars(layer) for layer in found.values()):
-        raise ValueError(f"{type(model).__name__} is being recorded already.")
+        raise ValueError(f"{type(model).__name__} is already being recorded.")
     recorded: dict[str, Any] = {}
 
     def see(name: str, one: Recorded) -> None:
@@ -126,18 +125,18 @@ def record_attention(
 def _recording(layer: ComposedAttentionBase, name: str, see: Callable[[str, Recorded], None]) -> Callable[..., Tensor]:
     attend = layer.attend
 
-    def record(q, k, v, pre, post, attn_mask, documents=None, is_causal=False, window=None) -> Tensor:
+    def record(q, k, v, pre, post, attn_mask, document_ids=None, is_causal=False, window_size=None) -> Tensor:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             visible, bias = split_mask(attn_mask, q, k)
             q32, k32 = q.float(), k.float()
             bias = None if bias is None else bias.float()
             pre32, post32 = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))
-            options = (is_causal, window, layer.scale, 0.0, layer.num_groups)
-            ranges = None if documents is None else documents_of(documents)
+            options = (is_causal, window_size, layer.scale, 0.0, layer.num_groups)
+            ranges = None if document_ids is None else document_bounds(document_ids)
             call = AttentionCall(q32, k32, v, pre32, post32, visible, bias, ranges, *options)
             maps = attention_maps(call)
             uncomposed = attention_maps(call._replace(pre=None, post=None)).weights
             see(name, Recorded(maps, uncomposed, pre32, post32, layer.num_groups))
-        return attend(q, k, v, pre, post, attn_mask, documents, is_causal=is_causal, window=window)
+        return attend(q, k, v, pre, post, attn_mask, document_ids, is_causal=is_causal, window_size=window_size)
 
     return record

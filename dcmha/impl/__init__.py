@@ -1,1 +1,1 @@
-"""Implementations of composed attention. They share `masking` and never import each other."""
+"""Implementations of composed attention. They share the modules of this folder and do not import each other."""

@@ -1,4 +1,4 @@
-"""A call of the operator, as every implementation takes it."""
+"""AttentionCall: the checked arguments of one operator call, the input of every implementation."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..weights import ComposeWeights, SideWeights
-from .masking import Documents
+from .masking import DocumentBounds
 
 
 class ComposeRanks(NamedTuple):
-    """Ranks of the low-rank maps in a call, the larger one of its two compositions.
+    """Ranks of the dynamic projections in a call: the maximum over its two compositions.
 
     Attributes:
-        query: Of what the queries bring; 0 for no low-rank map.
-        key: Of what the keys bring; None if they bring nothing.
+        query: Query side; 0 without a dynamic projection.
+        key: Key side; None without a key side.
     """
 
     query: int = 2
@@ -25,7 +25,7 @@ class ComposeRanks(NamedTuple):
 
 
 def ranks_of(pre: ComposeWeights | None, post: ComposeWeights | None) -> ComposeRanks:
-    """Tell the ranks of a call."""
+    """Return the ranks of a call."""
     query, key = 0, None
     for weights in (pre, post):
         if weights is None:
@@ -50,13 +50,13 @@ class AttentionCall(NamedTuple):
         pre: Composition of the scores, or None.
         post: Composition of the weights, or None.
         visible: Boolean, at least two axes, broadcastable to [B, H, T, S]: False hides a key; or None.
-        bias: Added to the composed scores, finite, likewise; or None.
-        documents: Of the tokens, or None.
+        bias: Finite bias added to the composed scores, broadcastable likewise; or None.
+        document_ids: Document bounds of the keys, or None.
         is_causal: Hide later keys.
-        window: Keys a query sees, or None.
+        window_size: Keys visible to a query, or None.
         scale: Factor on q k^T.
         dropout_p: Probability of dropping a composed weight.
-        num_groups: Groups of heads.
+        num_groups: Head groups.
     """
 
     q: Tensor
@@ -66,16 +66,16 @@ class AttentionCall(NamedTuple):
     post: ComposeWeights | None
     visible: Tensor | None
     bias: Tensor | None
-    documents: Documents | None
+    document_ids: DocumentBounds | None
     is_causal: bool
-    window: int | None
+    window_size: int | None
     scale: float
     dropout_p: float
     num_groups: int
 
     @property
     def mask(self) -> Tensor | None:
-        """One mask with four axes for `visible` and `bias`: boolean, or floating with -inf where it hides; or None."""
+        """`visible` and `bias` as one mask with four axes: boolean, or floating with -inf for hidden keys; or None."""
         mask = self.visible
         if self.bias is not None:
             mask = self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf)
@@ -83,34 +83,36 @@ class AttentionCall(NamedTuple):
 
     @property
     def document_bounds(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """First tokens and ends of the keys' documents."""
-        return (None, None) if self.documents is None else self.documents
+        """First token and end of each key's document."""
+        return (None, None) if self.document_ids is None else self.document_ids
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which inputs of `dtype` are computed with: at least float32."""
+    """Return the dtype of computations on inputs of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @torch.compiler.assume_constant_result
 def is_transformed() -> bool:
-    """Tell whether this runs inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`."""
+    """Whether this runs inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`."""
     return torch._C._are_functorch_transforms_active()
 
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """Tell whether `torch.export` traces; the compiler of torch 2.9 takes its own traces for exports if it is asked."""
+    """Whether `torch.export` is tracing. (In torch 2.9 `torch.compiler.is_exporting` is also true in
+    `torch.compile`.)
+    """
     return torch.compiler.is_exporting()
 
 
 def is_watched(*operands: Tensor | None) -> bool:
-    """Tell whether somebody needs to see the operator: a dispatch mode of torch, or a subclass of tensors."""
+    """Whether the call must go through the dispatcher: a dispatch mode is active or an operand is a tensor subclass."""
     return torch._C._len_torch_dispatch_stack() > 0 or any(
         x is not None and type(x) not in (Tensor, Parameter) for x in operands
     )
 
 
 def refuse_derivative(impl: str, kind: str) -> NoReturn:
-    """Raise for a derivative that an implementation does not have."""
+    """Raise for a derivative that an implementation does not support."""
     raise NotImplementedError(f"impl={impl!r} has no {kind} derivatives; use impl='reference'.")

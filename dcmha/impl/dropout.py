@@ -1,9 +1,8 @@
-"""Which composed weights dropout drops: a function of a seed and of the pair, the same for all implementations.
+"""Dropout of composed weights as a function of a seed and the pair, identical in all implementations.
 
-A number of 32 bits is made of the seed and the places of a weight by the finaliser of MurmurHash3, applied to the plane
-(row of the batch and head), the query, the key, and all of them; a weight is dropped where it lies below p 2^32. So
-what is dropped depends neither on how a call is cut into chunks nor on the device, and nothing is kept for the backward
-pass but the seed.
+The finalizer of MurmurHash3 hashes the seed and the position of a weight - plane (batch row and head), query, key - to
+32 bits; the weight is dropped if the hash is below p 2^32. Therefore the dropped weights depend neither on the chunks
+of a call nor on the device, and only the seed is stored for the backward pass.
 """
 
 # B batch, T query tokens, S key tokens, H heads
@@ -11,7 +10,7 @@ pass but the seed.
 import torch
 from torch import Tensor
 
-FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35  # factors of the finaliser
+FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35  # factors of the finalizer
 HEAD, ROW, COLUMN = 0x9E3779B1, 0x27D4EB2F, 0x165667B1  # odd numbers that spread planes, queries and keys
 WORD = 2**32
 
@@ -22,12 +21,12 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def threshold_of(dropout_p: float) -> int:
-    """Return the number below which a weight is dropped."""
+    """Return the hash value below which a weight is dropped."""
     return min(WORD - 1, round(dropout_p * WORD))
 
 
 def scramble(x: Tensor) -> Tensor:
-    """Finalise words of 32 bits, held in int64."""
+    """Apply the finalizer to words of 32 bits, stored in int64."""
     x = ((x ^ (x >> 16)) * FIRST) & (WORD - 1)
     x = ((x ^ (x >> 13)) * SECOND) & (WORD - 1)
     return x ^ (x >> 16)
@@ -36,14 +35,14 @@ def scramble(x: Tensor) -> Tensor:
 def drop(
     weights: Tensor, seed: Tensor, dropout_p: float, first_query: int | Tensor = 0, first_key: int | Tensor = 0
 ) -> Tensor:
-    """Drop composed weights [B, H, T, S] with a probability, and scale up the others.
+    """Apply dropout to composed weights [B, H, T, S].
 
     Args:
-        weights: Of a block of queries and keys.
-        seed: As `draw_seed` makes it.
-        dropout_p: The probability.
-        first_query: Number of the block's first query.
-        first_key: Number of the block's first key.
+        weights: Composed weights of a block of queries and keys.
+        seed: Seed from `draw_seed`.
+        dropout_p: Probability of dropping a weight.
+        first_query: Index of the block's first query.
+        first_key: Index of the block's first key.
     """
     B, H, T, S = weights.shape
     planes, queries, keys = (torch.arange(n, device=weights.device) for n in (B * H, T, S))

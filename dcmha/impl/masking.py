@@ -1,7 +1,6 @@
-"""Which keys a query may see, and a softmax that gives zeros where it may see none.
+"""Visibility of keys, and a softmax that returns zeros for queries without visible keys.
 
-Positions are aligned to the last key: query i of T stands at position S - T + i, so decoding with a cache is the same
-call.
+Positions are aligned to the last key: query i of T is at position S - T + i, so decoding with a cache is the same call.
 """
 
 # B batch, T query tokens, S key tokens, H heads
@@ -13,48 +12,48 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class Documents(NamedTuple):
-    """Which tokens belong together: ranges of the keys' tokens, each [B, S], int32.
+class DocumentBounds(NamedTuple):
+    """Range of tokens of each key's document, each [B, S], int32.
 
     Attributes:
-        starts: First token of each token's document.
-        stops: The token behind its last.
+        starts: First token of the document.
+        stops: End of the document, exclusive.
     """
 
     starts: Tensor
     stops: Tensor
 
 
-def documents_of(numbers: Tensor | Documents) -> Documents:
-    """Find the documents, runs of equal numbers [B, S], that tokens belong to; `Documents` stay, dense and in int32."""
-    if isinstance(numbers, Documents):
-        return Documents(*(x.int().contiguous() for x in numbers))
+def document_bounds(numbers: Tensor | DocumentBounds) -> DocumentBounds:
+    """Compute the bounds of documents, runs of equal ids [B, S]. `DocumentBounds` are returned dense and in int32."""
+    if isinstance(numbers, DocumentBounds):
+        return DocumentBounds(*(x.int().contiguous() for x in numbers))
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     is_same = numbers[:, 1:] == numbers[:, :-1]
     first, last = torch.zeros_like(places[:, :1]), torch.full_like(places[:, :1], numbers.shape[1])
     starts = torch.cat([first, torch.where(is_same, 0, places[:, 1:])], 1)
     stops = torch.cat([torch.where(is_same, numbers.shape[1], places[:, 1:]), last], 1)
-    return Documents(starts.cummax(1).values.int(), stops.flip(1).cummin(1).values.flip(1).int())
+    return DocumentBounds(starts.cummax(1).values.int(), stops.flip(1).cummin(1).values.flip(1).int())
 
 
-def mask_of_documents(documents: Documents, T: int) -> Tensor:
-    """Tell which keys are of the document of each query [B, 1, T, S]; remembered, so that layers share one mask."""
-    starts = documents.starts
+def mask_of_documents(document_ids: DocumentBounds, T: int) -> Tensor:
+    """Mask of the keys in each query's document [B, 1, T, S]; cached, so that layers share one mask."""
+    starts = document_ids.starts
     block = slice(0, T), slice(0, starts.shape[1])
     if torch.compiler.is_compiling() or starts.is_inference():
-        return same_document(documents, *block, T)
+        return same_document(document_ids, *block, T)
     masks = _known_masks.setdefault(starts, {})
     if T not in masks:
-        masks[T] = same_document(documents, *block, T)
+        masks[T] = same_document(document_ids, *block, T)
     return masks[T]
 
 
 _known_masks = WeakTensorKeyDictionary()
 
 
-def same_document(documents: Documents, queries: slice, keys: slice, T: int) -> Tensor:
-    """Tell which of a block's keys are of the document of each of its queries: [B, 1, queries, keys]."""
-    starts = documents.starts
+def same_document(document_ids: DocumentBounds, queries: slice, keys: slice, T: int) -> Tensor:
+    """Mask of a block's keys in the document of each of its queries: [B, 1, queries, keys]."""
+    starts = document_ids.starts
     first = starts.shape[1] - T  # position of query 0
     of_queries = starts[:, first + queries.start : first + queries.stop]
     return (of_queries[:, :, None] == starts[:, None, keys])[:, None]
@@ -65,7 +64,7 @@ def visible_keys(
     num_keys: int,
     *,
     is_causal: bool,
-    window: int | None,
+    window_size: int | None,
     device: torch.device,
     query_offset: int,
     key_offset: int = 0,
@@ -76,34 +75,34 @@ def visible_keys(
         num_queries: Number of queries in the block.
         num_keys: Number of keys in the block.
         is_causal: Hide keys after the query's position.
-        window: Number of keys a query sees, its own included (to each side without `is_causal`), or None.
-        device: Where to make the mask.
+        window_size: As in `composed_attention`.
+        device: Device of the mask.
         query_offset: Position of the block's first query on the key axis (S - T for the whole matrix).
         key_offset: Position of the block's first key.
 
     Returns:
         Boolean mask [num_queries, num_keys], True = visible, or None when nothing is hidden.
     """
-    if not is_causal and window is None:
+    if not is_causal and window_size is None:
         return None
     query_position = torch.arange(num_queries, device=device)[:, None] + query_offset
     key_position = torch.arange(num_keys, device=device)[None, :] + key_offset
     distance = query_position - key_position
     visible = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None:
-        visible = visible & (distance < window)
+    if window_size is not None:
+        visible = visible & (distance < window_size)
         if not is_causal:
-            visible = visible & (distance > -window)
+            visible = visible & (distance > -window_size)
     return visible
 
 
-def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
-    """Bound the keys that queries [start, stop) may see; at least one key, so that no matrix is empty."""
+def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window_size: int | None) -> tuple[int, int]:
+    """Return the range of keys visible to queries [start, stop); at least one key, so that no matrix is empty."""
     last = min(S, stop + S - T) if is_causal else S
     first = 0
-    if window is not None:
-        first = max(0, start + S - T - window + 1)
-        last = min(last, stop + S - T - 1 + window)
+    if window_size is not None:
+        first = max(0, start + S - T - window_size + 1)
+        last = min(last, stop + S - T - 1 + window_size)
     last = max(last, min(S, 1))
     return min(first, max(last - 1, 0)), last
 
@@ -123,12 +122,12 @@ def combine_masks(attn_mask: Tensor | None, visible: Tensor | None) -> Tensor | 
 
 
 def masked_softmax(scores: Tensor, visible: Tensor | None, *, may_be_empty: bool) -> Tensor:
-    """Softmax over the last axis; a row with nothing visible gives zeros and zero gradients, never NaN.
+    """Softmax over the last axis; a row without visible keys gives zeros and zero gradients, not NaN.
 
     Args:
         scores: [B, H, T, S], any float dtype.
         visible: Boolean, broadcastable to `scores`, or None.
-        may_be_empty: Whether a row may see no key at all. False saves the test.
+        may_be_empty: Whether a row may have no visible key. False skips the check.
     """
     if visible is None:
         return scores.softmax(-1)

@@ -1,4 +1,4 @@
-"""Composed attention as the paper writes it (equations 4 and 7), dense: the definition of correct.
+"""Dense reference of composed attention as in the paper (equations 4 and 7); defines the correct result.
 
 Computed in float32 (float64 for float64 inputs): scores and the terms of a composition, which cancel, would lose
 several percent if they were rounded to 16 bits.
@@ -46,7 +46,7 @@ def compose(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Tensor:
 
 
 def added_terms(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Iterator[tuple[str, Tensor]]:
-    """Yield one by one what a composition adds to `a`, by the names in `BRANCHES`; arguments as of `compose`."""
+    """Yield the terms that a composition adds to `a`, with their names from `BRANCHES`; arguments as in `compose`."""
     grouped = a.unflatten(1, (num_groups, -1))  # [B, G, H/G, T, S]
     if weights.base is not None:
         yield "base", torch.einsum("bghts,ghk->bgkts", grouped, weights.base).flatten(1, 2)
@@ -60,19 +60,21 @@ def added_terms(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Iter
 
 
 def inner_values(a: Tensor, side: SideWeights, token: Literal["t", "s"], num_groups: int = 1) -> Tensor:
-    """Contract the heads of `a` [B, H, T, S] with what queries ("t") or keys ("s") bring: [B, G, R, T, S]."""
+    """Contract the heads of `a` [B, H, T, S] with the down projection of queries ("t") or keys ("s"): [B, G, R, T,
+    S].
+    """
     grouped, down = a.unflatten(1, (num_groups, -1)), side.down.unflatten(-1, (num_groups, -1))
     return torch.einsum(f"bghts,b{token}rgh->bgrts", grouped, down)
 
 
 class AttentionMaps(NamedTuple):
-    """What attention does to every pair, each [B, H, T, S], float32 (float64 for float64 inputs).
+    """Attention maps of all pairs, each [B, H, T, S], float32 (float64 for float64 inputs).
 
     Attributes:
         scores: Scaled q k^T.
-        composed_scores: The same after the pre-composition and a floating mask.
-        weights: Softmax over the visible keys; zeros where there is none.
-        composed_weights: The same after the post-composition.
+        composed_scores: Scores after the pre-composition and a floating mask.
+        weights: Softmax over the visible keys; zeros if there are none.
+        composed_weights: Weights after the post-composition.
     """
 
     scores: Tensor
@@ -82,7 +84,7 @@ class AttentionMaps(NamedTuple):
 
 
 def _widened(call: AttentionCall) -> AttentionCall:
-    """Cast the tensors of a call to the dtype that it is computed in."""
+    """Cast the tensors of a call to its compute dtype."""
     dtype = compute_dtype(call.q.dtype)
     pre, post = (None if weights is None else weights.map(lambda w: w.to(dtype)) for weights in (call.pre, call.post))
     bias = None if call.bias is None else call.bias.to(dtype)
@@ -91,18 +93,18 @@ def _widened(call: AttentionCall) -> AttentionCall:
 
 def attention_maps(call: AttentionCall) -> AttentionMaps:
     """Compute every step of composed attention."""
-    q, k, _, pre, post, visible, bias, documents, is_causal, window, scale, _, num_groups = _widened(call)
+    q, k, _, pre, post, visible, bias, document_ids, is_causal, window_size, scale, _, num_groups = _widened(call)
     T, S = q.shape[-2], k.shape[-2]
-    by_key_head = q.unflatten(1, (k.shape[1], -1))  # heads that share one of the keys' are neighbours
+    by_key_head = q.unflatten(1, (k.shape[1], -1))  # heads that share a key head are consecutive
     scores = composed_scores = torch.einsum("bngtd,bnsd->bngts", by_key_head, k).flatten(1, 2) * scale
     if pre is not None:
         composed_scores = compose(scores, pre, num_groups)
     if bias is not None:
         composed_scores = composed_scores + bias
-    block = visible_keys(T, S, is_causal=is_causal, window=window, device=q.device, query_offset=S - T)
+    block = visible_keys(T, S, is_causal=is_causal, window_size=window_size, device=q.device, query_offset=S - T)
     visible = both_visible(block, visible)
-    if documents is not None:
-        visible = both_visible(visible, mask_of_documents(documents, T))
+    if document_ids is not None:
+        visible = both_visible(visible, mask_of_documents(document_ids, T))
     weights = composed_weights = masked_softmax(composed_scores, visible, may_be_empty=True)
     if post is not None:
         composed_weights = compose(weights, post, num_groups)
@@ -110,7 +112,7 @@ def attention_maps(call: AttentionCall) -> AttentionMaps:
 
 
 def attention(call: AttentionCall, seed: Tensor | None = None) -> Tensor:
-    """Compute composed attention densely: [B, H, T, D]; `seed` is that of dropout, drawn if None."""
+    """Compute composed attention densely: [B, H, T, D]. `seed` is the dropout seed, drawn if None."""
     weights = attention_maps(call).composed_weights
     if call.dropout_p > 0.0:
         weights = drop(weights, draw_seed(weights.device) if seed is None else seed, call.dropout_p)

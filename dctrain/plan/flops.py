@@ -37,11 +37,11 @@ def in_dtype(args: Iterable[object], dtype: torch.dtype) -> tuple:
 
 def _count(
     layer: ComposedAttentionBase, counts: list[int], q: Tensor, k: Tensor, v: Tensor, *_, is_causal: bool = False,
-    window: int | None = None,
+    window_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Add what a call of the operator costs, in place of making it."""
     B, H, T, D = q.shape
-    pairs = B * visible_pairs(T, k.shape[2], is_causal=is_causal, window=window)
+    pairs = B * visible_pairs(T, k.shape[2], is_causal=is_causal, window_size=window_size)
     counts.append(attention_flops(D, H, pairs, **compose_options_of(layer.options)))
     return torch.empty_like(q)
 

@@ -82,8 +82,10 @@ class ComposedParts(ComposedAttentionBase):
         nn.Module.__init__(self)
         share_parameters(self, attention)
         self._set_options(**options)
-        if self.window is not None:
-            raise ValueError(f"window={self.window}: {type(attention).__name__} has windows of its own, or none.")
+        if self.window_size is not None:
+            raise ValueError(
+                f"window_size={self.window_size}: {type(attention).__name__} has windows of its own, or none."
+            )
         if self.family.mixes_heads and self.options.num_groups > 1:
             raise ValueError(
                 f"num_groups={self.options.num_groups}: {type(attention).__name__} mixes all heads itself."

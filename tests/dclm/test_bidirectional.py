@@ -43,8 +43,8 @@ def test_tokens_see_both_ways_within_their_window(name, impl):
 def test_documents_are_as_alone(name):
     decoder = small(name, is_causal=False)
     first, second = ids(1, 9), ids(1, 14, seed=2)
-    documents = torch.tensor([[0] * 9 + [1] * 14])
-    together = decoder(torch.cat([first, second], 1), documents=documents)
+    document_ids = torch.tensor([[0] * 9 + [1] * 14])
+    together = decoder(torch.cat([first, second], 1), document_ids=document_ids)
     torch.testing.assert_close(together, torch.cat([decoder(first), decoder(second)], 1), rtol=1e-12, atol=1e-12)
 
 

@@ -159,9 +159,9 @@ def test_packed_documents_do_not_see_each_other(name, impl):
     """Each document's logits are those it has alone, and its loss has no gradient for another's tokens."""
     decoder = small(name, impl=impl)
     lengths = [[7, 1, 9], [4, 12, 1]]
-    documents = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+    document_ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
     packed_ids = ids(2, 17)
-    packed = decoder(packed_ids, documents=documents)
+    packed = decoder(packed_ids, document_ids=document_ids)
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:
@@ -171,7 +171,7 @@ def test_packed_documents_do_not_see_each_other(name, impl):
             start += length
     embedded = []
     decoder.embed.register_forward_hook(lambda module, args, out: embedded.append(out.retain_grad() or out))
-    decoder(packed_ids, documents=documents)[0, 8:].sum().backward()
+    decoder(packed_ids, document_ids=document_ids)[0, 8:].sum().backward()
     reached = embedded[0].grad.abs().sum(-1)[0] > 0
     assert reached.tolist() == [False] * 8 + [True] * 9
 
@@ -353,7 +353,7 @@ def test_input_that_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             decoder(wrong)
-    for name in ("targets", "documents"):
+    for name in ("targets", "document_ids"):
         for wrong in (ids(9, 2), ids(2, 9).int(), ids(9)):
             with pytest.raises(ValueError, match=f"{name} has shape .*; expected that of input_ids, "):
                 decoder(ids(2, 9), **{name: wrong})

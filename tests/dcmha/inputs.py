@@ -26,7 +26,7 @@ class Case:
     R: int = 2
     G: int = 1
     is_causal: bool = False
-    window: int | None = None
+    window_size: int | None = None
     mask: str | None = None
     shared: int = 1
     has_documents: bool = False
@@ -35,7 +35,7 @@ class Case:
     compositions: str = "pre+post"
 
     def __str__(self) -> str:
-        kind = ("-causal" if self.is_causal else "") + (f"-w{self.window}" if self.window else "")
+        kind = ("-causal" if self.is_causal else "") + (f"-w{self.window_size}" if self.window_size else "")
         mask = f"-{self.mask.replace(' ', '')}" if self.mask else ""
         mask += f"-shared{self.shared}" * (self.shared > 1) + "-documents" * self.has_documents
         mask += f"-dropout{self.dropout_p}" * (self.dropout_p > 0)
@@ -143,10 +143,10 @@ def run(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None 
         *(operands[name] for name in "qkv"),
         **weights,
         attn_mask=mask,
-        documents=make_documents(case) if case.has_documents else None,
+        document_ids=make_documents(case) if case.has_documents else None,
         dropout_p=case.dropout_p,
         is_causal=case.is_causal,
-        window=case.window,
+        window_size=case.window_size,
         num_groups=case.G,
         impl=impl,
     )

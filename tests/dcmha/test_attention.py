@@ -46,7 +46,7 @@ def golden_layer(index: int, impl: str) -> tuple[DCAttention, dict[str, torch.Te
         qk_norm=True,
         proj_bias=False,
         norm_layer=HeadRMSNorm,
-        window=8 if index == 0 else None,
+        window_size=8 if index == 0 else None,
         impl=impl,
     )
     order = [0, 2, 1, 3]  # published order: pre query, pre key, post query, post key; ours: side-major
@@ -111,8 +111,8 @@ def test_subclasses_set_other_defaults():
     assert QueryWise(32, 4).compose.hidden.shape == (2 * 8, 32)
     assert GroupedQueryWise(32, 4).compose.hidden.shape == (2 * 2 * 4, 32)
     assert QueryWise(32, 4, rank=2).compose.hidden.shape == (2 * 16, 32)
-    assert DCAttention.with_options(num_groups=2, window=3)(32, 4).window == 3
-    assert DCAttention(32, 4).window is None
+    assert DCAttention.with_options(num_groups=2, window_size=3)(32, 4).window_size == 3
+    assert DCAttention(32, 4).window_size is None
     with pytest.raises(ValueError, match=r"unknown options \['ranks'\]; expected rank, "):
         DCAttention.with_options(ranks=1)
     with pytest.raises(ValueError, match="rank='a' must be an integer"):
@@ -143,11 +143,11 @@ def test_groups_mean_nothing_to_plain_attention():
 
 
 def test_layers_made_with_options_can_be_pickled():
-    layer = DCAttention.with_options(rank=1).with_options(window=3)(32, 4)
+    layer = DCAttention.with_options(rank=1).with_options(window_size=3)(32, 4)
     again = pickle.loads(pickle.dumps(layer))
     x = torch.randn(1, 6, 32)
     assert torch.equal(again(x), layer(x))
-    assert again.window == 3 and type(again)(32, 4).options.rank == 1
+    assert again.window_size == 3 and type(again)(32, 4).options.rank == 1
     assert type(pickle.loads(pickle.dumps(GroupedQueryWise(32, 4)))) is GroupedQueryWise
 
 
@@ -168,7 +168,7 @@ def test_impl_is_recorded():
 def test_window_and_groups_reach_the_operator():
     torch.manual_seed(0)
     x = torch.randn(1, 12, 32)
-    layer = DCAttention(32, 4, window=3)
+    layer = DCAttention(32, 4, window_size=3)
     x2 = x.clone()
     x2[:, 0] += 1
     changed = (layer(x) - layer(x2)).abs().amax(-1)[0] > 0
@@ -181,9 +181,9 @@ def test_window_and_groups_reach_the_operator():
 class GrowingCache:
     """Keeps everything; the simplest cache the layer's protocol allows."""
 
-    def __init__(self, window=None):
+    def __init__(self, window_size=None):
         self.k = self.v = self.keys = None
-        self.window = window
+        self.window_size = window_size
 
     def update(self, k, v, pre, post):
         keys = [weights.key for weights in (pre, post)]
@@ -194,19 +194,19 @@ class GrowingCache:
                 for old, new in zip(self.keys, keys, strict=True)
             ]
         self.k, self.v, self.keys = k, v, keys
-        return CacheView(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True, self.window)
+        return CacheView(k, v, pre._replace(key=keys[0]), post._replace(key=keys[1]), None, True, self.window_size)
 
 
 @pytest.mark.parametrize("num_kv_heads", [None, 2])
-@pytest.mark.parametrize("window", [None, 4])
-def test_decoding_with_a_cache_equals_the_full_call(window, num_kv_heads):
+@pytest.mark.parametrize("window_size", [None, 4])
+def test_decoding_with_a_cache_equals_the_full_call(window_size, num_kv_heads):
     torch.manual_seed(0)
-    layer = DCAttention(32, 4, window=window, num_kv_heads=num_kv_heads).double()
+    layer = DCAttention(32, 4, window_size=window_size, num_kv_heads=num_kv_heads).double()
     with torch.no_grad():
         layer.compose.project.mul_(100)
         x = torch.randn(2, 11, 32, dtype=torch.float64)
         full = layer(x, is_causal=True)
-        cache = GrowingCache(window)
+        cache = GrowingCache(window_size)
         parts = [layer(part, is_causal=True, cache=cache) for part in x.split([5, 1, 1, 3, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-11, atol=1e-11)
 
@@ -255,20 +255,20 @@ def test_shared_keys_are_repeated_keys(impl, options):
 
 
 def test_documents_do_not_see_each_other():
-    layer = DCAttention(32, 4, window=5).double()
-    x, documents = torch.randn(2, 9, 32, dtype=torch.float64), torch.tensor([[7] * 4 + [3] * 5, [1] * 9])
-    got = layer(x, is_causal=True, documents=documents)
+    layer = DCAttention(32, 4, window_size=5).double()
+    x, document_ids = torch.randn(2, 9, 32, dtype=torch.float64), torch.tensor([[7] * 4 + [3] * 5, [1] * 9])
+    got = layer(x, is_causal=True, document_ids=document_ids)
     alone = torch.cat([layer(x[:1, :4], is_causal=True), layer(x[:1, 4:], is_causal=True)], 1)
     torch.testing.assert_close(got, torch.cat([alone, layer(x[1:], is_causal=True)]), rtol=1e-11, atol=1e-11)
-    documents[0] = 1  # in place: one document after all
-    torch.testing.assert_close(layer(x, is_causal=True, documents=documents), layer(x, is_causal=True))
+    document_ids[0] = 1  # in place: one document after all
+    torch.testing.assert_close(layer(x, is_causal=True, document_ids=document_ids), layer(x, is_causal=True))
     with pytest.raises(ValueError, match="documents are given with a cache"):
-        layer(x, documents=documents, cache=GrowingCache())
+        layer(x, document_ids=document_ids, cache=GrowingCache())
     with pytest.raises(ValueError, match="is_causal=False is given with a cache"):
         layer(x, cache=GrowingCache())
     with pytest.raises(ValueError, match="attn_mask is given with a cache"):
         layer(x, torch.ones(9, 9, dtype=torch.bool), is_causal=True, cache=GrowingCache())
-    with pytest.raises(ValueError, match="the cache is of a layer with window=None; got one with window=5"):
+    with pytest.raises(ValueError, match="the cache is of a layer with window_size=None; got one with window_size=5"):
         layer(x, is_causal=True, cache=GrowingCache())
 
 
@@ -276,9 +276,9 @@ def test_documents_do_not_see_each_other():
 def test_layers_share_one_mask_of_documents(options, monkeypatch):
     made, make = [], masking.same_document
     monkeypatch.setattr(masking, "same_document", lambda *args: made.append(make(*args)) or made[-1])
-    documents = masking.documents_of(torch.tensor([[1, 1, 2, 2, 2]]))
+    document_ids = masking.document_bounds(torch.tensor([[1, 1, 2, 2, 2]]))
     for _ in range(3):
-        DCAttention(32, 4, **options)(torch.randn(1, 5, 32), documents=documents)
+        DCAttention(32, 4, **options)(torch.randn(1, 5, 32), document_ids=document_ids)
     assert len(made) == 1
 
 
@@ -290,8 +290,8 @@ def test_mistakes_are_named():
         ({"dim": 32, "num_heads": 4, "impl": "fast"}, r"impl='fast' is unknown"),
         ({"dim": 32, "num_heads": 4, "num_kv_heads": 3}, r"num_kv_heads=3 must be a positive divisor of num_heads=4"),
         ({"dim": 32, "num_heads": 4, "num_kv_heads": 0}, r"num_kv_heads=0"),
-        ({"dim": 32, "num_heads": 4, "window": 0}, r"window=0 must be an integer, at least 1"),
-        ({"dim": 32, "num_heads": 4, "window": 2.5}, r"window=2.5 must be an integer"),
+        ({"dim": 32, "num_heads": 4, "window_size": 0}, r"window_size=0 must be an integer, at least 1"),
+        ({"dim": 32, "num_heads": 4, "window_size": 2.5}, r"window_size=2.5 must be an integer"),
         ({"dim": 32, "num_heads": 4, "ranks": 2}, r"unknown options \['ranks'\]; expected rank, "),
     ):
         with pytest.raises(ValueError, match=message):

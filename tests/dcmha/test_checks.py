@@ -18,7 +18,7 @@ from dcmha import (
 )
 from dcmha.checks import plain_number
 from dcmha.complexity import approximate_overhead, attention_flops, compose_cost, visible_pairs
-from dcmha.impl.masking import Documents, documents_of, visible_keys
+from dcmha.impl.masking import DocumentBounds, document_bounds, visible_keys
 
 Q = torch.ones(1, 4, 3, 8)
 LAYER = [
@@ -52,13 +52,13 @@ def test_layers_name_a_wrong_argument(layer, options, named):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"window": 10**30}, "window"),
+        ({"window_size": 10**30}, "window_size"),
         ({"scale": 10**400}, "scale"),
         ({"scale": math.nan}, "scale"),
         ({"scale": -math.inf}, "scale"),
         ({"scale": True}, "scale"),
-        ({"documents": torch.zeros(1, 3, dtype=torch.bool)}, "documents"),
-        ({"documents": torch.zeros(1, 3, dtype=torch.complex64)}, "documents"),
+        ({"document_ids": torch.zeros(1, 3, dtype=torch.bool)}, "document_ids"),
+        ({"document_ids": torch.zeros(1, 3, dtype=torch.complex64)}, "document_ids"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
@@ -122,8 +122,8 @@ def test_rotation_of_other_sizes_is_refused():
     [
         lambda: visible_pairs(-1, 3),
         lambda: visible_pairs("3", 3),
-        lambda: visible_pairs(3, 3, window=0),
-        lambda: visible_pairs(3, 3, window=1.5),
+        lambda: visible_pairs(3, 3, window_size=0),
+        lambda: visible_pairs(3, 3, window_size=1.5),
         lambda: compose_cost(-32, 4, 3, 3),
         lambda: attention_flops(8, 4, "x"),
         lambda: approximate_overhead(0, 2, 1),
@@ -151,11 +151,11 @@ def test_wrong_counts_are_refused(call):
 @pytest.mark.parametrize("T", [0, 1, 5, 9])
 @pytest.mark.parametrize("S", [1, 5, 8])
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 3, 20])
-def test_visible_pairs_are_those_of_the_mask(T, S, is_causal, window):
-    mask = visible_keys(T, S, is_causal=is_causal, window=window, device="cpu", query_offset=S - T)
+@pytest.mark.parametrize("window_size", [None, 1, 3, 20])
+def test_visible_pairs_are_those_of_the_mask(T, S, is_causal, window_size):
+    mask = visible_keys(T, S, is_causal=is_causal, window_size=window_size, device="cpu", query_offset=S - T)
     expected = T * S if mask is None else int(mask.sum())
-    assert visible_pairs(T, S, is_causal=is_causal, window=window) == expected
+    assert visible_pairs(T, S, is_causal=is_causal, window_size=window_size) == expected
 
 
 def test_visible_pairs_of_any_size_are_counted_at_once():
@@ -185,13 +185,13 @@ def test_numbers_of_other_libraries_become_plain_ones():
 
 
 def test_bounds_of_documents_are_checked_and_made_dense():
-    starts, stops = documents_of(torch.tensor([[1, 1, 2], [4, 4, 4]]))
-    loose = Documents(starts.long().t().contiguous().t(), torch.stack([stops, stops], 2).long()[..., 0])
-    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in documents_of(loose))
-    q, bad = torch.randn(2, 2, 3, 4), Documents(starts, stops[:1])
-    expected = composed_attention(q, q, q, documents=Documents(starts, stops), impl="compiled")
-    torch.testing.assert_close(composed_attention(q, q, q, documents=loose, impl="compiled"), expected)
+    starts, stops = document_bounds(torch.tensor([[1, 1, 2], [4, 4, 4]]))
+    loose = DocumentBounds(starts.long().t().contiguous().t(), torch.stack([stops, stops], 2).long()[..., 0])
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in document_bounds(loose))
+    q, bad = torch.randn(2, 2, 3, 4), DocumentBounds(starts, stops[:1])
+    expected = composed_attention(q, q, q, document_ids=DocumentBounds(starts, stops), impl="compiled")
+    torch.testing.assert_close(composed_attention(q, q, q, document_ids=loose, impl="compiled"), expected)
     with pytest.raises(ValueError, match=r"documents.stops is torch.int32 \[1, 3\]"):
-        composed_attention(q, q, q, documents=bad)
+        composed_attention(q, q, q, document_ids=bad)
     with pytest.raises(TypeError, match="documents.stops is NoneType; expected a tensor"):
-        composed_attention(q, q, q, documents=Documents(starts, None))
+        composed_attention(q, q, q, document_ids=DocumentBounds(starts, None))

@@ -88,7 +88,7 @@ def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
     [
         CASE,
         replace(CASE, mask="float-inf", shared=2, is_causal=False),
-        replace(CASE, mask="bias 1HTS", window=9, compositions="post"),
+        replace(CASE, mask="bias 1HTS", window_size=9, compositions="post"),
         replace(CASE, has_documents=True, dropout_p=0.3, branches="qkg"),
         replace(CASE, T=50, S=41, compositions="pre"),
     ],
@@ -104,7 +104,7 @@ def test_all_kinds_of_calls_compile(case):
     [
         CASE,
         replace(CASE, mask="bias 1HTS", has_documents=True, dropout_p=0.2, shared=2),
-        replace(CASE, T=25, window=9, branches="qg", is_causal=False),
+        replace(CASE, T=25, window_size=9, branches="qg", is_causal=False),
     ],
     ids=str,
 )
@@ -120,10 +120,10 @@ def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
     seed = torch.tensor([5, 7])
     monkeypatch.setattr(compiled, "draw_seed", lambda device: seed)
     monkeypatch.setattr("dcmha.impl.reference.draw_seed", lambda device: seed)
-    documents = make_documents(case) if case.has_documents else None
+    document_ids = make_documents(case) if case.has_documents else None
     backend = aot_autograd(fw_compiler=count, bw_compiler=count)
-    function = torch.compile(lambda x: call(case, x, "compiled", documents), backend=backend, fullgraph=True)
-    expected, got = call(case, operands, "reference", documents), function(operands)
+    function = torch.compile(lambda x: call(case, x, "compiled", document_ids), backend=backend, fullgraph=True)
+    expected, got = call(case, operands, "reference", document_ids), function(operands)
     assert relative_error(got, expected) < 1e-12
     gradients = [torch.autograd.grad(y.sin().sum(), list(operands.values())) for y in (expected, got)]
     for name, right, found in zip(operands, *gradients, strict=True):
@@ -145,16 +145,16 @@ def test_gradients_of_blocks_compile(monkeypatch):
         assert relative_error(wrong, right) < 1e-12, name
 
 
-def call(case: Case, operands: dict[str, torch.Tensor], impl: str, documents: torch.Tensor | None) -> torch.Tensor:
+def call(case: Case, operands: dict[str, torch.Tensor], impl: str, document_ids: torch.Tensor | None) -> torch.Tensor:
     """Call the operator, without a generator of random numbers: a compiler cannot trace that."""
     weights = {c: weights_of(operands, c) if c in case.compositions else None for c in ("pre", "post")}
     return composed_attention(
         *(operands[name] for name in "qkv"),
         **weights,
         attn_mask=operands.get("mask"),
-        documents=documents,
+        document_ids=document_ids,
         dropout_p=case.dropout_p,
         is_causal=case.is_causal,
-        window=case.window,
+        window_size=case.window_size,
         impl=impl,
     )

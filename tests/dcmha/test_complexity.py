@@ -47,10 +47,12 @@ def test_counts_equal_torchs_counter(C, H, T, options):
 @pytest.mark.parametrize(("T", "S"), [(7, 7), (1, 9), (5, 9), (9, 5)])
 @pytest.mark.parametrize("kind", [(False, None), (True, None), (True, 3), (False, 3), (True, 100), (False, 100)])
 def test_visible_pairs(T, S, kind):
-    is_causal, window = kind
-    mask = visible_keys(T, S, is_causal=is_causal, window=window, device=torch.device("cpu"), query_offset=S - T)
+    is_causal, window_size = kind
+    mask = visible_keys(
+        T, S, is_causal=is_causal, window_size=window_size, device=torch.device("cpu"), query_offset=S - T
+    )
     expected = T * S if mask is None else int(mask.sum())
-    assert visible_pairs(T, S, is_causal=is_causal, window=window) == expected
+    assert visible_pairs(T, S, is_causal=is_causal, window_size=window_size) == expected
 
 
 def test_published_dynamic_parameter_totals():

@@ -130,7 +130,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; expected \[B, tokens, 24\]"):
         layer.precompute_kv(x)
     with pytest.raises(ValueError, match=r"unknown options \['window'\]; expected rank, "):
-        make(window=3)
+        make(window_size=3)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):
         DCCrossAttention(30, 4)
     for name in ("context_dim", "attn_head_dim", "dim_out"):

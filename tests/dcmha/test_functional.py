@@ -50,7 +50,7 @@ def loop_attention(q, k, v, pre, post, case, mask=None):
             for j in range(S):
                 distance = position - j
                 hidden = case.is_causal and distance < 0
-                hidden |= case.window is not None and abs(distance) >= case.window
+                hidden |= case.window_size is not None and abs(distance) >= case.window_size
                 hidden |= mask is not None and not mask[b, 0, i, j]
                 if not hidden:
                     a = (q[b, :, i] * k[b, :, j]).sum(-1) / D**0.5
@@ -66,8 +66,8 @@ def loop_attention(q, k, v, pre, post, case, mask=None):
 LOOP_CASES = [
     Case(T=5, S=5, H=4, D=3),
     Case(T=4, S=6, H=4, D=3, G=2, is_causal=True),
-    Case(T=6, S=4, H=4, D=3, is_causal=True, window=2),
-    Case(T=5, S=5, H=3, D=3, R=1, window=2, mask="bool"),
+    Case(T=6, S=4, H=4, D=3, is_causal=True, window_size=2),
+    Case(T=5, S=5, H=3, D=3, R=1, window_size=2, mask="bool"),
 ]
 
 
@@ -88,11 +88,11 @@ GRID = [
     Case(T=63, S=63, H=3, is_causal=True),
     Case(T=300, S=300, H=4, D=8, B=1),
     Case(T=300, S=300, H=4, D=8, B=1, is_causal=True),
-    Case(T=300, S=300, H=4, D=8, B=1, is_causal=True, window=40),
-    Case(T=300, S=300, H=4, D=8, B=1, window=7),
+    Case(T=300, S=300, H=4, D=8, B=1, is_causal=True, window_size=40),
+    Case(T=300, S=300, H=4, D=8, B=1, window_size=7),
     Case(T=300, S=260, H=4, D=8, B=1, is_causal=True),
-    Case(T=260, S=300, H=4, D=8, B=1, is_causal=True, window=150, mask="bool"),
-    Case(T=400, S=40, H=4, D=8, B=1, is_causal=True, window=5),
+    Case(T=260, S=300, H=4, D=8, B=1, is_causal=True, window_size=150, mask="bool"),
+    Case(T=400, S=40, H=4, D=8, B=1, is_causal=True, window_size=5),
     Case(T=270, S=270, H=4, D=8, mask="bool"),
     Case(T=270, S=30, H=4, D=8, mask="float"),
     Case(T=33, S=50, mask="float-inf", is_causal=True),
@@ -119,7 +119,7 @@ def test_implementations_equal_the_reference(case, impl):
         assert relative_error(got[name], value) < tolerance(impl), name
 
 
-CHUNKS = Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window=30)
+CHUNKS = Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window_size=30)
 
 
 @pytest.mark.parametrize("case", [Case(T=20, S=20, mask="bool"), pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=str)
@@ -220,7 +220,7 @@ def test_gradcheck(impl):
 
 @pytest.mark.parametrize("impl", EXACT)
 def test_gradcheck_of_a_bias(impl):
-    case = Case(B=1, T=5, S=5, H=2, D=2, R=1, is_causal=True, window=3, mask="float")
+    case = Case(B=1, T=5, S=5, H=2, D=2, R=1, is_causal=True, window_size=3, mask="float")
     operands, mask = make_operands(case), make_mask(case)
 
     def call(bias: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
@@ -394,7 +394,7 @@ MISTAKES = {
     "kv": ({"v": Q[:, :, :3]}, r"k and v must have one shape .* \[2, 4, 5, 8\] and \[2, 4, 3, 8\]"),
     "heads": ({"q": Q[:, :2]}, r"q and k must agree in B and D, .*; got q \[2, 2, 5, 8\]"),
     "dtype": ({"q": Q.double()}, r"q, k and v must have one dtype and device; got q torch.float64 on cpu"),
-    "window": ({"window": 0}, r"window=0 must be an integer, at least 1"),
+    "window_size": ({"window_size": 0}, r"window_size=0 must be an integer, at least 1"),
     "dropout": ({"dropout_p": 1.0}, r"dropout_p=1.0 must be in \[0, 1\)"),
     "groups": ({"num_groups": 3}, r"num_groups=3 must be a positive divisor of the 4 heads of q"),
     "impl": ({"impl": "flash"}, r"impl='flash' is unknown; expected 'auto', 'reference', 'compiled', 'cpu', 'triton'"),

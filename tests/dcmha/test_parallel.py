@@ -12,7 +12,7 @@ from .inputs import relative_error
 
 LAYERS = {
     "plain": {"pre_compose": False, "post_compose": False},
-    "groups": {"num_groups": 4, "window": 3},
+    "groups": {"num_groups": 4, "window_size": 3},
     "shared keys": {"num_groups": 4, "num_kv_heads": 4},
     "all": {"num_groups": 4, "static_base": True, "qk_norm": True, "norm_layer": nn.LayerNorm, "gated": True},
     "query alone": {"num_groups": 8, "key_wise": False, "post_compose": False, "rank": 1},

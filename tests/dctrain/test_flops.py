@@ -27,7 +27,7 @@ def test_what_causality_and_windows_hide_is_not_counted():
     dense = dclm.decoder_config("dcformer_pp_debug", **overrides | {"impl": "reference"})
     with FlopCounterMode(display=False) as counter:
         dclm.Decoder(dense, device="meta")(example)
-    pairs = [visible_pairs(16, 16, is_causal=True, window=window) for window in (4, None)]
+    pairs = [visible_pairs(16, 16, is_causal=True, window_size=window_size) for window_size in (4, None)]
     assert pairs == [58, 136]
     hidden = attention_flops(config.dim // config.num_heads, config.num_heads, 2 * 16 * 16 - sum(pairs))
     assert counted == counter.get_total_flops() - hidden

@@ -299,7 +299,11 @@ def test_names_that_cannot_be_swapped():
         (lambda: timm.create_model("xcit_nano_12_p16_224"), {}, "XCA is channel attention"),
         (lambda: timm.create_model("convit_tiny"), {}, "GPSA is gated positional attention"),
         (lambda: timm.create_model("mobilevitv2_050"), {}, "LinearSelfAttention is linear attention"),
-        (lambda: make_model("pvt_v2_b0"), {"window": 3}, "window=3: Attention has windows of its own, or none"),
+        (
+            lambda: make_model("pvt_v2_b0"),
+            {"window_size": 3},
+            "window_size=3: Attention has windows of its own, or none",
+        ),
         (
             lambda: make_model("cait_xxs24_224"),
             {"num_groups": 2},

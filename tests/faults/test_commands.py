@@ -52,7 +52,7 @@ FIT_IMAGES = [
     ("--model.weight_decay=.inf", "weight_decay=inf must not be negative, and be finite"),
     ("--model.mixup_alpha=.inf", "mixup_alpha=inf not negative, and finite"),
     ("--model.model_kwargs={impl: triton}", "model: impl='triton' cannot run: it "),
-    ("--model.model_kwargs={window: 2.5}", "window=2.5 must be an integer"),
+    ("--model.model_kwargs={window_size: 2.5}", "window_size=2.5 must be an integer"),
     (
         "--model.model_kwargs={class_token: true}",
         "class_token=True: dcvit_* and mhavit_* models have class_token=False",

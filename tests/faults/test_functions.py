@@ -40,21 +40,21 @@ IDS = torch.arange(12).view(2, 6)
 @pytest.mark.parametrize("weights", [GATE, None], ids=["composed", "plain"])
 def test_documents_written_behind_torch_are_read_anew(q, weights):
     numbers = np.zeros((2, 6), np.int64)
-    documents = torch.from_numpy(numbers)
-    composed_attention(q, q, q, weights, documents=documents)
+    document_ids = torch.from_numpy(numbers)
+    composed_attention(q, q, q, weights, document_ids=document_ids)
     numbers[:, 3:] = 1  # which torch does not see
-    got = composed_attention(q, q, q, weights, documents=documents)
-    torch.testing.assert_close(got, composed_attention(q, q, q, weights, documents=documents.clone()))
+    got = composed_attention(q, q, q, weights, document_ids=document_ids)
+    torch.testing.assert_close(got, composed_attention(q, q, q, weights, document_ids=document_ids.clone()))
 
 
 def test_documents_under_vmap(q):
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
-    def one(q, documents):
-        return composed_attention(q[None], q[None], q[None], None, documents=documents[None], impl="reference")[0]
+    def one(q, document_ids):
+        return composed_attention(q[None], q[None], q[None], None, document_ids=document_ids[None], impl="reference")[0]
 
-    expected = composed_attention(q, q, q, documents=documents, impl="reference")
-    torch.testing.assert_close(torch.vmap(one)(q, documents), expected)
+    expected = composed_attention(q, q, q, document_ids=document_ids, impl="reference")
+    torch.testing.assert_close(torch.vmap(one)(q, document_ids), expected)
 
 
 @pytest.mark.parametrize("impl", ["cpu", "compiled", "reference"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from dcmha import ComposeWeights, SideWeights, composed_attention
 
 B, H, T, S, D, R = 2, 4, 5, 6, 8, 2
-OPTIONS = ("is_causal", "window", "scale", "dropout_p", "num_groups")
+OPTIONS = ("is_causal", "window_size", "scale", "dropout_p", "num_groups")
 WRONG_VALUES = (-1, 3, 2.5, "x", [1], {}, torch.tensor([1, 2]))
 
 
@@ -72,7 +72,7 @@ def test_a_damaged_tensor_is_named(name, impl):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_wrong_option_is_named(option):
     for value in WRONG_VALUES:
-        if option == "scale" and isinstance(value, int | float) or option == "window" and value is WRONG_VALUES[1]:
+        if option == "scale" and isinstance(value, int | float) or option == "window_size" and value is WRONG_VALUES[1]:
             continue
         with pytest.raises((ValueError, TypeError), match=rf"{option}="):
             call(good_arguments() | {option: value}, "auto")

@@ -1,9 +1,9 @@
-"""Composed attention whose memory grows with chunk x S, in the backward pass too: each chunk is computed again.
+"""Composed attention in chunks of queries: memory grows with chunk x S, as the backward pass recomputes each chunk.
 
-Chunks of queries, whose composition is broadcasts with sums over the heads: `torch.compile` fuses them into few kernels
-(`blocks.py`). It runs on any device; on CUDA its chunks are compiled, elsewhere if the caller compiles, to whom a call
-of many chunks is one opaque operator (`custom_op.py`). Everything is computed in
-float32 (float64 for float64 inputs).
+The composition of a chunk consists of broadcasts and sums over the heads, which `torch.compile` fuses into few kernels
+(`blocks.py`). It runs on any device. On CUDA the chunks are compiled; elsewhere only if the caller compiles. To a
+compiler, a call with several chunks is one custom operator (`custom_op.py`). Computations are in float32 (float64 for
+float64 inputs).
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
@@ -32,7 +32,7 @@ def attention(call: AttentionCall) -> Tensor:
     blocks = list_blocks(call, seed)
     if len(blocks) == 1:
         return attend_here(blocks[0])
-    if not torch.is_grad_enabled() or is_transformed():  # transforms know no recomputing
+    if not torch.is_grad_enabled() or is_transformed():  # torch.func transforms do not support recomputation
         return torch.cat([attend_here(block) for block in blocks], dim=2)
     recomputed = partial(checkpoint, attend_here, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([recomputed(block) for block in blocks], dim=2)

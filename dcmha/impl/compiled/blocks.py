@@ -1,8 +1,8 @@
-"""One block of queries with the keys it may see, and its compilation.
+"""One block of queries with its visible keys, and its compilation.
 
-Compiled kernels index fastest where sizes are constants, so that only the number of keys, which differs from block to
-block, is left open. Each shape of a call is compiled for itself, up to `STATIC_SHAPES`; what comes after shares a graph
-in which all sizes are open. Nothing ever runs uncompiled unseen.
+Compiled kernels are fastest with constant sizes, so only the number of keys, which differs between blocks, is dynamic.
+Each shape of a call is compiled separately, up to `STATIC_SHAPES`; later shapes share a graph with dynamic sizes. There
+is no silent fallback to uncompiled code.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
@@ -21,28 +21,28 @@ from ..masking import masked_softmax
 
 BACKEND = "inductor"
 STATIC_SHAPES = 16
-GRAPHS = 1024  # that torch keeps of one function, at most: more than there are shapes and kinds of calls
-WIDE_GROUP = 16  # heads composed together from which on what is summed is worth more registers
+GRAPHS = 1024  # maximum graphs per function in torch: more than there are shapes and kinds of calls
+WIDE_GROUP = 16  # heads per group from which sums deserve more registers
 WIDE_OPTIONS = {"realize_reads_threshold": 64, "realize_opcount_threshold": 2000, "realize_acc_reads_threshold": 64}
 
 
 class QueryBlock(NamedTuple):
-    """Queries of a call and the keys they may see: as `AttentionCall`, without what is sliced away.
+    """A block of queries of an `AttentionCall` and their visible keys.
 
     Attributes:
         q: Queries [B, H, T, D].
         k: Keys [B, H / g, S, D].
-        v: Values, likewise.
+        v: Values, same shape.
         pre: Composition of the scores, or None.
         post: Composition of the weights, or None.
         visible: Boolean, broadcastable to [B, H, T, S]: False hides a key; or None.
-        bias: Added to the composed scores, likewise; or None.
+        bias: Added to the composed scores, broadcastable likewise; or None.
         scale: Factor on q k^T.
-        num_groups: Groups of heads.
-        has_open_keys: Whether blocks like it differ in the number of keys: one of several, or of a cache's keys.
-        may_be_empty: Whether a query may see no key.
+        num_groups: Head groups.
+        has_open_keys: Whether the number of keys varies between such blocks: one of several blocks, or keys of a cache.
+        may_be_empty: Whether a query may have no visible key.
         dropout_p: Probability of dropping a composed weight.
-        seed: Of dropout, and the first query and key [4], int64; or None.
+        seed: Dropout seed with the first query and key [4], int64; or None.
     """
 
     q: Tensor
@@ -61,7 +61,7 @@ class QueryBlock(NamedTuple):
 
 
 def attend(block: QueryBlock) -> Tensor:
-    """Attend from a block of queries to its keys: [B, H, T, D]."""
+    """Compute the attention output of a block: [B, H, T, D]."""
     dtype = compute_dtype(block.q.dtype)
     (B, H, T, D), (_, key_heads, S, _) = block.q.shape, block.k.shape
     queries = block.q.reshape(B, key_heads, H // key_heads * T, D)  # heads that share keys are rows of one product
@@ -81,7 +81,7 @@ def attend(block: QueryBlock) -> Tensor:
 
 
 def gradients(block: QueryBlock, d_out: Tensor) -> list[Tensor]:
-    """Compute the gradients of a block's tensors, of those there are in the order of `tensors_of`."""
+    """Compute the gradients of a block's tensors, in the order of `tensors_of` without those that are None."""
     given = [x for x in tensors_of(block) if x is not None]
 
     def of_given(*tensors: Tensor) -> Tensor:
@@ -93,37 +93,37 @@ def gradients(block: QueryBlock, d_out: Tensor) -> list[Tensor]:
 
 
 def tensors_of(call: AttentionCall | QueryBlock) -> list[Tensor | None]:
-    """List the tensors that have gradients, of a call or a block: q, k, v, both compositions' weights, the bias."""
+    """Return the differentiable tensors of a call or block: q, k, v, the weights of both compositions, the bias."""
     weights = [w for composition in (call.pre, call.post) for w in flat_weights(composition)]
     return [call.q, call.k, call.v, *weights, call.bias]
 
 
 def flat_weights(weights: ComposeWeights | None) -> list[Tensor | None]:
-    """List down, up and gate of the query, of the key, and the base."""
+    """Return down, up and gate of the query side, of the key side, and the base."""
     return [None] * 7 if weights is None else [*weights.query, *weights.key, weights.base]
 
 
 def weights_from(flat: list[Tensor | None]) -> ComposeWeights | None:
-    """Put what `flat_weights` lists together again."""
+    """Inverse of `flat_weights`."""
     if all(w is None for w in flat):
         return None
     return ComposeWeights(SideWeights(*flat[:3]), SideWeights(*flat[3:6]), flat[6])
 
 
 def with_tensors(call: AttentionCall | QueryBlock, tensors: Sequence[Tensor | None]) -> AttentionCall | QueryBlock:
-    """Put others in the place of those that `tensors_of` lists."""
+    """Replace the tensors returned by `tensors_of`."""
     q, k, v, *weights, bias = tensors
     pre, post = weights_from(weights[:7]), weights_from(weights[7:])
     return call._replace(q=q, k=k, v=v, pre=pre, post=post, bias=bias)
 
 
 def attend_compiled(block: QueryBlock) -> Tensor:
-    """Do what `attend` does by a compiled graph."""
+    """Compiled `attend`."""
     return _run_compiled("attend", block)
 
 
 def gradients_compiled(block: QueryBlock, d_out: Tensor) -> list[Tensor]:
-    """Do what `gradients` does by a compiled graph."""
+    """Compiled `gradients`."""
     return _run_compiled("gradients", block, d_out)
 
 
@@ -145,7 +145,7 @@ _static_shapes: set[tuple] = set()
 
 
 def _open_keys(block: QueryBlock) -> None:
-    """Leave the number of keys open."""
+    """Mark the number of keys as dynamic."""
     S = block.k.shape[2]
     weights = [w for composition in (block.pre, block.post) if composition is not None for w in composition.key]
     places = [(block.k, 2), (block.v, 2), *((w, 1) for w in weights if w is not None)]
@@ -157,7 +157,7 @@ def _open_keys(block: QueryBlock) -> None:
 
 @cache
 def _compiled(name: str, is_open: bool, is_wide: bool) -> Callable:
-    """Compile a function of this module once per process; torch keeps the graphs of different functions apart."""
+    """Compile a function of this module once per process; torch limits the number of graphs per function."""
     return torch.compile(
         _FUNCTIONS[name, is_open],
         backend=BACKEND,

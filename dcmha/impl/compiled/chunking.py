@@ -1,4 +1,4 @@
-"""How a call is cut into blocks of queries, each with the keys that it may see."""
+"""Splitting a call into blocks of queries with their visible keys."""
 
 # B batch, T query tokens, S key tokens, H heads
 
@@ -15,12 +15,12 @@ CHUNK = 128
 
 
 def is_one_block(call: AttentionCall) -> bool:
-    """Tell whether a call is not cut."""
+    """Whether a call is computed as one block."""
     return call.q.shape[-2] <= WHOLE_LENGTH
 
 
 def list_blocks(call: AttentionCall, seed: Tensor | None) -> list[QueryBlock]:
-    """Cut a call into blocks of queries."""
+    """Split a call into blocks of queries."""
     T = call.q.shape[-2]
     if is_one_block(call):
         return [_block(call, seed, 0, T)]
@@ -28,22 +28,22 @@ def list_blocks(call: AttentionCall, seed: Tensor | None) -> list[QueryBlock]:
 
 
 def _block(call: AttentionCall, seed: Tensor | None, start: int, stop: int) -> QueryBlock:
-    """Cut a call to the queries [start, stop) and the keys they may see, its masks made one."""
+    """Slice a call to the queries [start, stop) and their visible keys, and combine its masks."""
     T, S = call.q.shape[-2], call.k.shape[-2]
-    first, last = key_range(start, stop, T, S, call.is_causal, call.window)
+    first, last = key_range(start, stop, T, S, call.is_causal, call.window_size)
     queries, keys = slice(start, stop), slice(first, last)
     by_position = visible_keys(
         stop - start,
         last - first,
         is_causal=call.is_causal,
-        window=call.window,
+        window_size=call.window_size,
         device=call.q.device,
         query_offset=start + S - T,
         key_offset=first,
     )
     visible = both_visible(by_position, _slice_mask(call.visible, queries, keys))
-    if call.documents is not None:
-        visible = both_visible(visible, same_document(call.documents, queries, keys, T))
+    if call.document_ids is not None:
+        visible = both_visible(visible, same_document(call.document_ids, queries, keys, T))
     return QueryBlock(
         q=call.q[:, :, queries],
         k=call.k[:, :, keys],
@@ -62,7 +62,7 @@ def _block(call: AttentionCall, seed: Tensor | None, start: int, stop: int) -> Q
 
 
 def _slice_weights(weights: ComposeWeights | None, queries: slice, keys: slice) -> ComposeWeights | None:
-    """Take the weights of a chunk's tokens."""
+    """Slice compose weights to the tokens of a chunk."""
     if weights is None:
         return None
     query, key = weights.query.map(lambda w: w[:, queries]), weights.key.map(lambda w: w[:, keys])

@@ -1,6 +1,6 @@
-"""A call of many blocks as one operator of torch: a compiler that traced them would unroll them all.
+"""A call with many blocks as one custom operator, because a compiler would unroll the loop over blocks.
 
-Its backward pass computes each block again, and takes the gradient of that.
+The backward pass recomputes each block.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, compute_dtype, refuse_derivative
-from ..masking import Documents
+from ..masking import DocumentBounds
 from .blocks import attend, attend_compiled, gradients, gradients_compiled, tensors_of, weights_from, with_tensors
 from .chunking import list_blocks
 
 PARTS = tuple(f"{side}_{part}" for side in ("query", "key") for part in ("down", "up", "gate")) + ("base",)
-TENSORS = ("q", "k", "v", *(f"{c}_{part}" for c in ("pre", "post") for part in PARTS), "bias")  # that take gradients
+TENSORS = ("q", "k", "v", *(f"{c}_{part}" for c in ("pre", "post") for part in PARTS), "bias")  # differentiable
 OTHERS = ("visible", "starts", "stops", "seed")
 OPERANDS = ", ".join(f"Tensor{'?' * (name not in 'qkv')} {name}" for name in (*TENSORS, *OTHERS))
 OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt num_groups"
@@ -22,8 +22,8 @@ NUM_OPTIONS = 5
 
 
 def opaque_attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
-    """Compute composed attention, of a call that a compiler traces: [B, H, T, D]."""
-    starts, stops = (None, None) if call.documents is None else call.documents
+    """Compute composed attention of a call that is being compiled: [B, H, T, D]."""
+    starts, stops = (None, None) if call.document_ids is None else call.document_ids
     return _attend(
         *tensors_of(call),
         call.visible,
@@ -31,7 +31,7 @@ def opaque_attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
         stops,
         seed,
         call.is_causal,
-        call.window or 0,
+        call.window_size or 0,
         call.scale,
         call.dropout_p,
         call.num_groups,
@@ -39,13 +39,13 @@ def opaque_attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
 
 
 def _call(arguments: tuple) -> tuple[AttentionCall, Tensor | None]:
-    """Put an operator's arguments together again: a call, and the seed of dropout."""
-    *tensors, is_causal, window, scale, dropout_p, num_groups = arguments
+    """Reconstruct the call and the dropout seed from the operator's arguments."""
+    *tensors, is_causal, window_size, scale, dropout_p, num_groups = arguments
     q, k, v, *weights, bias, visible, starts, stops, seed = tensors
     pre, post = weights_from(weights[: len(PARTS)]), weights_from(weights[len(PARTS) :])
-    documents = None if starts is None else Documents(starts, stops)
-    options = (is_causal, window or None, scale, dropout_p, num_groups)
-    return AttentionCall(q, k, v, pre, post, visible, bias, documents, *options), seed
+    document_ids = None if starts is None else DocumentBounds(starts, stops)
+    options = (is_causal, window_size or None, scale, dropout_p, num_groups)
+    return AttentionCall(q, k, v, pre, post, visible, bias, document_ids, *options), seed
 
 
 def attend_blocks(call: AttentionCall, seed: Tensor | None) -> Tensor:
@@ -58,7 +58,7 @@ def gradients_of_blocks(d_out: Tensor, call: AttentionCall, seed: Tensor | None)
     """Compute the gradients of a call's tensors, those of `tensors_of`, block by block."""
     tensors = tensors_of(call)
     sums = [None if x is None else torch.zeros_like(x, dtype=compute_dtype(x.dtype)) for x in tensors]
-    places = list_blocks(with_tensors(call, sums), seed)  # the same slices of them
+    places = list_blocks(with_tensors(call, sums), seed)  # the corresponding slices of the gradients
     start = 0
     for block, place in zip(list_blocks(call, seed), places, strict=True):
         stop = start + block.q.shape[2]
@@ -86,7 +86,7 @@ def _(q, *rest):
     schema=f"(Tensor d_out, {OPERANDS}, {OPTIONS}) -> Tensor[]",
 )
 def _attend_backward(d_out, *arguments):
-    """Compute the gradients of all tensors but masks, indices and seeds; empty ones for those that there are not."""
+    """Compute the gradients of all tensors except masks, indices and seeds; an empty tensor for those that are None."""
     found = gradients_of_blocks(d_out, *_call(arguments))
     return [d_out.new_empty(0) if grad is None else grad for grad in found]
 

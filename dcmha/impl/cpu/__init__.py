@@ -1,7 +1,7 @@
-"""Composed attention on a CPU: one pass of C++ over blocks of queries, forward and backward.
+"""Composed attention on CPUs: C++ that processes blocks of queries in one pass, forward and backward.
 
-Scores and weights of a block stay in a core's cache; nothing of size T x S is kept. float32 inside. `library.py`
-compiles the source for the machine at hand, `op.py` is the operator of torch. Imported only when chosen.
+Scores and weights of a block stay in a core's cache; nothing of size T x S is stored. Computations are in float32.
+`library.py` compiles the source for the local processor, `op.py` defines the PyTorch operator. Imported on first use.
 """
 
 import torch
@@ -15,13 +15,13 @@ from .op import ComposedAttention, composed
 
 
 def attention(call: AttentionCall) -> Tensor:
-    """Compute composed attention, of a call that `why_not_cpu` lets pass: [B, H, T, D]."""
+    """Compute composed attention of a call that "cpu" supports (`why_not_cpu`): [B, H, T, D]."""
     weights = [*_weights(call.pre), *_weights(call.post)]
     visible = call.visible
-    if call.documents is not None:
-        visible = both_visible(visible, mask_of_documents(call.documents, call.q.shape[2]))
+    if call.document_ids is not None:
+        visible = both_visible(visible, mask_of_documents(call.document_ids, call.q.shape[2]))
     bias, visible = (m if m is None else m[(None,) * (4 - m.dim())] for m in (call.bias, visible))
-    options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
+    options = (call.is_causal, call.window_size or 0, call.scale, call.num_groups)
     operator = composed if torch.compiler.is_compiling() else ComposedAttention.apply
     return operator(call.q, call.k, call.v, *weights, bias, visible, *options)[0]
 

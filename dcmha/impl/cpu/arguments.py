@@ -1,4 +1,4 @@
-"""What the C++ takes: addresses, strides and sizes of tensors, as the bytes of the structures in `attention.cpp`."""
+"""Arguments of the C++ functions: addresses, strides and sizes of tensors, as structures of `attention.cpp`."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, G head groups
 
@@ -9,32 +9,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WEIGHTS = 7  # of a composition: down, up and gate of the query, of the key, and the base
+WEIGHTS = 7  # tensors per composition: down, up and gate of the query side, of the key side, and the base
 KEY_WEIGHTS = range(3, 6)
 BASE = 6
-SHARED_KEYS = 128  # at least, of a share
+SHARED_KEYS = 128  # minimum keys per share
 FORWARD = struct.Struct("=13qd16q2q64q8q")
 BACKWARD = struct.Struct("=16q64q5q")
-Weights = Sequence[Tensor | None]  # of both compositions
+Weights = Sequence[Tensor | None]  # weights of both compositions
 
 
 class CallOptions(NamedTuple):
-    """Options of a call; window 0 is none."""
+    """Options of a call; window 0 means none."""
 
     is_causal: bool
-    window: int
+    window_size: int
     scale: float
     num_groups: int
 
 
 class WorkSplit(NamedTuple):
-    """How the work is shared between threads.
+    """Distribution of the work over threads.
 
     Attributes:
-        threads: How many.
-        parts: Shares of the queries of one row of the batch.
-        slots: What is worked through by one thread after the other, so that it may have one sum.
-        shares: Shares of the keys of one row of the batch, where its queries are not cut.
+        threads: Number of threads.
+        parts: Parts that the queries of one batch row are divided into.
+        slots: Work items that one thread processes sequentially and that can therefore share one sum.
+        shares: Parts that the keys of one batch row are divided into, if its queries are not.
     """
 
     threads: int
@@ -44,12 +44,12 @@ class WorkSplit(NamedTuple):
 
 
 def share(B: int, num_blocks: int, has_sums: bool) -> WorkSplit:
-    """Share a call of B rows, each of some blocks of queries, so that all threads are busy to the end.
+    """Distribute a call of B rows, each with several blocks of queries, evenly over the threads.
 
     Args:
-        B: Rows of the batch.
-        num_blocks: Blocks that a row's queries are cut into.
-        has_sums: Whether every part has sums of its own, of the size of the keys: then few parts.
+        B: Batch rows.
+        num_blocks: Blocks of queries per row.
+        has_sums: Whether each part needs its own sums of the size of the keys; then there are few parts.
     """
     threads = torch.get_num_threads()
     wanted = threads if has_sums and B == 1 else 4 * threads
@@ -59,29 +59,29 @@ def share(B: int, num_blocks: int, has_sums: bool) -> WorkSplit:
 
 
 def share_keys(B: int, num_blocks: int, S: int) -> WorkSplit:
-    """Share a forward call of B rows: their queries, or keys where those are one block and threads would be idle."""
+    """Distribute a forward call of B rows by queries, or by keys if queries are one block and threads would be idle."""
     split = share(B, num_blocks, has_sums=False)
     shares = min(split.threads // max(B, 1), S // SHARED_KEYS) if num_blocks == 1 else 1
     return split._replace(shares=shares) if shares > 1 else split
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """Widen to float32, with no gaps in the last axis."""
+    """Convert to float32 with a contiguous last axis."""
     if x is None:
         return None
-    if x.is_neg() or torch._is_zerotensor(x):  # whose memory does not hold the numbers
+    if x.is_neg() or torch._is_zerotensor(x):  # their memory does not contain the values
         x = x.clone()
     x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def matrix(x: Tensor) -> tuple[int, ...]:
-    """Describe [B, H, tokens, D]."""
+    """Address and strides of [B, H, tokens, D]."""
     return x.data_ptr(), *x.stride()[:3]
 
 
 def compositions(weights: Weights) -> list[int]:
-    """Describe two compositions."""
+    """Addresses and strides of the weights of two compositions."""
     values = []
     for start in (0, WEIGHTS):
         *sides, base = weights[start : start + WEIGHTS]
@@ -100,7 +100,7 @@ def _weight(w: Tensor | None) -> tuple[int, ...]:
 
 
 def full_rows(mask: Tensor | None, S: int) -> Tensor | None:
-    """Give a mask, of booleans or numbers, rows of all keys."""
+    """Expand a mask along the keys."""
     if mask is None:
         return None
     mask = mask.expand(*mask.shape[:-1], S)
@@ -108,7 +108,7 @@ def full_rows(mask: Tensor | None, S: int) -> Tensor | None:
 
 
 def mask_strides(mask: Tensor | None) -> tuple[int, ...]:
-    """Describe a mask that may be the same along an axis."""
+    """Address and strides of a mask, with stride 0 for broadcast axes."""
     if mask is None:
         return (0,) * 4
     strides = zip(mask.shape[:3], mask.stride()[:3], strict=True)

@@ -1,7 +1,7 @@
-"""The C++ of `source/`: compiled for this machine by its own compiler when it is first needed, and kept in the cache.
+"""Builds the C++ library from `source/` with the local compiler on first use, and caches it.
 
-One library a pair of ranks, linked without OpenMP's runtime: its symbols are those of the runtime that torch has
-loaded, so that there is one pool of threads.
+There is one library per pair of ranks. It is linked without an OpenMP runtime and uses the one that torch has loaded,
+so that there is a single thread pool.
 """
 
 import ctypes
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("source")
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-COMPILERS = ("g++", "clang++", "c++")  # the first that there is, unless CXX names one
+COMPILERS = ("g++", "clang++", "c++")  # the first available one is used, unless CXX names one
 
 
 class Unavailable(RuntimeError):
-    """There is no library; the message says why."""
+    """The library is not available; the message says why."""
 
 
 def load(ranks: ComposeRanks) -> ctypes.CDLL:
-    """Load the library for compositions of these ranks, and compile it if it has not been yet.
+    """Load the library for compositions of these ranks; compile it if necessary.
 
     Raises:
-        Unavailable: If that fails.
+        Unavailable: If compiling or loading fails.
     """
     loaded = _load(ranks)
     if isinstance(loaded, str):
@@ -46,20 +46,20 @@ def load(ranks: ComposeRanks) -> ctypes.CDLL:
 
 
 def why_unavailable(ranks: ComposeRanks) -> str | None:
-    """Say why there is no library for these ranks; None if there is."""
+    """Return why there is no library for these ranks; None if there is one."""
     loaded = _load(ranks)
     return loaded if isinstance(loaded, str) else None
 
 
 @cache
 def _load(ranks: ComposeRanks) -> ctypes.CDLL | str:
-    """Load a library, or say why there is none, once a process."""
+    """Load a library, or return why it is not available; cached per process."""
     try:
         library = _loaded(ranks)
     except Unavailable as error:
         return str(error)
-    except (OSError, RuntimeError, ValueError) as error:  # of the cache's folder, or of what CXX holds
-        return f"its library cannot be made or kept: {error}"
+    except (OSError, RuntimeError, ValueError) as error:  # from the cache folder or an invalid CXX
+        return f"its library cannot be built or cached: {error}"
     library.count_blocks.restype = ctypes.c_int64
     library.count_blocks.argtypes = [ctypes.c_int64]
     library.composed_attention.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -67,7 +67,7 @@ def _load(ranks: ComposeRanks) -> ctypes.CDLL | str:
 
 
 def _loaded(ranks: ComposeRanks) -> ctypes.CDLL:
-    """Load a library; one that is damaged is compiled again."""
+    """Load a library; a damaged one is compiled again."""
     path = _compiled(ranks)
     try:
         return ctypes.CDLL(str(path))
@@ -77,7 +77,7 @@ def _loaded(ranks: ComposeRanks) -> ctypes.CDLL:
 
 
 def _compiled(ranks: ComposeRanks) -> Path:
-    """Find the library in the cache, or compile it; processes that want the same one wait for each other."""
+    """Return the path of the library, compiled if it is not cached; a lock prevents concurrent compilation."""
     command = [*_compiler(), *FLAGS, f"-DRANK_QUERY={ranks.query}", f"-DRANK_KEY={ranks.key or 0}"]
     command += [f"-DKEY_SIDE={int(ranks.key is not None)}"]
     folder = cache_dir() / "cpu"
@@ -91,19 +91,19 @@ def _compiled(ranks: ComposeRanks) -> Path:
 
 
 def _compiler() -> list[str]:
-    """Find the C++ compiler, with the options that CXX may hold."""
+    """Return the C++ compiler, with options from CXX if set."""
     if named := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(named[0]) is None:
-            raise Unavailable(f"CXX={named[0]} is no program")
+            raise Unavailable(f"CXX={named[0]} was not found")
         return named
     found = next(filter(shutil.which, COMPILERS), None)
     if found is None:
-        raise Unavailable(f"it needs a C++ compiler ({', '.join(COMPILERS)}, or CXX), and there is none")
+        raise Unavailable(f"it needs a C++ compiler ({', '.join(COMPILERS)}, or CXX), and none was found")
     return [found]
 
 
 def _fingerprint(command: list[str]) -> str:
-    """Name what a library depends on: source, command, compiler, and the processor that `native` stands for."""
+    """Hash of all that a library depends on: source, command, compiler, and the processor selected by `native`."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.read_bytes())
@@ -113,7 +113,7 @@ def _fingerprint(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Describe the processor's instructions."""
+    """Description of the processor's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -122,7 +122,7 @@ def _processor() -> str:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile to a temporary file, and put it in place once it is whole and fits this process."""
+    """Compile to a temporary file, check that it loads, and move it into the cache."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder) / "attention.o", Path(folder) / "attention.so"
@@ -132,7 +132,7 @@ def _compile(command: list[str], path: Path) -> None:
         try:
             ctypes.CDLL(str(linked))
         except OSError as error:
-            raise Unavailable(f"what {command[0]} made of it cannot be loaded: {error}") from error
+            raise Unavailable(f"the library built by {command[0]} cannot be loaded: {error}") from error
         os.replace(linked, path)
     logger.info("compiled composed attention for this processor in %.1f s: %s", time.monotonic() - start, path)
 
@@ -141,7 +141,7 @@ def _run(command: list[str]) -> None:
     """Run the compiler.
 
     Raises:
-        Unavailable: If it fails, with the first error that it tells.
+        Unavailable: If it fails, with the first error message.
     """
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:

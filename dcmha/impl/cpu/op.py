@@ -1,4 +1,4 @@
-"""The C++ as an operator of torch: opaque to compilers, with its own gradient."""
+"""PyTorch operator around the C++ library, with its gradient."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, G head groups
 
@@ -34,13 +34,13 @@ OPERANDS = (
 NUM_OPERANDS = 3 + len(WEIGHT_NAMES) + 2
 OPTIONS = "bool is_causal, SymInt window, float scale, SymInt num_groups"
 
-# torch's caches of compiled graphs outlive an upgrade of this package and know an operator by its name alone:
-# the number in it changes with the shapes, strides or dtypes that the operator returns.
+# Cached compiled graphs of torch survive an upgrade of this package and identify an operator by name only. Increment
+# the number in the name whenever the shapes, strides or dtypes of the operator's results change.
 NAME = "dcmha::cpu_attention_2"
 
 
 class _Tensors:
-    """The operands of a call as the C++ takes them. They live as long as this."""
+    """Operands of a call in the form that the C++ expects; owns their memory."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> None:
         *weights, bias, visible = rest
@@ -60,11 +60,11 @@ class _Tensors:
         sums: Tensor | None,
         backward: bytes = b"",
     ) -> None:
-        """Call the C++."""
+        """Call the C++ function."""
         (B, H, T, D), S = self.q.shape, self.k.shape[2]
-        is_causal, window, scale, num_groups = options
+        is_causal, window_size, scale, num_groups = options
         values = FORWARD.pack(
-            *(B, H, num_groups, H // self.k.shape[1], T, S, D, *split, is_causal, min(window, T + S), scale),
+            *(B, H, num_groups, H // self.k.shape[1], T, S, D, *split, is_causal, min(window_size, T + S), scale),
             *(*matrix(self.q), *matrix(self.k), *matrix(self.v), *matrix(out)),
             *(softmax.data_ptr(), 0 if sums is None else sums.data_ptr()),
             *(*compositions(self.weights), *mask_strides(self.visible), *mask_strides(self.bias)),
@@ -75,7 +75,7 @@ class _Tensors:
             )
 
     def count_blocks(self) -> int:
-        """Count the blocks of queries that a row of the batch is cut into."""
+        """Number of blocks of queries per batch row."""
         return self.library.count_blocks(self.q.shape[2])
 
 
@@ -84,13 +84,13 @@ def _composition(weights: Weights) -> ComposeWeights:
 
 
 def _by_token(x: Tensor, B: int | None = None) -> Tensor:
-    """Make an empty [B, H, T, D] like x in float32, tokens before heads in memory, as a layer's projections want it."""
+    """Allocate float32 [B, H, T, D] like x, with tokens before heads in memory, as the layer's projections expect."""
     rows, H, T, D = x.shape
     return x.new_empty(B or rows, T, H, D, dtype=torch.float32).transpose(1, 2)
 
 
 def _forward(q, *rest):
-    """Compute the output [B, H, T, D], and of each row the largest score and one over its sum [B, H, T, 2]."""
+    """Compute the output [B, H, T, D], and per row the maximum score and the inverse softmax sum [B, H, T, 2]."""
     tensors, options = _Tensors(q, *rest[: -len(CallOptions._fields)]), CallOptions(*rest[-len(CallOptions._fields) :])
     B, split = len(q), share_keys(len(q), tensors.count_blocks(), rest[0].shape[2])
     out, softmax = _by_token(q, split.shares * B), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
@@ -110,8 +110,8 @@ def _(q, *rest):
 
 
 def _backward(d_out, softmax, of_bias, q, k, v, *rest):
-    """Compute the gradients of q, k, v, of the weights there are, and of the bias if wanted."""
-    *operands, is_causal, window, scale, num_groups = rest
+    """Compute the gradients of q, k, v, of the weights that are not None, and of the bias if requested."""
+    *operands, is_causal, window_size, scale, num_groups = rest
     B, bias = len(q), operands[-2]
     tensors = _Tensors(q, k, v, *operands)
     split = share(B, tensors.count_blocks(), has_sums=True)
@@ -126,7 +126,7 @@ def _backward(d_out, softmax, of_bias, q, k, v, *rest):
         *(*matrix(d_out), *matrix(dq), *matrix(dk), *matrix(dv), *compositions(grads)),
         *(*mask_strides(None if d_bias is None else d_bias[0]), stride),
     )
-    tensors.call(split, CallOptions(is_causal, window, scale, num_groups), dq, softmax, None, backward)
+    tensors.call(split, CallOptions(is_causal, window_size, scale, num_groups), dq, softmax, None, backward)
     sums = [_add_rows(x, B) for x in (dk, dv)]
     grads = [_finish_gradient(g, i % WEIGHTS, B) for i, g in enumerate(grads) if g is not None]
     if of_bias:
@@ -144,7 +144,7 @@ composed_backward = torch.library.custom_op(
 
 
 def _empty_gradient(w: Tensor | None, index: int, B: int, parts: int) -> Tensor | None:
-    """Make an empty gradient of a weight; of the key's side for each part, of the base for each row of each part."""
+    """Allocate the gradient of a weight: for the key side one per part, for the base one per row and part."""
     if w is None:
         return None
     return (
@@ -159,18 +159,18 @@ def _finish_gradient(grad: Tensor, index: int, B: int) -> Tensor:
 
 
 def _add_parts(grad: Tensor, B: int) -> Tensor:
-    """Add up the parts of a row: [parts * B, ...] -> [B, ...]."""
+    """Sum the parts of each row: [parts * B, ...] -> [B, ...]."""
     return grad if len(grad) == B else grad.unflatten(0, (-1, B)).sum(0)
 
 
 def _add_rows(x: Tensor, B: int) -> Tensor:
-    """Add up the parts of [parts * B, H, T, D]; tokens stay before heads in memory."""
+    """Sum the parts of [parts * B, H, T, D]; tokens stay before heads in memory."""
     return x if len(x) == B else _add_parts(x.transpose(1, 2), B).transpose(1, 2)
 
 
 def _bias_sums(bias: Tensor, q: Tensor, split: WorkSplit) -> tuple[Tensor, WorkSplit]:
-    """Make the sums of a bias's gradient: one, unless threads would add to the same elements; then few, in a fixed
-    order.
+    """Allocate buffers for the gradient of a bias: one, or several summed in a fixed order if threads would otherwise
+    add to the same elements.
     """
     is_disjoint = len(bias) == len(q) and (bias.shape[2] == q.shape[2] or split.parts == 1)
     slots = split.slots if is_disjoint else min(split.slots, 2 * split.threads)
@@ -205,7 +205,7 @@ composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("cpu",
 
 
 class ComposedAttention(torch.autograd.Function):
-    """The same for eager mode, where an operator of torch costs more than a small call itself."""
+    """The operator for eager mode, where the overhead of a custom operator exceeds the cost of a small call."""
 
     @staticmethod
     def forward(ctx, *inputs):

@@ -84,7 +84,7 @@ class Attention:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None, masks: Masks,
-        is_causal: bool, window: int, scale: float, num_groups: int, mask_shape: tuple[int, ...] | None = None,
+        is_causal: bool, window_size: int, scale: float, num_groups: int, mask_shape: tuple[int, ...] | None = None,
         lse: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.scale, self.mask_shape = q, k, v, scale, mask_shape
@@ -93,17 +93,17 @@ class Attention:
         self.lse = lse
         self.masks = masks._replace(shifts=lse[1]) if len(lse) == 2 else masks
         self.B, H, self.T, self.D = q.shape
-        self.S, self.window = k.shape[2], min(window, self.T + k.shape[2])
+        self.S, self.window_size = k.shape[2], min(window_size, self.T + k.shape[2])
         self.heads = Heads(H, H // k.shape[1])
         slots = slots_of_group(H // num_groups)
         self.pack, self.blocks = max(1, 16 // slots), max(1, slots // 16)  # groups and blocks of heads of a tile
         self.num_sets = -(-self.B * num_groups // self.pack)
         multiple = self.pack // math.gcd(num_groups, self.pack)
-        has_bands = window > 0 and mask_shape is None and self.T <= self.S and (self.S - self.T) % 16 == 0
-        seen = min(self.S, (self.window if is_causal else 2 * self.window) or self.S)
+        has_bands = window_size > 0 and mask_shape is None and self.T <= self.S and (self.S - self.T) % 16 == 0
+        seen = min(self.S, (self.window_size if is_causal else 2 * self.window_size) or self.S)
         self.is_short = self.blocks == 1 and mask_shape is None and seen <= SHORT_ROW
         self.plan = chunks.chunks(
-            self.B, H, self.T, self.S, q.element_size(), is_causal, self.window, has_bands, multiple,
+            self.B, H, self.T, self.S, q.element_size(), is_causal, self.window_size, has_bands, multiple,
             most_rows=MAX_SETS * self.pack // num_groups,
             least_per_query=-(-num_groups // self.pack) * 512 * self.blocks**2,  # a float32 matrix of each set
             workspace_mib=workspace_mib(q.device) / (2 if self.is_short or self.blocks > 1 else 1),
@@ -114,7 +114,7 @@ class Attention:
             raise ValueError(f"k has S = {self.S} tokens, too many for the kernels; impl='compiled' takes them.")
         band = self.plan[0].block if self.plan and self.plan[0].plane_blocks > 1 else 0
         self.kind = KernelConfig(
-            slots, H // num_groups, self.blocks, num_groups, H, self.heads.shared, is_causal, window > 0,
+            slots, H // num_groups, self.blocks, num_groups, H, self.heads.shared, is_causal, window_size > 0,
             masks.starts is not None, masks.kind, mask_shape is not None, masks.seed is not None, band, False, False,
             DTYPES[q.dtype],
         )  # fmt: skip
@@ -144,7 +144,7 @@ class Attention:
         """Return the numbers of a chunk."""
         return Sizes(
             chunk.num_rows * self.kind.NUM_GROUPS, chunk.rows.start, self.T, self.S, chunk.queries.start,
-            chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window, splits,
+            chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window_size, splits,
         )  # fmt: skip
 
     def run(self, kernel, chunk: Chunk, arguments: tuple) -> None:

@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
     plane_blocks: int
     first_key: int
     num_keys: int
-    window: int
+    window_size: int
     splits: int
 
 

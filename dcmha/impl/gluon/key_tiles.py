@@ -54,9 +54,9 @@ def query_range(key, set, block, split, masks, sizes, KIND: gl.constexpr):
         low = gl.maximum(low, key - position)
         whole = key + 15 - position
     if KIND.HAS_WINDOW:
-        high = gl.minimum(high, key + 15 + sizes.window - position)
+        high = gl.minimum(high, key + 15 + sizes.window_size - position)
         if not KIND.IS_CAUSAL:
-            low = gl.maximum(low, key - sizes.window + 1 - position)
+            low = gl.maximum(low, key - sizes.window_size + 1 - position)
     if KIND.HAS_DOCUMENTS:
         starts, stops = key_documents(key, masks, set, sizes, KIND)
         low = gl.maximum(low, starts - position)

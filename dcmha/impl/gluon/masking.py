@@ -119,9 +119,9 @@ def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constex
     if KIND.IS_CAUSAL:
         high = gl.minimum(high, position - first + 1)
     if KIND.HAS_WINDOW:
-        low = gl.maximum(low, position - first - sizes.window + 1)
+        low = gl.maximum(low, position - first - sizes.window_size + 1)
         if not KIND.IS_CAUSAL:
-            high = gl.minimum(high, position - first + sizes.window)
+            high = gl.minimum(high, position - first + sizes.window_size)
     if KIND.HAS_DOCUMENTS:
         low = gl.maximum(low, starts - first)
         high = gl.minimum(high, stops - first)
@@ -137,11 +137,11 @@ def visible_keys(tokens, program, KIND: gl.constexpr):
     if KIND.IS_CAUSAL:
         visible = visible & (tokens <= position)
     if KIND.HAS_WINDOW:
-        visible = visible & (tokens > position - program.sizes.window)
+        visible = visible & (tokens > position - program.sizes.window_size)
         if not KIND.IS_CAUSAL:
-            visible = visible & (tokens < position + program.sizes.window)
+            visible = visible & (tokens < position + program.sizes.window_size)
     if KIND.HAS_DOCUMENTS:
-        visible = visible & (tokens >= program.documents[0]) & (tokens < program.documents[1])
+        visible = visible & (tokens >= program.document_ids[0]) & (tokens < program.document_ids[1])
     return visible
 
 

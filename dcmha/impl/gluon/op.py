@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     stops: Tensor | None
     seed: Tensor | None
     is_causal: bool
-    window: int
+    window_size: int
     scale: float
     dropout_p: float
     num_groups: int
@@ -54,7 +54,7 @@ def _attention(
         raise ValueError(f"mask has dtype {a.mask.dtype}; expected torch.bool, or the dtype of q, {q.dtype}.")
     masks = masks_of(a.mask, a.starts, a.stops, a.seed, a.dropout_p)
     shape = tuple(a.mask.shape) if mask_gradient else None
-    return Attention(q, k, v, a.pre, a.post, masks, a.is_causal, a.window, a.scale, a.num_groups, shape, lse)
+    return Attention(q, k, v, a.pre, a.post, masks, a.is_causal, a.window_size, a.scale, a.num_groups, shape, lse)
 
 
 def compute(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
 
 def _arguments(call: AttentionCall, seed: Tensor | None) -> tuple:
     tensors = (*(x.contiguous() for x in (call.q, call.k, call.v)), *flat_weights(call.pre), *flat_weights(call.post))
-    options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+    options = (call.is_causal, call.window_size or 0, call.scale, call.dropout_p, call.num_groups)
     return *tensors, call.mask, *call.document_bounds, seed, *options
 
 

@@ -54,7 +54,7 @@ class Program(NamedTuple):
     offsets: Any
     real: Any
     statistics: Any
-    documents: Any
+    document_ids: Any
     places: Any
     words: Any
     ones: Any
@@ -89,9 +89,9 @@ def describe_query(masks, sizes, set, block, within, KIND: gl.constexpr):
     rows = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         rows = rows + (offsets[b] + within * sizes.num_keys,)
-    documents, starts, stops, places, words = (), 0, 0, (), ()
+    document_ids, starts, stops, places, words = (), 0, 0, (), ()
     if KIND.HAS_DOCUMENTS:
-        documents, starts, stops = find_documents(masks, set, position, sizes, KIND)
+        document_ids, starts, stops = find_documents(masks, set, position, sizes, KIND)
     if KIND.MASK > 0:
         places = mask_places(masks, set, token, sizes, KIND)
     if KIND.HAS_DROPOUT:
@@ -110,7 +110,7 @@ def describe_query(masks, sizes, set, block, within, KIND: gl.constexpr):
         offsets=rows,
         real=real,
         statistics=statistics_offset(set, token, sizes, KIND),
-        documents=documents,
+        document_ids=document_ids,
         places=places,
         words=words,
         ones=ones_of_groups(KIND),

@@ -1,10 +1,9 @@
-"""Composed attention in GPU kernels that only mix heads, with library products between them.
+"""Composed attention on GPUs: fused kernels that mix heads, combined with library matrix products.
 
-Nothing of size T x S is kept: queries are worked through in chunks on a workspace of fixed size, forward and backward.
-A call goes through one of three kinds of kernels: those for few queries without a gradient, as in decoding; those in
-Gluon (`impl/gluon`) for 16-bit dtypes; and the ones here.
-Imported only when `impl="triton"` is chosen. `TRITON_INTERPRET=1` in the environment before the first use makes it run
-on CPU tensors.
+Nothing of size T x S is stored: queries are processed in chunks on a workspace of fixed size, forward and backward. A
+call uses one of three sets of kernels: decoding kernels for few queries without gradients; Gluon kernels
+(`impl/gluon`) for 16-bit dtypes; and the Triton kernels of this folder. Imported on first use of `impl="triton"`. With
+`TRITON_INTERPRET=1` in the environment before the first use, it runs on CPU tensors.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
@@ -27,14 +26,14 @@ from . import decode_op, op
 from .decode import MAX_QUERIES
 
 log = logging.getLogger(__name__)
-MAX_HEADS = 512  # of a call whose kind a compiler may ask for
+MAX_HEADS = 512  # maximum heads of a call during compilation
 MAX_CHANNELS = 1024
-CHANNELS, QUERIES, FEW_QUERIES = 64, 40, 3  # of a check on first use
+CHANNELS, QUERIES, FEW_QUERIES = 64, 40, 3  # sizes of the self-check
 
 
 ATTENTION: dict[
     str, Callable[[AttentionCall, Tensor | None], Tensor]
-] = {  # by kernels, of a call and the seed of dropout
+] = {  # by kernel set: function of a call and the dropout seed
     "decoding": decode_op.attention,
     "Triton": op.attention,
 }
@@ -47,7 +46,7 @@ if gluon.why_unavailable() is None:
 
 
 def attention(call: AttentionCall) -> Tensor:
-    """Compute composed attention, of a call that `why_not_triton` lets pass: [B, H, T, D]."""
+    """Compute composed attention of a call that "triton" supports (`why_not_triton`): [B, H, T, D]."""
     if not torch.compiler.is_compiling() and any(map(_has_tangent, tensors_of(call))):
         refuse_derivative("triton", "forward-mode")
     seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
@@ -59,14 +58,14 @@ def _has_tangent(x: Tensor | None) -> bool:
 
 
 def kernels_of(call: AttentionCall) -> str:
-    """Choose the kernels of a call: "decoding", "Gluon" or "Triton"."""
+    """Select the kernels of a call: "decoding", "Gluon" or "Triton"."""
     if is_decoding(call):
         return "decoding"
     return "Gluon" if _takes_gluon(call.q) else "Triton"
 
 
 def _takes_gluon(q: Tensor) -> bool:
-    """Tell whether queries go through the kernels in Gluon: 16-bit ones on a GPU, if nothing was found wrong."""
+    """Whether queries use the Gluon kernels: 16-bit dtypes on a GPU, unless the self-check failed."""
     is_16bit = q.dtype in (torch.bfloat16, torch.float16)
     return is_16bit and q.is_cuda and _is_gluon_right(q.device, q.dtype)
 
@@ -85,7 +84,7 @@ def _report(reason: str) -> None:
 
 
 def is_decoding(call: AttentionCall) -> bool:
-    """Tell whether a call goes through the kernels of few queries, which have no gradient and drop nothing."""
+    """Whether a call uses the decoding kernels, which support neither gradients nor dropout."""
     return call.q.shape[2] <= MAX_QUERIES and call.dropout_p == 0.0 and not _has_gradients(call)
 
 
@@ -94,7 +93,7 @@ def _has_gradients(call: AttentionCall) -> bool:
 
 
 def check_kernels(call: AttentionCall) -> None:
-    """Check on first use the kernels of a call and, where these are wrong, those that take their place."""
+    """Self-check the kernels of a call on first use and, if they fail, the kernels that replace them."""
     if not torch.compiler.is_compiling() and isinstance(call.q, FakeTensor):
         return
     for _ in range(2):
@@ -120,8 +119,8 @@ def _kind_of(call: AttentionCall) -> self_check.Kind:
         post=_branches(call.post),
         mask=mask,
         is_causal=call.is_causal,
-        has_window=call.window is not None,
-        has_documents=call.documents is not None,
+        has_window=call.window_size is not None,
+        has_documents=call.document_ids is not None,
         dropout_p=self_check.DROPOUT if call.dropout_p > 0.0 else 0.0,
         gradients=_has_gradients(call),
     )
@@ -139,7 +138,7 @@ def _rank(side: SideWeights) -> int:
 
 
 def _constant(number: int, most: int) -> int:
-    """Make a number that a compiler takes for a variable a constant."""
+    """Convert a number that a compiler traces as symbolic to a constant."""
     for constant in range(most):
         if constant == number:
             return constant

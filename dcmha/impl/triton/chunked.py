@@ -1,6 +1,6 @@
-"""Forward and backward over chunks: library products on a reused workspace, and the kernels that mix heads on it.
+"""Forward and backward passes over chunks: library products on a reused workspace, and kernels that mix its heads.
 
-For each chunk of rows of the batch and queries, and the keys they may see:
+For each chunk of batch rows and queries, with their visible keys:
 
     forward     x = scale q k^T;  row_statistics;  composed_weights;  o = x v
     backward    x = scale q k^T;  da = do v^T;  post_gradients;  key_gradients;  pre_gradients;
@@ -23,7 +23,7 @@ from .packing import CallOptions, ComposeOperands, MaskOperands
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k, v, the operands, and the mask (None where it takes none)."""
+    """Gradients of q, k, v, the operands, and the mask (None if it requires none)."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, operands: ComposeOperands, mask_operands: MaskOperands, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, H, T, D] and the base-2 log-sums [B, H, T] of contiguous operands."""
+    """Compute the output [B, H, T, D] and the base-2 log-sum-exp [B, H, T] for contiguous operands."""
     mixer = KernelLauncher(q, k.shape[1:3], operands.to_columns(options.num_groups), mask_operands, options)
     plan = _plan(q, k, options)
     workspace = _workspace(q, plan)
@@ -61,7 +61,7 @@ def backward(
     options: CallOptions,
     mask_gradient: bool,
 ) -> Gradients:
-    """Compute the gradients of q, k, v, of the operands, and of the mask if it is asked for."""
+    """Compute the gradients of q, k, v, of the operands, and of the mask if requested."""
     mixer = KernelLauncher(
         q, k.shape[1:3], operands.to_columns(options.num_groups), mask_operands, options, mask_gradient
     )
@@ -94,7 +94,7 @@ def backward(
 
 def _plan(q: Tensor, k: Tensor, options: CallOptions, has_bands: bool = True) -> list[Chunk]:
     B, H, T, _ = q.shape
-    return chunks(B, H, T, k.shape[2], q.element_size(), options.is_causal, options.window, has_bands)
+    return chunks(B, H, T, k.shape[2], q.element_size(), options.is_causal, options.window_size, has_bands)
 
 
 def _multiply(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
@@ -104,13 +104,13 @@ def _multiply(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> 
 
 
 def _put_queries(whole: Tensor, part: Tensor, chunk: Chunk, mixer: KernelLauncher) -> None:
-    """Put what belongs to a chunk's queries into its place in [B, H, T, D]."""
+    """Write the values of a chunk's queries to [B, H, T, D]."""
     place = whole[chunk.rows, :, chunk.queries].unflatten(1, (-1, mixer.heads.shared))
     place.copy_(chunk.of_queries(part, mixer.heads))
 
 
 def _add_mask(d_mask: Tensor, dy: Tensor, chunk: Chunk, S: int) -> None:
-    """Add the gradient of a chunk's scores [rows, H, Q, K] to that of the mask, summed where the mask is the same."""
+    """Add the gradient of a chunk's scores [rows, H, Q, K] to that of the mask, summed over broadcast axes."""
     keys = slice(chunk.first_key, min(S, chunk.first_key + chunk.num_keys))
     dy = dy[..., : keys.stop - keys.start]
     place = d_mask
@@ -122,15 +122,15 @@ def _add_mask(d_mask: Tensor, dy: Tensor, chunk: Chunk, S: int) -> None:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Pad keys or values with zeros to whole aligned rows of a workspace."""
+    """Pad keys or values with zeros to the aligned row length of a workspace."""
     return F.pad(x, (0, 0, 0, round_up(x.shape[2], ALIGNMENT) - x.shape[2])).contiguous()
 
 
 def _workspace(q: Tensor, plan: list[Chunk]) -> Tensor:
-    """Make room for the largest chunk."""
+    """Allocate the workspace of the largest chunk."""
     return q.new_empty(max((chunk.workspace_size(q.shape[1]) for chunk in plan), default=0))
 
 
 def _result(q: Tensor, plan: list[Chunk]) -> Tensor:
-    """Make room for what the chunks fill; zeros where there are none."""
+    """Allocate the result of all chunks; zeros if there are no chunks."""
     return torch.empty_like(q) if plan else torch.zeros_like(q)

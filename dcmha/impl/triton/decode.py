@@ -1,6 +1,6 @@
-"""Few queries over many keys, as in decoding: two kernels read a cache as it lies; nothing is packed or copied.
+"""Few queries over many keys, as in decoding: two kernels read the cache in place, without packing or copying.
 
-Keys are split between programs until they fill a GPU. What these find apart, the launch adds up in a fixed order.
+Keys are split between programs to fill the GPU; their partial results are added in a fixed order.
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
@@ -16,18 +16,18 @@ from .head_mixing import KernelConfig
 from .launch import FILL_PROGRAMS, KernelLauncher, launch_options
 from .packing import WHOLE_BLOCKS, CallOptions, MaskOperands, Unpacked
 
-MAX_QUERIES = 8  # of a call that these kernels take: more repay products of a library
-TILE_QUERIES = 2  # of a tile, at most, while the matrices of its queries are whole and its heads not too large
-TILE_BYTES = 256  # of such a head
+MAX_QUERIES = 8  # maximum queries per call; for more, library products are faster
+TILE_QUERIES = 2  # maximum queries per tile, if their full matrices are used and heads are at most TILE_BYTES
+TILE_BYTES = 256  # maximum bytes per head for that
 TILE_KEYS = 16
 NUM_WARPS = 4
-STEPS = {"decode_scores": 64, "decode_outputs": 32}  # channels of keys or values that are loaded at once, at most
-NUM_STAGES = 1  # of loads: a step has enough of them in flight
-MAX_SPLITS = 128  # every program of the second kernel reads the log-sums of all
+STEPS = {"decode_scores": 64, "decode_outputs": 32}  # maximum channels of keys or values per load
+NUM_STAGES = 1  # pipeline stages: a step has enough loads in flight
+MAX_SPLITS = 128  # each program of the second kernel reads the log-sum-exps of all splits
 
 
 def decode_tile(name: str, num_queries: int, head_dim: int, itemsize: int, kind: KernelConfig) -> dict[str, int]:
-    """Return the sizes that a kernel is compiled for."""
+    """Return the tile sizes of a kernel."""
     is_small = kind.BLOCKS <= WHOLE_BLOCKS and head_dim * itemsize <= TILE_BYTES
     return {
         "BLOCK_M": min(num_queries, TILE_QUERIES if is_small else 1),
@@ -46,11 +46,11 @@ def attend(
     mask_operands: MaskOperands,
     options: CallOptions,
 ) -> Tensor:
-    """Compute the output [B, H, T, D]. Queries and weights are contiguous, and the channels of keys and values."""
+    """Compute the output [B, H, T, D]. Queries, weights, and the channels of keys and values must be contiguous."""
     mixer = KernelLauncher(q, k.shape[1:3], Unpacked(pre, post), mask_operands, options)
     B, H, T, D = q.shape
     out = torch.zeros_like(q) if k.shape[2] == 0 else torch.empty_like(q)
-    for chunk in chunks(B, H, T, k.shape[2], 4, options.is_causal, options.window, has_bands=False):
+    for chunk in chunks(B, H, T, k.shape[2], 4, options.is_causal, options.window_size, has_bands=False):
         out[chunk.rows, :, chunk.queries] = _attend_chunk(q, k, v, mixer, chunk)
     return out
 
@@ -68,7 +68,7 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mixer: KernelLauncher, chunk:
 
 
 def _launch(name: str, mixer: KernelLauncher, chunk: Chunk, num_splits: int, composition: str, arguments: list) -> None:
-    """Launch one kernel; `arguments` are those of its signature, compositions and masks left out."""
+    """Launch one kernel; `arguments` are those of its signature without compositions and masks."""
     getattr(decode_kernels, name)[(_num_programs(mixer, chunk) * num_splits,)](
         *arguments,
         mixer.operands.packed(composition),
@@ -87,11 +87,11 @@ def _tile(name: str, mixer: KernelLauncher, chunk: Chunk) -> dict[str, int]:
 
 
 def _num_programs(mixer: KernelLauncher, chunk: Chunk) -> int:
-    """Count the programs of a kernel whose keys are not split."""
+    """Number of programs of a kernel without splitting the keys."""
     return mixer.num_slot_sets(chunk) * triton.cdiv(chunk.block, _tile("decode_scores", mixer, chunk)["BLOCK_M"])
 
 
 def _num_splits(mixer: KernelLauncher, chunk: Chunk) -> int:
-    """Tell between how many programs the keys are split, so that few rows fill a GPU too."""
+    """Number of programs that share the keys, so that few rows also fill the GPU."""
     wanted = triton.cdiv(FILL_PROGRAMS, _num_programs(mixer, chunk))
     return min(wanted, MAX_SPLITS, triton.cdiv(chunk.num_keys, TILE_KEYS))

@@ -1,4 +1,4 @@
-"""Few queries over many keys as an operator of torch: opaque to compilers, without a gradient."""
+"""PyTorch operator of the decoding kernels, without a gradient."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank
 
@@ -20,13 +20,13 @@ OPTIONS = "Tensor? mask, Tensor? starts, Tensor? stops, bool is_causal, SymInt w
     "dcmha::decode_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {WEIGHTS}, {OPTIONS}) -> Tensor"
 )
 def decoded(q, k, v, *rest):
-    """Compute the output [B, H, T, D]; weights are those of `flat_weights`."""
+    """Compute the output [B, H, T, D]; weights in the order of `flat_weights`."""
     count = len(PARTS)
-    pre, post, (mask, starts, stops, is_causal, window, scale, num_groups) = (
+    pre, post, (mask, starts, stops, is_causal, window_size, scale, num_groups) = (
         rest[:count], rest[count : 2 * count], rest[2 * count :],
     )  # fmt: skip
     mask_operands = MaskOperands(mask, starts, stops, None)
-    options = CallOptions(is_causal, min(window, q.shape[2] + k.shape[2]), scale, 0.0, num_groups)
+    options = CallOptions(is_causal, min(window_size, q.shape[2] + k.shape[2]), scale, 0.0, num_groups)
     pre, post = weights_from(pre), weights_from(post)
     with torch.cuda.device_of(q):
         pre, post = (ComposeWeights() if w is None else w.map(Tensor.contiguous) for w in (pre, post))
@@ -41,7 +41,7 @@ def _(q, *rest):
 
 def attention(call: AttentionCall, seed: None) -> Tensor:
     """Compute composed attention [B, H, T, D] of few queries, without dropout."""
-    options = (call.is_causal, call.window or 0, call.scale, call.num_groups)
+    options = (call.is_causal, call.window_size or 0, call.scale, call.num_groups)
     weights = (*flat_weights(call.pre), *flat_weights(call.post))
     return decoded(call.q, call.k, call.v, *weights, call.mask, *call.document_bounds, *options)
 

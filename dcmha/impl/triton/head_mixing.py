@@ -1,4 +1,4 @@
-"""Tiles of scores and weights, and how heads are mixed in them: what the five kernels share.
+"""Mixing of heads in tiles of scores and weights, shared by the five kernels.
 
 A tile is a tuple of *blocks* [M, V, 16], of 16 slots each: M tokens of the *matrix* side, whose matrices are built once
 per program and applied by batched products; V tokens of the *vector* side, whose composition stays low rank: a product
@@ -18,25 +18,25 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
-LANES = tl.constexpr(8)  # tokens of a tile's axis 1 that lie in different threads; the others lie in each
+LANES = tl.constexpr(8)  # tokens of a tile's axis 1 that are in different threads; the rest are within each thread
 
 
 class KernelConfig(NamedTuple):
-    """What a call is, known when a kernel is compiled.
+    """Compile-time configuration of the kernels of a call.
 
     Attributes:
-        GROUP_SLOTS: Slots that hold a group: 4, 8, or 16 for each block.
-        HEADS: Heads of a group.
-        BLOCKS: Blocks that hold a group.
+        GROUP_SLOTS: Slots per group: 4, 8, or 16 for each block.
+        HEADS: Heads per group.
+        BLOCKS: Blocks per group.
         IS_CAUSAL: As in `composed_attention`.
         HAS_WINDOW: Whether there is a window.
-        HAS_DOCUMENTS: Whether queries see only keys of their own document.
-        MASK: What the mask is: 0 for none, 1 boolean, 2 added to the composed scores.
+        HAS_DOCUMENTS: Whether queries attend only to keys of their own document.
+        MASK: Kind of mask: 0 for none, 1 boolean, 2 added to the composed scores.
         MASK_HEADS: Whether the mask differs between heads.
-        MASK_QUERIES: Whether it differs between queries.
-        MASK_GRADIENT: Whether it takes a gradient.
-        HAS_DROPOUT: Whether composed weights are dropped.
-        DOT: Dtype of the operands of products.
+        MASK_QUERIES: Whether the mask differs between queries.
+        MASK_GRADIENT: Whether the mask requires a gradient.
+        HAS_DROPOUT: Whether there is dropout.
+        DOT: Dtype of the operands of matrix products.
     """
 
     GROUP_SLOTS: int
@@ -54,13 +54,13 @@ class KernelConfig(NamedTuple):
 
 
 class ComposeSpec(NamedTuple):
-    """Which branches a composition has, known when a kernel is compiled: ranks, and 1 or 0 for the others.
+    """Compile-time description of a composition's branches: ranks, and 1 or 0 for the other branches.
 
     Attributes:
-        QUERY_RANK: Rank of what the queries bring.
-        QUERY_GATE: Whether they bring a gate.
-        KEY_RANK: Rank of what the keys bring.
-        KEY_GATE: Whether they bring a gate.
+        QUERY_RANK: Rank of the query side.
+        QUERY_GATE: Whether the query side has a gate.
+        KEY_RANK: Rank of the key side.
+        KEY_GATE: Whether the key side has a gate.
         BASE: Whether there is a base.
         FACTORED: Whether the matrix side applies its low-rank factors, by two products of width 16, in place of whole
             matrices: with three and four blocks these would not fit into registers.
@@ -75,13 +75,13 @@ class ComposeSpec(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """What the matrix side of a tile applies, either whole or in factors.
+    """Matrices that the matrix side of a tile applies, either full or factored.
 
     Attributes:
-        whole: Matrices [M, 16, 16] from each block to each.
-        down: Of each block, matrices [M, 16, 16] whose first R columns are the `down` vectors.
-        up: Of each block, matrices whose first R rows are the `up` vectors.
-        gate: Of each block [M, 1, 16].
+        whole: Full matrices [M, 16, 16] from each block to each block.
+        down: Per block, matrices [M, 16, 16] whose first R columns are the `down` vectors.
+        up: Per block, matrices whose first R rows are the `up` vectors.
+        gate: Per block [M, 1, 16].
     """
 
     whole: Any
@@ -93,7 +93,7 @@ class Matrices(NamedTuple):
 class Packed(NamedTuple):
     """Packed weights [B, T or S, 2R + gate, width] of both sides of a composition, and its base [G, H/G, H/G].
 
-    The kernels of few queries take a `SideWeights` of each side.
+    The decoding kernels use `SideWeights` for the sides instead.
     """
 
     query: Any
@@ -102,14 +102,14 @@ class Packed(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What each of the slots of a program holds; a group of one row of the batch is an instance.
+    """Contents of the slots of a program; a group of one batch row is an instance.
 
     Attributes:
-        row: Row of the batch [16], counted from the chunk's first.
+        row: Batch row [16], relative to the chunk's first.
         is_instance: Whether the slot belongs to an instance [16].
-        head: Head of the call, of each block [16].
-        column: Column of the head's packed weights, of each block [16]; each group has GROUP_SLOTS.
-        is_real: Whether it holds a head, of each block [16].
+        head: Head of the call, per block [16].
+        column: Column of the head's packed weights, per block [16]; each group has GROUP_SLOTS.
+        is_real: Whether the slot holds a head, per block [16].
     """
 
     row: Any
@@ -121,7 +121,7 @@ class Slots(NamedTuple):
 
 @triton.jit
 def slots_of(program, num_instances, num_groups, KIND: tl.constexpr):
-    """Tell what the slots of a program hold: `Slots`."""
+    """Compute the `Slots` of a program."""
     INSTANCES: tl.constexpr = 1 if KIND.BLOCKS > 1 else SLOTS // KIND.GROUP_SLOTS
     WIDTH: tl.constexpr = SLOTS // INSTANCES
     slots = tl.arange(0, SLOTS)
@@ -138,20 +138,20 @@ def slots_of(program, num_instances, num_groups, KIND: tl.constexpr):
 
 @triton.jit
 def same_group(KIND: tl.constexpr):
-    """Make the block matrix [16, 16] that tells which slots of a block belong to one group."""
+    """Block matrix [16, 16] of the slots of a block that belong to the same group."""
     slots = tl.arange(0, SLOTS)
     return slots[:, None] // KIND.GROUP_SLOTS == slots[None, :] // KIND.GROUP_SLOTS
 
 
 @triton.jit
 def group_sum(M: tl.constexpr, KIND: tl.constexpr):
-    """Make the matrices [M, 16, 16] whose product sums over a group and puts the sum on each of its slots."""
+    """Matrices [M, 16, 16] whose product sums over a group and broadcasts the sum to its slots."""
     return tl.broadcast_to(same_group(KIND).to(KIND.DOT)[None, :, :], [M, SLOTS, SLOTS])
 
 
 @triton.jit
 def on_diagonal():
-    """Tell which places of matrices [1, 16, 16] are on the diagonal."""
+    """Mask of the diagonal of matrices [1, 16, 16]."""
     slots = tl.arange(0, SLOTS)
     return (slots[:, None] == slots[None, :])[None, :, :]
 
@@ -163,7 +163,7 @@ def load_vectors(
 ):  # fmt: skip
     """Load the packed weights [B, num_tokens, 2R + gate, width] of a tile's tokens: a tuple of vectors [tokens, 16].
 
-    What is loaded AGAIN names its cache, the usual one, so that the compiler does not keep the first load in registers.
+    Loads with AGAIN specify the default cache modifier, so that the compiler does not keep the first load in registers.
     """
     CACHE: tl.constexpr = ".ca" if AGAIN else ""
     COUNT: tl.constexpr = 2 * RANK + GATE
@@ -180,9 +180,9 @@ def load_vectors(
 def load_side(
     side, row, num_tokens, tokens, inside, slots, H, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Load a `SideWeights`, [B, num_tokens, R, H] and [B, num_tokens, H], as `load_vectors` does packed weights.
+    """Load `SideWeights`, [B, num_tokens, R, H] and [B, num_tokens, H], in the form of `load_vectors`.
 
-    What is there to be loaded is said of each block [tokens, 16].
+    The mask `inside` is given per block [tokens, 16].
     """
     rows = row.to(tl.int64)[None, :] * num_tokens + tokens[:, None]  # [tokens, 16]
     vectors = ()
@@ -202,7 +202,7 @@ def load_side(
 def token_matrices(
     vectors, base, slots, M: tl.constexpr, SPEC: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
 ):
-    """Build what composes a tile for each token of the matrix side, which is the QUERIES or the keys: `Matrices`."""
+    """Build the `Matrices` of each token of the matrix side, the QUERIES or the keys."""
     RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
     GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
     if SPEC.FACTORED:
@@ -240,7 +240,7 @@ def _whole_matrices(
 
 @triton.jit
 def _factors(vectors, M: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr):
-    """Put the vectors of the matrix side into factors of which products are made."""
+    """Arrange the vectors of the matrix side as factors for matrix products."""
     N: tl.constexpr = KIND.BLOCKS
     slots = tl.arange(0, SLOTS)
     downs, ups, gates = (), (), ()
@@ -260,7 +260,7 @@ def _factors(vectors, M: tl.constexpr, RANK: tl.constexpr, GATE: tl.constexpr, K
 
 @triton.jit
 def transposed(matrices, SPEC: tl.constexpr, KIND: tl.constexpr):
-    """Transpose what composes a tile, to take gradients back."""
+    """Transpose `Matrices`, for the backward pass."""
     if SPEC.FACTORED:
         downs, ups = (), ()
         for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
@@ -277,7 +277,7 @@ def transposed(matrices, SPEC: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def to_dot(blocks, KIND: tl.constexpr):
-    """Round a tile to the dtype of products."""
+    """Round a tile to the dtype of matrix products."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (blocks[b].to(KIND.DOT),)
@@ -307,10 +307,10 @@ def mix(
     x, x_dot, matrices, vectors, sums, SPEC: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr,
     BACK: tl.constexpr = False,
 ):  # fmt: skip
-    """Compose a tile by the matrices of the matrix side, the QUERIES or the keys, and by the vector side's weights.
+    """Compose a tile with the matrices of the matrix side, the QUERIES or the keys, and the vectors of the vector side.
 
-    `x` is float32, `x_dot` the same in the dtype of products. To take gradients BACK matrices come transposed, and
-    down and up vectors change places.
+    `x` is float32, `x_dot` the same in the dtype of products. In the backward pass (BACK) matrices are transposed, and
+    `down` and `up` vectors are exchanged.
     """
     RANK: tl.constexpr = SPEC.KEY_RANK if QUERIES else SPEC.QUERY_RANK
     GATE: tl.constexpr = SPEC.KEY_GATE if QUERIES else SPEC.QUERY_GATE
@@ -349,7 +349,7 @@ def mix(
 
 @triton.jit
 def zero_gradients(M: tl.constexpr, SPEC: tl.constexpr, KIND: tl.constexpr):
-    """Make gradients of what composes a tile, of zeros, to add to: `Matrices`, gates [M, 8, 16]."""
+    """Initialize the gradients of `Matrices` with zeros; gates [M, 8, 16]."""
     whole, down, up, gate = (), (), (), ()
     if SPEC.FACTORED:
         for _ in tl.static_range(tl.constexpr(KIND.BLOCKS)):
@@ -374,7 +374,7 @@ def _outer(x, y, total):
 def add_gradients(
     x, x_dot, dy, dy_dot, matrices, totals, SPEC: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr
 ):
-    """Add a tile's part to the gradients of what composes it: of x to y, of which `dy` is the gradient."""
+    """Accumulate the gradients of `Matrices` of a tile that composes x to y, where `dy` is the gradient of y."""
     RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
     GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
     if SPEC.FACTORED:
@@ -409,7 +409,7 @@ def _back(factors, KIND: tl.constexpr):
 
 @triton.jit
 def within_threads(x):
-    """See a block [M, V, 16] as [M, V / 8, 8, 16], of which axis 1 lies within a thread."""
+    """View a block [M, V, 16] as [M, V / 8, 8, 16], where axis 1 is within a thread."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // LANES, LANES, SLOTS])
 
 
@@ -418,7 +418,7 @@ def store_vector_gradients(
     gradients, vectors, target, places, slots, width, mask, SPEC: tl.constexpr, QUERIES: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Reduce gradients of what composes a tile to those of the packed weights, and store them at `places` [M, 16]."""
+    """Reduce the gradients of `Matrices` to those of the packed weights, and store them at `places` [M, 16]."""
     RANK: tl.constexpr = SPEC.QUERY_RANK if QUERIES else SPEC.KEY_RANK
     GATE: tl.constexpr = SPEC.QUERY_GATE if QUERIES else SPEC.KEY_GATE
     rank = tl.arange(0, SLOTS)
@@ -443,7 +443,7 @@ def store_vector_gradients(
 
 @triton.jit
 def _of_rank(whole, vectors, B: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr):
-    """Reduce the gradients of whole matrices to those of the `down` and `up` vectors of one rank and block [M, 16]."""
+    """Reduce the gradients of full matrices to those of the `down` and `up` vectors of one rank and block [M, 16]."""
     N: tl.constexpr = KIND.BLOCKS
     d_down, d_up = tl.zeros(vectors[0].shape, tl.float32), tl.zeros(vectors[0].shape, tl.float32)
     for other in tl.static_range(N):
@@ -458,7 +458,7 @@ def _of_rank(whole, vectors, B: tl.constexpr, R: tl.constexpr, RANK: tl.constexp
 
 @triton.jit
 def store_base_sum(gradients, sums, KIND: tl.constexpr):
-    """Store a program's share of a base's gradient, of whole matrices; the launch adds them up [slots, slots]."""
+    """Store a program's partial gradient of the base [slots, slots]; the launcher sums them."""
     WIDTH: tl.constexpr = SLOTS * KIND.BLOCKS
     slots = tl.arange(0, SLOTS)
     place = tl.program_id(0).to(tl.int64) * WIDTH * WIDTH
@@ -496,6 +496,6 @@ def store_zeros(workspace, offsets, start, stop, num_keys, mask, TILE: tl.conste
 
 @triton.jit
 def split_range(low, high, split, num_splits, TILE: tl.constexpr):
-    """Give a program its share of a range, in whole tiles."""
+    """Return a program's share of a range, in whole tiles."""
     share = tl.cdiv(tl.cdiv(high - low, num_splits), TILE) * TILE
     return low + split * share, tl.minimum(high, low + (split + 1) * share)

@@ -1,6 +1,7 @@
-"""Where a program and its tiles are: in a workspace, in packed weights, in the statistics of queries."""
+"""Index computations of programs and tiles in workspaces, packed weights and statistics."""
 
-# B batch, T query tokens, S key tokens, H heads, Q queries and K keys of a block; of a tile: BQ queries, BK keys
+# B batch, T query tokens, S key tokens, H heads, Q queries and K keys of a block; of a tile: BLOCK_M queries, BLOCK_N
+# keys
 
 from typing import Any, NamedTuple
 
@@ -24,30 +25,30 @@ from .masking import (
 
 
 class Sizes(NamedTuple):
-    """Numbers that differ from call to call: no kernel is compiled anew for them.
+    """Sizes that vary between calls and for which kernels are not specialized.
 
     Attributes:
         num_instances: Groups of heads of the chunk: rows times `num_groups`.
         num_groups: G.
         H: Heads.
         shared: Heads that share one head of keys and values.
-        row0: First row of the batch of the chunk.
+        row0: First batch row of the chunk.
         T: Queries of the call.
         S: Keys of the call.
         query0: First query of the chunk.
         num_queries: Queries of the chunk.
-        block: Q, queries of a block.
-        num_blocks: Blocks that hold the queries.
-        plane_blocks: Blocks of a plane of the workspace.
-        first_key: Token of the first block's first key.
-        window: Keys a query sees, if there is a window.
+        block: Q, queries per block.
+        num_blocks: Number of blocks with queries.
+        plane_blocks: Blocks per plane of the workspace.
+        first_key: Position of the first block's first key.
+        window_size: Keys visible to a query, if there is a window.
         num_splits: Programs that share a loop.
-        mask_row: Stride of the mask's rows of the batch, in elements.
-        mask_head: Of its heads.
-        mask_query: Of its queries.
-        mask_key: Of its keys.
-        threshold: Words below it are dropped.
-        keep_scale: Factor on weights that dropout keeps.
+        mask_row: Stride of the mask's batch rows, in elements.
+        mask_head: Stride of its heads.
+        mask_query: Stride of its queries.
+        mask_key: Stride of its keys.
+        threshold: Weights with a hash below it are dropped.
+        keep_scale: Factor on weights that are not dropped.
     """
 
     num_instances: Any
@@ -63,7 +64,7 @@ class Sizes(NamedTuple):
     num_blocks: Any
     plane_blocks: Any
     first_key: Any
-    window: Any
+    window_size: Any
     num_splits: Any
     mask_row: Any
     mask_head: Any
@@ -74,23 +75,23 @@ class Sizes(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """Where a program is of the kernels whose matrix side is the queries.
+    """Indices of a program of the kernels whose matrix side is the queries.
 
     Attributes:
-        slots: What each slot holds.
-        query: Queries [BQ], counted from the chunk's first.
+        slots: Contents of the slots.
+        query: Queries [BLOCK_M], counted from the chunk's first.
         position: The same among all keys' positions.
-        is_query: Which of them there are [BQ].
-        mask: Which queries and heads there are, of each block [BQ, 16].
-        weight_mask: Which queries and columns of packed weights there are [BQ, 16].
-        offsets: Offsets of the queries' first keys in a workspace, of each block [BQ, 16].
-        starts: First token of the queries' documents [BQ, 1 or 16].
-        stops: The token behind their last.
-        words: What dropout starts from, of each block [BQ, 16].
-        key0: Token of the block's first key.
-        low: First of the block's keys that the queries may see, a multiple of BK.
-        high: Behind the last.
-        split: Which of `num_splits` shares of them is the program's.
+        is_query: Valid elements [BLOCK_M].
+        mask: Valid queries and heads, per block [BLOCK_M, 16].
+        weight_mask: Valid queries and columns of packed weights [BLOCK_M, 16].
+        offsets: Offsets of the queries' first keys in a workspace, per block [BLOCK_M, 16].
+        starts: First token of the queries' documents [BLOCK_M, 1 or 16].
+        stops: End of the documents, exclusive.
+        words: Dropout hashes of the queries, per block [BLOCK_M, 16].
+        key0: Position of the block's first key.
+        low: First visible key of the block, rounded down to a multiple of BLOCK_N.
+        high: End of the visible keys, exclusive.
+        split: Index of the program's share among `num_splits`.
         width: Columns of packed weights.
     """
 
@@ -115,13 +116,13 @@ class KeyStep(NamedTuple):
     """A step of a loop over keys.
 
     Attributes:
-        token: Tokens [BK] of the keys.
-        real: Which keys and columns of packed weights there are [BK, 16].
-        bias: -inf where a key is hidden from a query [BQ, BK, 1 or 16].
-        pairs: What the mask says, of each block [BQ or 1, BK, 16 or 1].
-        words: What dropout makes of the keys [1, BK, 1].
-        place: Offsets in a workspace, of each block [BQ, BK, 16].
-        inside: Which of them there are, of each block.
+        token: Tokens [BLOCK_N] of the keys.
+        real: Valid keys and columns of packed weights [BLOCK_N, 16].
+        bias: -inf where a key is hidden from a query [BLOCK_M, BLOCK_N, 1 or 16].
+        pairs: Mask values, per block [BLOCK_M or 1, BLOCK_N, 16 or 1].
+        words: Dropout hashes of the keys [1, BLOCK_N, 1].
+        place: Offsets in a workspace, per block [BLOCK_M, BLOCK_N, 16].
+        inside: Valid elements, of each block.
     """
 
     token: Any
@@ -134,19 +135,19 @@ class KeyStep(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """Where a program is of the kernel whose matrix side is the keys.
+    """Indices of a program of the kernel whose matrix side is the keys.
 
     Attributes:
-        slots: What each slot holds.
-        key: Keys [BK], counted from the block's first.
-        token: Their tokens [BK].
-        real: Which keys and columns of packed weights there are [BK, 16].
-        offsets: Offsets of the keys' first queries in a workspace, of each block [BK, 16].
-        words: What dropout makes of the keys [BK, 1, 1].
-        number: The block's number.
-        position0: Position of the block's first query among all keys' positions.
-        num_real: Queries of the block that there are.
-        low: First of the block's queries that may see the keys, a multiple of BQ.
+        slots: Contents of the slots.
+        key: Keys [BLOCK_N], relative to the block's first.
+        token: Positions of the keys [BLOCK_N].
+        real: Valid keys and columns of packed weights [BLOCK_N, 16].
+        offsets: Offsets of the keys' first queries in a workspace, per block [BLOCK_N, 16].
+        words: Dropout hashes of the keys [BLOCK_N, 1, 1].
+        number: Index of the block.
+        position0: Position of the block's first query among all keys.
+        num_real: Number of valid queries in the block.
+        low: First query of the block that the keys are visible to, rounded down to a multiple of BLOCK_M.
         high: Behind the last.
         split: Which of `num_splits` shares of them is the program's.
         width: Columns of packed weights.
@@ -171,14 +172,14 @@ class QueryStep(NamedTuple):
     """A step of a loop over queries.
 
     Attributes:
-        query: Queries [BQ] of the call.
-        mask: Which queries and heads there are, of each block [BQ, 16].
-        weight_mask: Which queries and columns of packed weights there are [BQ, 16].
-        bias: -inf where a key is hidden from a query [BK, BQ, 1 or 16].
-        pairs: What the mask says, of each block [BK, BQ or 1, 16 or 1].
-        words: What dropout starts from, of each block [BQ, 16].
-        place: Offsets in a workspace, of each block [BK, BQ, 16].
-        inside: Which of them there are, of each block.
+        query: Queries [BLOCK_M] of the call.
+        mask: Valid queries and heads, per block [BLOCK_M, 16].
+        weight_mask: Valid queries and columns of packed weights [BLOCK_M, 16].
+        bias: -inf where a key is hidden from a query [BLOCK_N, BLOCK_M, 1 or 16].
+        pairs: Mask values, per block [BLOCK_N, BLOCK_M or 1, 16 or 1].
+        words: Dropout hashes of the queries, per block [BLOCK_M, 16].
+        place: Offsets in a workspace, per block [BLOCK_N, BLOCK_M, 16].
+        inside: Valid elements, of each block.
     """
 
     query: Any
@@ -193,9 +194,9 @@ class QueryStep(NamedTuple):
 
 @triton.jit
 def planes_of(slots, number, sizes, KIND: tl.constexpr):
-    """Number the slots' planes of queries of the block `number`, of each block of heads [16].
+    """Indices of the slots' query planes in the block `number`, per block of heads [16].
 
-    Heads that share keys follow each other within a block of queries.
+    Heads that share keys are consecutive within a block of queries.
     """
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
@@ -220,7 +221,7 @@ def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr
     position = sizes.query0 + query + sizes.S - sizes.T
     key0 = sizes.first_key + number * sizes.block
     first = sizes.query0 + number * sizes.block + tile * BLOCK_M + sizes.S - sizes.T
-    low, high = key_bounds(first, first + BLOCK_M - 1, num_keys, sizes.S, key0, sizes.window, KIND)
+    low, high = key_bounds(first, first + BLOCK_M - 1, num_keys, sizes.S, key0, sizes.window_size, KIND)
     starts, stops = position[:, None], position[:, None]
     if KIND.HAS_DOCUMENTS:
         row = slots.row + sizes.row0
@@ -255,11 +256,11 @@ def query_tile(masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit
 def key_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Prepare the tile of keys from `start`, a multiple of BK: `KeyStep`."""
+    """Prepare the tile of keys from `start`, a multiple of BLOCK_N: `KeyStep`."""
     key = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
     token = tile.key0 + key
     is_token = (token >= 0) & (token < sizes.S)
-    bias = hidden_bias(tile.position[:, None], token[None, :], sizes.S, sizes.window, KIND)[:, :, None]
+    bias = hidden_bias(tile.position[:, None], token[None, :], sizes.S, sizes.window_size, KIND)[:, :, None]
     if KIND.HAS_DOCUMENTS:
         bias = other_documents(bias, token[None, :, None], tile.starts[:, None, :], tile.stops[:, None, :])
     place, inside = (), ()
@@ -300,7 +301,7 @@ def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr, 
     position0 = sizes.query0 + number * sizes.block + sizes.S - sizes.T
     num_real = tl.minimum(sizes.block, sizes.num_queries - number * sizes.block)
     first = key0 + tile * BLOCK_N
-    low, high = query_bounds(first, first + BLOCK_N - 1, num_real, position0, sizes.window, KIND)
+    low, high = query_bounds(first, first + BLOCK_N - 1, num_real, position0, sizes.window_size, KIND)
     if KIND.HAS_DOCUMENTS:
         row = slots.row + sizes.row0
         starts, stops = load_documents(masks, row, token, is_token, slots.is_instance, sizes.S, KIND)
@@ -331,12 +332,12 @@ def key_tile(masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr, 
 
 @triton.jit
 def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Prepare the tile of queries from `start`, a multiple of BQ: `QueryStep`."""
+    """Prepare the tile of queries from `start`, a multiple of BLOCK_M: `QueryStep`."""
     in_block = tl.multiple_of(start, BLOCK_M) + tl.arange(0, BLOCK_M)
     query = sizes.query0 + tile.number * sizes.block + in_block
     position = tile.position0 + in_block
     is_query, slots = in_block < tile.num_real, tile.slots
-    bias = hidden_bias(position[None, :], tile.token[:, None], sizes.S, sizes.window, KIND)[:, :, None]
+    bias = hidden_bias(position[None, :], tile.token[:, None], sizes.S, sizes.window_size, KIND)[:, :, None]
     if KIND.HAS_DOCUMENTS:
         row = slots.row + sizes.row0
         starts, stops = load_documents(masks, row, position, is_query, slots.is_instance, sizes.S, KIND)
@@ -368,14 +369,14 @@ def query_step(start, tile, masks, sizes, num_keys, KIND: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def query_side(packed, tile, sizes, BLOCK_M: tl.constexpr, SPEC: tl.constexpr, KIND: tl.constexpr):
-    """Build what composes a tile by its queries: `Matrices`."""
+    """Build the `Matrices` of a tile's queries."""
     vectors = own_query_vectors(packed, tile, sizes, SPEC, KIND)
     return token_matrices(vectors, packed.base, tile.slots, BLOCK_M, SPEC, True, KIND)
 
 
 @triton.jit
 def own_query_vectors(packed, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
-    """Load the packed weights of a tile's queries as vectors [BQ, 16]."""
+    """Load the packed weights of a tile's queries as vectors [BLOCK_M, 16]."""
     row, token = tile.slots.row + sizes.row0, sizes.query0 + tile.query
     mask = tile.weight_mask
     R: tl.constexpr = SPEC.QUERY_RANK
@@ -385,14 +386,14 @@ def own_query_vectors(packed, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexp
 
 @triton.jit
 def key_side(packed, tile, sizes, BLOCK_N: tl.constexpr, SPEC: tl.constexpr, KIND: tl.constexpr):
-    """Build what composes a tile by its keys: `Matrices`."""
+    """Build the `Matrices` of a tile's keys."""
     vectors = own_key_vectors(packed, tile, sizes, SPEC, KIND)
     return token_matrices(vectors, packed.base, tile.slots, BLOCK_N, SPEC, False, KIND)
 
 
 @triton.jit
 def own_key_vectors(packed, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr = False):
-    """Load the packed weights of a tile's keys as vectors [BK, 16]."""
+    """Load the packed weights of a tile's keys as vectors [BLOCK_N, 16]."""
     row, token, mask = tile.slots.row + sizes.row0, tile.token, tile.real
     R: tl.constexpr = SPEC.KEY_RANK
     return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, SPEC.KEY_GATE, KIND, AGAIN)
@@ -400,7 +401,7 @@ def own_key_vectors(packed, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr,
 
 @triton.jit
 def key_vectors(packed, step, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr):
-    """Load the packed weights of a step's keys as vectors [BK, 16]."""
+    """Load the packed weights of a step's keys as vectors [BLOCK_N, 16]."""
     row, token, mask = tile.slots.row + sizes.row0, step.token, step.real
     R: tl.constexpr = SPEC.KEY_RANK
     return load_vectors(packed.key, row, sizes.S, token, mask, tile.slots, tile.width, R, SPEC.KEY_GATE, KIND)
@@ -408,7 +409,7 @@ def key_vectors(packed, step, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexp
 
 @triton.jit
 def query_vectors(packed, step, tile, sizes, SPEC: tl.constexpr, KIND: tl.constexpr):
-    """Load the packed weights of a step's queries as vectors [BQ, 16]."""
+    """Load the packed weights of a step's queries as vectors [BLOCK_M, 16]."""
     row, token, mask = tile.slots.row + sizes.row0, step.query, step.weight_mask
     R: tl.constexpr = SPEC.QUERY_RANK
     return load_vectors(packed.query, row, sizes.T, token, mask, tile.slots, tile.width, R, SPEC.QUERY_GATE, KIND)
@@ -416,7 +417,7 @@ def query_vectors(packed, step, tile, sizes, SPEC: tl.constexpr, KIND: tl.conste
 
 @triton.jit
 def query_weight_places(tile, sizes, COUNT: tl.constexpr):
-    """Give the places of the queries' packed weights, of column 0, in what each split stores: [BQ, 16]."""
+    """Offsets of the queries' packed weights, column 0, in the results of each split: [BLOCK_M, 16]."""
     num_rows = sizes.num_instances // sizes.num_groups
     token = ((tile.split * num_rows + tile.slots.row) * sizes.num_queries)[None, :] + tile.query[:, None]
     return token.to(tl.int64) * COUNT * tile.width
@@ -424,7 +425,7 @@ def query_weight_places(tile, sizes, COUNT: tl.constexpr):
 
 @triton.jit
 def key_weight_places(tile, sizes, num_keys, COUNT: tl.constexpr):
-    """Give the places of the keys' packed weights, of column 0, in what each split and block stores: [BK, 16]."""
+    """Offsets of the keys' packed weights, column 0, in the results of each split and block: [BLOCK_N, 16]."""
     block = (tile.split * (sizes.num_instances // sizes.num_groups) + tile.slots.row) * sizes.num_blocks + tile.number
     token = (block * num_keys)[None, :] + tile.key[:, None]
     return token.to(tl.int64) * COUNT * tile.width

@@ -1,21 +1,22 @@
 """The five kernels that mix heads on a chunk of scores: two forward, three backward.
 
-A chunk is a range of the batch and of queries. The workspace `x` holds its scaled scores, [rows, H, blocks, Q, K]: each
-block of Q queries with the K keys that it may see (one block, unless a window makes many); `da`, of the same shape, the
-gradient of the composed weights. Library products make and use them. `lse` [B, H, T] is in base 2, `delta` is
-sum_j P dP, with P the weights. What a program cannot sum by itself it stores, and the launch adds up in a fixed order.
+A chunk is a range of batch rows and of queries. The workspace `x` holds its scaled scores, [rows, H, blocks, Q, K]:
+each block of Q queries with its K visible keys (one block, or several with a window). `da`, of the same shape, holds
+the gradient of the composed weights. Library products write and read them. `lse` [B, H, T] is in base 2; `delta` is
+sum_j P dP, where P are the attention weights. Partial sums of programs are stored and added in a fixed order.
 
-    row_statistics      x -> log_sum
+    row_statistics      x -> lse
     composed_weights    x -> A, in place
-    post_gradients      x, da -> row_sum, gradients of the query side of the post-composition
+    post_gradients      x, da -> delta, gradients of the query side of the post-composition
     key_gradients       x, da -> gradients of the key side of both compositions
     pre_gradients       x, da -> gradients of the query side of the pre-composition; x -> A, da -> dX, in place; dY
 
-Of a kernel's arguments the numbers are fields of `Sizes`, but for `num_keys`; Triton would compile a kernel anew for
-other values in a tuple, so they become one inside.
+The numbers among a kernel's arguments, except `num_keys`, are fields of `Sizes`; the tuple is built within the kernel,
+because Triton specializes kernels on the values in a tuple argument.
 """
 
-# B batch, T query tokens, S key tokens, H heads, Q queries and K keys of a block; of a tile: BQ queries, BK keys
+# B batch, T query tokens, S key tokens, H heads, Q queries and K keys of a block; of a tile: BLOCK_M queries, BLOCK_N
+# keys
 
 import triton
 import triton.language as tl
@@ -59,15 +60,15 @@ from .softmax_stats import (
     along_keys,
     load_statistics,
     lse_of,
-    nothing_seen,
-    see,
+    empty_stats,
+    update_stats,
     store_statistics,
 )
 
 
 @triton.jit
 def _zero_rows(workspace, tile, num_keys, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
-    """Write zeros to all keys of a tile's queries that no step of its loop covers."""
+    """Write zeros to the keys of a tile's queries that its loop does not cover."""
     if tile.split == 0:
         store_zeros(workspace, tile.offsets, 0, tile.low, num_keys, tile.mask, BLOCK_N, KIND)
         covered = tile.low + tl.cdiv(tile.high - tile.low, BLOCK_N) * BLOCK_N
@@ -78,26 +79,26 @@ def _zero_rows(workspace, tile, num_keys, BLOCK_N: tl.constexpr, KIND: tl.conste
 def row_statistics(
     x, lse, pre, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     num_keys, KIND: tl.constexpr, PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The base-2 logarithm of the sum of exp(composed scores), per query and head, of each split of the keys."""
+    """Compute the base-2 log-sum-exp of the composed scores, per query and head, for each split of the keys."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
-        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+        first_key, window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
     sums = group_sum(BLOCK_M, KIND)
-    running = nothing_seen(BLOCK_M, KIND)
+    running = empty_stats(BLOCK_M, KIND)
     low, high = split_range(tile.low, tile.high, tile.split, num_splits, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         keys = key_step(start, tile, masks, sizes, num_keys, KIND, BLOCK_N)
         x_dot = load_tile(x, keys.place, keys.inside, KIND)
         pre_keys = key_vectors(pre, keys, tile, sizes, PRE, KIND)
         y = mix(to_float(x_dot, KIND), x_dot, pre_matrices, pre_keys, sums, PRE, True, KIND)
-        running = see(running, exponents(y, keys.bias, keys.pairs, KIND), KIND)
-    nothing = tl.where(num_splits == 1, EMPTY, -EMPTY)  # so that parts can be added first
+        running = update_stats(running, exponents(y, keys.bias, keys.pairs, KIND), KIND)
+    nothing = tl.where(num_splits == 1, EMPTY, -EMPTY)  # so that splits can be combined
     store_statistics(lse, tile, sizes, lse_of(running, nothing, KIND), KIND)
 
 
@@ -105,13 +106,13 @@ def row_statistics(
 def composed_weights(
     x, lse, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores to composed weights, in place."""
+    """Convert scores to composed weights, in place."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
-        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+        first_key, window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
@@ -139,13 +140,13 @@ def composed_weights(
 def post_gradients(
     x, da, lse, delta, d_post_query, d_post_base, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sums sum_j P dP; gradients of the post-composition's query side and base; of each split of the keys."""
+    """The sums sum_j P dP; gradients of the post-composition's query side and base; for each split of the keys."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
-        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+        first_key, window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
@@ -197,16 +198,16 @@ def post_gradients(
 def pre_gradients(
     x, da, dy, lse, delta, d_pre_query, d_pre_base, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the pre-composition's query side and base, of each split of the keys; x -> A, da -> dX in place.
+    """Gradients of the pre-composition's query side and base, for each split of the keys; x -> A, da -> dX in place.
 
-    Where the mask takes a gradient that of the composed scores goes to a workspace `dy`.
+    If the mask requires a gradient, the gradient of the composed scores is stored in the workspace `dy`.
     """
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
-        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+        first_key, window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = query_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     pre_matrices = query_side(pre, tile, sizes, BLOCK_M, PRE, KIND)
@@ -262,7 +263,7 @@ def pre_gradients(
 def key_gradients(
     x, da, lse, delta, d_pre_key, d_post_key, pre, post, masks,
     num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks, first_key,
-    window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+    window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     num_keys, KIND: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the key side of both compositions, of each block and each split of its queries.
@@ -271,7 +272,7 @@ def key_gradients(
     """
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
-        first_key, window, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
+        first_key, window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
     )  # fmt: skip
     tile = key_tile(masks, sizes, num_keys, KIND, BLOCK_M, BLOCK_N)
     pre_matrices = key_side(pre, tile, sizes, BLOCK_N, PRE, KIND)
@@ -315,7 +316,7 @@ def key_gradients(
 
 @triton.jit
 def _along_matrices(blocks, KIND: tl.constexpr):
-    """Give numbers of a step's queries, of each block [BQ, 16], an axis of keys before."""
+    """Prepend an axis of keys to values of a step's queries, per block [BLOCK_M, 16]."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (blocks[b][None, :, :],)
@@ -324,7 +325,7 @@ def _along_matrices(blocks, KIND: tl.constexpr):
 
 @triton.jit
 def _through_softmax(weights, d_weights, delta, KIND: tl.constexpr):
-    """Take the gradient of weights back to the exponents': P (dP - sum_j P dP)."""
+    """Backpropagate through the softmax: P (dP - sum_j P dP)."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (weights[b] * (d_weights[b] - delta[b]),)

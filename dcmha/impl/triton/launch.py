@@ -1,4 +1,4 @@
-"""Launching the kernels on the chunks of a call, and adding up what their programs leave apart."""
+"""Launching the kernels on the chunks of a call, and summing the partial results of their programs."""
 
 # B batch, T query tokens, S key tokens, H heads, R compose rank, G head groups
 
@@ -15,18 +15,18 @@ from .indexing import Sizes
 from .packing import CallOptions, ComposeOperands, MaskOperands, Unpacked, drop_sizes, kernel_config
 
 FILL_PROGRAMS = 528  # programs that fill a GPU: four on each multiprocessor of an H100
-SPLIT_TOKENS = 256  # fewest tokens of a loop that is split between programs
+SPLIT_TOKENS = 256  # minimum tokens of a loop that is split between programs
 
 
 class Tile(NamedTuple):
-    """What a program of a kernel works on at a time, and with what.
+    """Tile size and resources of a kernel's programs.
 
     Attributes:
-        queries: BQ.
-        keys: BK.
-        warps: Of a program.
-        stages: Of loads that are under way.
-        registers: Of a thread, at most, so that more programs fit; None for as many as the compiler likes.
+        queries: BLOCK_M.
+        keys: BLOCK_N.
+        warps: Warps per program.
+        stages: Pipeline stages of loads.
+        registers: Maximum registers per thread; None for the compiler's choice.
     """
 
     queries: int
@@ -43,23 +43,23 @@ TILES = {  # the fastest on an H100 (benchmarks/results/kernels_log.md)
     "pre_gradients": Tile(2, 16, 2, 2, 128),
     "key_gradients": Tile(16, 8, 4, 1, 168),
 }
-MASKED_TILES = TILES | {  # masks and dropout take more registers
+MASKED_TILES = TILES | {  # masks and dropout need more registers
     "composed_weights": Tile(8, 16, 4, 1),
     "pre_gradients": Tile(8, 16, 4, 1),
 }
-TWO_BLOCK_TILES = {  # up to 32 heads composed together
+TWO_BLOCK_TILES = {  # up to 32 heads per group
     "row_statistics": Tile(8, 16, 4, 1),
     "composed_weights": Tile(8, 16, 4, 1),
     "post_gradients": Tile(4, 16, 4, 1),
     "pre_gradients": Tile(4, 16, 4, 1),
     "key_gradients": Tile(16, 8, 8, 1),
 }
-WIDE_TILES = TWO_BLOCK_TILES | {  # up to 64
+WIDE_TILES = TWO_BLOCK_TILES | {  # up to 64 heads per group
     "row_statistics": Tile(4, 16, 4, 1),
     "composed_weights": Tile(4, 16, 4, 1),
     "key_gradients": Tile(16, 4, 4, 1),
 }
-FLOAT32_TILES = {  # products in float32 take more registers
+FLOAT32_TILES = {  # float32 products need more registers
     "row_statistics": Tile(8, 16, 4, 1),
     "composed_weights": Tile(4, 16, 8, 1),
     "post_gradients": Tile(4, 16, 4, 1),
@@ -77,7 +77,7 @@ EMPTY = softmax_stats.EMPTY.value
 
 
 def tile_of(name: str, itemsize: int, kind: KernelConfig) -> Tile:
-    """Return what a kernel's programs work on, for workspaces of 2 or 4 bytes an element."""
+    """Return the tile of a kernel, for workspaces of 2 or 4 bytes per element."""
     if itemsize == 4:
         return (FLOAT32_TILES if kind.BLOCKS == 1 else FLOAT32_WIDE_TILES)[name]
     if kind.BLOCKS > 1:
@@ -93,13 +93,13 @@ class KernelLauncher:
         options: CallOptions,
         mask_gradient: bool = False,
     ) -> None:  # fmt: skip
-        """Prepare a call of queries `q`; `shape` is the heads and the tokens of the keys."""
+        """Prepare a call with queries `q`; `shape` is the number of heads and tokens of the keys."""
         self.q, (num_kv_heads, self.S), self.operands, self.options = q, shape, operands, options
         self.heads = Heads(q.shape[1], q.shape[1] // num_kv_heads)
         self.mask_operands, self.kind = mask_operands, kernel_config(q, mask_operands, options, mask_gradient)
 
     def run(self, name: str, chunk: Chunk, tensors: list[Tensor | None], num_splits: int = 1) -> None:
-        """Launch one kernel; `tensors` are those of its signature, compositions and masks left out."""
+        """Launch one kernel; `tensors` are those of its signature without compositions and masks."""
         tile = tile_of(name, self.q.element_size(), self.kind)
         compositions = ("pre",) if name == "row_statistics" else ("pre", "post")
         getattr(kernels, name)[(self.num_programs(name, chunk) * num_splits,)](
@@ -116,7 +116,7 @@ class KernelLauncher:
         )
 
     def sizes(self, chunk: Chunk, num_splits: int) -> Sizes:
-        """Tell a kernel what the chunk is."""
+        """Sizes of a chunk, for the kernels."""
         mask_row, mask_head, mask_query, mask_key = self.mask_operands.strides
         return Sizes(
             num_instances=chunk.num_rows * self.options.num_groups,
@@ -132,7 +132,7 @@ class KernelLauncher:
             num_blocks=chunk.num_blocks,
             plane_blocks=chunk.plane_blocks,
             first_key=chunk.first_key,
-            window=self.options.window,
+            window_size=self.options.window_size,
             num_splits=num_splits,
             mask_row=mask_row,
             mask_head=mask_head,
@@ -142,33 +142,33 @@ class KernelLauncher:
         )
 
     def num_programs(self, name: str, chunk: Chunk) -> int:
-        """Count the programs of a kernel whose loops are not split."""
+        """Number of programs of a kernel without splitting loops."""
         tile = tile_of(name, self.q.element_size(), self.kind)
         by_keys = name == "key_gradients"
         tiles = triton.cdiv(chunk.num_keys, tile.keys) if by_keys else triton.cdiv(chunk.block, tile.queries)
         return self.num_slot_sets(chunk) * chunk.num_blocks * tiles
 
     def num_slot_sets(self, chunk: Chunk) -> int:
-        """Count the sets of slots that hold a chunk's groups of heads."""
+        """Number of slot sets for the head groups of a chunk."""
         return triton.cdiv(chunk.num_rows * self.options.num_groups, self._instances)
 
     @property
     def _instances(self) -> int:
-        """Groups of heads that a program holds."""
+        """Head groups per program."""
         return max(1, 16 // self.kind.GROUP_SLOTS)
 
     def num_splits(self, name: str, chunk: Chunk) -> int:
-        """Tell between how many programs a loop is split, so that few long rows fill a GPU too."""
+        """Number of programs that share a loop, so that few long rows also fill the GPU."""
         length = chunk.block if name == "key_gradients" else chunk.num_keys
         return max(1, min(FILL_PROGRAMS // self.num_programs(name, chunk), length // SPLIT_TOKENS))
 
     def statistics(self, chunk: Chunk, num_splits: int) -> Tensor:
-        """Make room for a number per query and head of each split."""
+        """Allocate one number per query and head for each split."""
         size = (num_splits, chunk.num_rows, self.heads.count, chunk.num_queries)
         return self.q.new_empty(size, dtype=torch.float32)
 
     def row_statistics(self, chunk: Chunk, x: Tensor, lse: Tensor) -> None:
-        """Launch the kernel and put the base-2 log-sums of its chunk into `lse` [B, H, T]."""
+        """Launch the kernel and write the base-2 log-sum-exp of its chunk to `lse` [B, H, T]."""
         num_splits = self.num_splits("row_statistics", chunk)
         parts = self.statistics(chunk, num_splits)
         self.run("row_statistics", chunk, [x, parts], num_splits)
@@ -181,7 +181,7 @@ class KernelLauncher:
     def post_gradients(
         self, chunk: Chunk, x: Tensor, da: Tensor, lse: Tensor, delta: Tensor, grads: ComposeOperands
     ) -> None:
-        """Launch the kernel; put its chunk into `delta` and `grads.post_query`, add to `grads.post_base`."""
+        """Launch the kernel; write to `delta` and `grads.post_query`, add to `grads.post_base`."""
         num_splits = self.num_splits("post_gradients", chunk)
         parts = self.statistics(chunk, num_splits)
         before = [x, da, lse, parts]
@@ -198,7 +198,7 @@ class KernelLauncher:
         delta: Tensor,
         grads: ComposeOperands,
     ) -> None:
-        """Launch the kernel; put its chunk into `grads.pre_query`, add to `grads.pre_base`, and fill `dy`."""
+        """Launch the kernel; write to `grads.pre_query` and `dy`, add to `grads.pre_base`."""
         num_splits = self.num_splits("pre_gradients", chunk)
         before = [x, da, dy, lse, delta]
         self._run_with_gradients("pre_gradients", chunk, before, num_splits, grads.pre_query, grads.pre_base)
@@ -212,7 +212,7 @@ class KernelLauncher:
         d_weights: Tensor | None,
         d_base: Tensor | None,
     ) -> None:
-        """Launch a kernel that stores gradients per split, and those of a base per program; add them up."""
+        """Launch a kernel that stores gradients per split, and those of a base per program; sum them."""
         parts = sums = None
         if d_weights is not None:
             parts = d_weights.new_empty(num_splits, chunk.num_rows, chunk.num_queries, *d_weights.shape[2:])
@@ -226,7 +226,7 @@ class KernelLauncher:
             self._add_base(chunk, sums, d_base)
 
     def _add_base(self, chunk: Chunk, sums: Tensor, d_base: Tensor) -> None:
-        """Add the sums of all programs, block matrices of a program's slots, to the gradient of a base."""
+        """Add the partial sums of all programs, block matrices over slots, to the gradient of a base."""
         size, count, heads = self.kind.GROUP_SLOTS, self._instances, self.kind.HEADS
         blocks = sums.view(self.num_slot_sets(chunk), -1, count, size, count, size).sum(1)
         instances = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
@@ -250,15 +250,15 @@ class KernelLauncher:
 
 
 def _log_add(parts: Tensor) -> Tensor:
-    """Add what base-2 logarithms [splits, ...] stand for; where all are -EMPTY, no key is visible: EMPTY."""
+    """Base-2 log-sum-exp over splits [splits, ...]; EMPTY if all are -EMPTY, i.e. no key is visible."""
     top = parts.amax(0)
     return torch.where(top > -EMPTY / 2, top + (parts - top).exp2().sum(0).log2(), EMPTY)
 
 
 def launch_options(is_cuda: bool, warps: int, stages: int, registers: int | None = None) -> dict[str, object]:
-    """Give the options of a launch; the interpreter knows two of them.
+    """Return the options of a launch; the interpreter accepts two of them.
 
-    Fused multiply-add is asked for: Triton will not choose it by itself for ever.
+    Fused multiply-add is requested explicitly, because its default in Triton may change.
     """
     options = {"num_warps": warps, "num_stages": stages}
     if not is_cuda:

@@ -1,4 +1,4 @@
-"""What is hidden from whom, what a mask adds, and what dropout drops: in a tile, and in ranges of keys or queries."""
+"""Visibility, masks and dropout in tiles, and ranges of visible keys or queries."""
 
 # B batch, T query tokens, S key tokens, H heads; of a tile: M and V tokens of its matrix and its vector side
 
@@ -13,17 +13,17 @@ from .head_mixing import SLOTS
 LOG2E = tl.constexpr(1.4426950408889634)
 FIRST, SECOND = tl.constexpr(dropout.FIRST), tl.constexpr(dropout.SECOND)
 HEAD, ROW, COLUMN = tl.constexpr(dropout.HEAD), tl.constexpr(dropout.ROW), tl.constexpr(dropout.COLUMN)
-FAR = tl.constexpr(2**30)  # behind every token
+FAR = tl.constexpr(2**30)  # larger than every token position
 
 
 class Masks(NamedTuple):
-    """Tensors that hide and drop; None where a call has none.
+    """Tensors for masking and dropout; None if the call has none.
 
     Attributes:
-        pairs: Mask of keys or pairs, bytes or floats that are added, of any strides over [B, H, T, S].
+        pairs: Mask: bytes, or floats that are added, with any strides over [B, H, T, S].
         starts: First token of each token's document [B, S].
-        stops: The token behind its last [B, S].
-        seed: Of dropout [2].
+        stops: End of the document, exclusive [B, S].
+        seed: Dropout seed [2].
     """
 
     pairs: Any
@@ -33,24 +33,24 @@ class Masks(NamedTuple):
 
 
 @triton.jit
-def hidden_bias(position, token, S, window, KIND: tl.constexpr):
-    """Make -inf where a query at `position` does not see the key `token`, 0 where it does; the two are broadcast."""
+def hidden_bias(position, token, S, window_size, KIND: tl.constexpr):
+    """Bias of a query at `position` and a key `token`: -inf if hidden, else 0; the two are broadcast."""
     distance = position - token
     seen = (token >= 0) & (token < S)
     if KIND.IS_CAUSAL:
         seen = seen & (distance >= 0)
     if KIND.HAS_WINDOW:
-        seen = seen & (distance < window)
+        seen = seen & (distance < window_size)
         if not KIND.IS_CAUSAL:
-            seen = seen & (distance > -window)
+            seen = seen & (distance > -window_size)
     return tl.where(seen, 0.0, -float("inf"))
 
 
 @triton.jit
 def load_documents(masks, row, tokens, inside, is_instance, S, KIND: tl.constexpr):
-    """Load where tokens' documents start and stop: [tokens, 1] twice, or [tokens, 16] of several rows of the batch.
+    """Load the bounds of tokens' documents: [tokens, 1] twice, or [tokens, 16] for several batch rows.
 
-    Tokens that there are not get ranges that no least start and no largest stop is changed by.
+    Invalid tokens get bounds that affect neither the minimum of starts nor the maximum of stops.
     """
     if KIND.GROUP_SLOTS >= SLOTS:
         places, mask = tl.min(row, 0).to(tl.int64) * S + tokens[:, None], inside[:, None]
@@ -62,7 +62,7 @@ def load_documents(masks, row, tokens, inside, is_instance, S, KIND: tl.constexp
 
 @triton.jit
 def other_documents(bias, token, starts, stops):
-    """Make a bias -inf where a key is not of the query's document; all are broadcast."""
+    """Set a bias to -inf for keys outside the query's document; all are broadcast."""
     return tl.where((token >= starts) & (token < stops), bias, -float("inf"))
 
 
@@ -70,10 +70,10 @@ def other_documents(bias, token, starts, stops):
 def load_pairs(
     masks, slots, sizes, m_offsets, v_offsets, m_inside, v_inside, KIND: tl.constexpr
 ):  # fmt: skip
-    """Load a tile of the mask of pairs, of each block [M or 1, V or 1, 16 or 1].
+    """Load a tile of the mask, per block [M or 1, V or 1, 16 or 1].
 
-    Offsets and masks are those of the tokens of both sides; those of queries have one place where the mask is one of
-    keys.
+    Offsets and masks are those of the tokens of both sides; those of queries have one element if the mask depends on
+    keys only.
     """
     row = (slots.row + sizes.row0).to(tl.int64) * sizes.mask_row
     places = (m_offsets[:, None] + v_offsets[None, :])[:, :, None]
@@ -97,7 +97,7 @@ def load_pairs(
 
 @triton.jit
 def query_offsets(token, inside, sizes, KIND: tl.constexpr):
-    """Give the offsets of queries in the mask of pairs, and which there are; one place where it is one of keys."""
+    """Offsets of queries in the mask, and their validity; one element if the mask depends on keys only."""
     if KIND.MASK_QUERIES:
         return token.to(tl.int64) * sizes.mask_query, inside
     else:
@@ -106,7 +106,7 @@ def query_offsets(token, inside, sizes, KIND: tl.constexpr):
 
 @triton.jit
 def exponents(y, bias, pairs, KIND: tl.constexpr):
-    """Turn composed scores into exponents of 2, -inf where the bias is; what a mask hides may hold anything."""
+    """Convert composed scores to exponents of 2, -inf for hidden keys, whose scores may be arbitrary."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         if KIND.MASK == 1:
@@ -122,7 +122,7 @@ def exponents(y, bias, pairs, KIND: tl.constexpr):
 
 @triton.jit
 def weights_of(exponent, lse, KIND: tl.constexpr):
-    """Make weights of exponents and the base-2 log-sums of their queries, which are broadcast."""
+    """Compute softmax weights from exponents and the base-2 log-sum-exp of the queries, which is broadcast."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         result = result + (tl.exp2(exponent[b] - lse[b]),)
@@ -130,26 +130,26 @@ def weights_of(exponent, lse, KIND: tl.constexpr):
 
 
 @triton.jit
-def key_bounds(first, last, num_keys, S, first_key, window, KIND: tl.constexpr):
-    """Bound the keys, of a block's, that queries at positions [first, last] may see."""
+def key_bounds(first, last, num_keys, S, first_key, window_size, KIND: tl.constexpr):
+    """Range of a block's keys visible to queries at positions [first, last]."""
     low = tl.maximum(0, -first_key)
     high = tl.minimum(num_keys, S - first_key)
     if KIND.HAS_WINDOW:
-        low = tl.maximum(low, first - first_key - window + 1)
-        high = tl.minimum(high, last - first_key + window)
+        low = tl.maximum(low, first - first_key - window_size + 1)
+        high = tl.minimum(high, last - first_key + window_size)
     if KIND.IS_CAUSAL:
         high = tl.minimum(high, last - first_key + 1)
     return low, high
 
 
 @triton.jit
-def query_bounds(first, last, num_queries, position0, window, KIND: tl.constexpr):
-    """Bound the queries, of a block's, that may see the keys [first, last], likewise."""
+def query_bounds(first, last, num_queries, position0, window_size, KIND: tl.constexpr):
+    """Range of a block's queries that the keys [first, last] are visible to."""
     low = 0
     high = num_queries
     if KIND.HAS_WINDOW:
-        low = tl.maximum(low, first - position0 - window + 1)
-        high = tl.minimum(high, last - position0 + window)
+        low = tl.maximum(low, first - position0 - window_size + 1)
+        high = tl.minimum(high, last - position0 + window_size)
     if KIND.IS_CAUSAL:
         low = tl.maximum(low, first - position0)
     return low, high
@@ -157,20 +157,20 @@ def query_bounds(first, last, num_queries, position0, window, KIND: tl.constexpr
 
 @triton.jit
 def within_documents(low, high, starts, stops, origin):
-    """Tighten bounds, counted from the token `origin`, to the documents of the other side's tokens."""
+    """Restrict bounds, relative to the token `origin`, to the documents of the other side's tokens."""
     return tl.maximum(low, tl.min(starts) - origin), tl.minimum(high, tl.max(stops) - origin)
 
 
 @triton.jit
 def whole_tiles(low, high, count, TILE: tl.constexpr):
-    """Let a range of at most `count` tokens begin at a multiple of TILE, and not end before it begins."""
+    """Round the start of a range of at most `count` tokens down to a multiple of TILE; never end before the start."""
     low = tl.minimum(low, count) // TILE * TILE
     return low, tl.maximum(low, high)
 
 
 @triton.jit
 def scramble(x):
-    """Finalise words of 32 bits, as `impl/dropout.py` does."""
+    """Apply the finalizer of `impl/dropout.py` to words of 32 bits."""
     x = (x ^ (x >> 16)) * FIRST
     x = (x ^ (x >> 13)) * SECOND
     return x ^ (x >> 16)
@@ -178,7 +178,7 @@ def scramble(x):
 
 @triton.jit
 def query_words(masks, slots, sizes, query, KIND: tl.constexpr):
-    """Make the words of queries, of each block [queries, 16], that dropout starts from."""
+    """Dropout hashes of queries, per block [queries, 16]."""
     low, high = tl.load(masks.seed).to(tl.uint32), tl.load(masks.seed + 1).to(tl.uint32)
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
@@ -190,13 +190,13 @@ def query_words(masks, slots, sizes, query, KIND: tl.constexpr):
 
 @triton.jit
 def key_words(token):
-    """Make the words of keys [keys]."""
+    """Dropout hashes of keys [keys]."""
     return scramble(token.to(tl.uint32) * COLUMN)
 
 
 @triton.jit
 def drop(tile, row_words, column_words, sizes, KIND: tl.constexpr):
-    """Drop what dropout drops of a tile, and scale up the rest; the words of both sides are broadcast."""
+    """Apply dropout to a tile; the hashes of both sides are broadcast."""
     result = ()
     for b in tl.static_range(tl.constexpr(KIND.BLOCKS)):
         kept = scramble(row_words[b] ^ column_words) >= sizes.threshold.to(tl.uint32)

@@ -1,4 +1,4 @@
-"""The fused implementation as an operator of torch: opaque to compilers, with its own gradient."""
+"""PyTorch operator of the fused implementation, with its gradient."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
@@ -17,24 +17,24 @@ OPERANDS = (
 )
 OPTIONS = "bool is_causal, SymInt window, float scale, float dropout_p, SymInt num_groups"
 NUM_OPTIONS = 5
-NUM_MASK_OPERANDS = 4  # of the operands, the last
-NUM_WEIGHTS = 6  # of the operands, those before
+NUM_MASK_OPERANDS = 4  # the last operands
+NUM_WEIGHTS = 6  # the operands before them
 
 
 @torch.library.custom_op(
     "dcmha::composed_attention", mutates_args=(), schema=f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor)"
 )
 def composed(q, k, v, *rest):
-    """Compute the output [B, H, T, D] and the base-2 log-sums of the composed scores [B, H, T]."""
+    """Compute the output [B, H, T, D] and the base-2 log-sum-exp of the composed scores [B, H, T]."""
     weights, mask_operands, options = _split(q, k, rest)
     with torch.cuda.device_of(q):
         return forward(q.contiguous(), k.contiguous(), v.contiguous(), weights, mask_operands, options)
 
 
 def _split(q: Tensor, k: Tensor, rest: tuple) -> tuple[ComposeOperands, MaskOperands, CallOptions]:
-    """Sort an operator's arguments behind q, k and v."""
-    is_causal, window, scale, dropout_p, num_groups = rest[-NUM_OPTIONS:]
-    options = CallOptions(is_causal, min(window, q.shape[2] + k.shape[2]), scale, dropout_p, num_groups)
+    """Split the operator's arguments after q, k and v."""
+    is_causal, window_size, scale, dropout_p, num_groups = rest[-NUM_OPTIONS:]
+    options = CallOptions(is_causal, min(window_size, q.shape[2] + k.shape[2]), scale, dropout_p, num_groups)
     return (
         ComposeOperands(*rest[:NUM_WEIGHTS]),
         MaskOperands(*rest[NUM_WEIGHTS : NUM_WEIGHTS + NUM_MASK_OPERANDS]),
@@ -53,7 +53,7 @@ def _(q, *rest):
     schema=f"(Tensor d_out, {OPERANDS}, {OPTIONS}, Tensor log_sum, bool mask_gradient) -> Tensor[]",
 )
 def composed_backward(d_out, q, k, v, *rest):
-    """Compute the gradients of q, k, v, the six operands and the mask; empty tensors where there is none."""
+    """Compute the gradients of q, k, v, the six operands and the mask; an empty tensor for those without a gradient."""
     *rest, lse, mask_gradient = rest
     weights, mask_operands, options = _split(q, k, tuple(rest))
     tensors = (d_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous())
@@ -97,25 +97,25 @@ composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("trito
 
 
 def attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
-    """Compute composed attention [B, H, T, D]; `seed` is that of dropout."""
+    """Compute composed attention [B, H, T, D]; `seed` is the dropout seed."""
     return composed(*_arguments(call, seed))[0]
 
 
 def _arguments(call: AttentionCall, seed: Tensor | None) -> tuple:
     operands = [operand for weights in (call.pre, call.post) for operand in _operands(weights)]
-    options = (call.is_causal, call.window or 0, call.scale, call.dropout_p, call.num_groups)
+    options = (call.is_causal, call.window_size or 0, call.scale, call.dropout_p, call.num_groups)
     return call.q, call.k, call.v, *operands, call.mask, *call.document_bounds, seed, *options
 
 
 def _operands(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Pack the query side, the key side, and give the base of a composition."""
+    """Return the packed query side, the packed key side, and the base of a composition."""
     if weights is None:
         return None, None, None
     return pack(weights.query), pack(weights.key), weights.base
 
 
 def solve(call: AttentionCall, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
-    """Compute the output, and the gradients of `tensors_of` the call given that of the output, without autograd."""
+    """Compute the output and, given its gradient, the gradients of `tensors_of` the call, without autograd."""
     arguments = _arguments(call, seed)
     out, lse = composed(*arguments)
     if d_out is None:

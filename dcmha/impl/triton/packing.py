@@ -1,4 +1,4 @@
-"""What a call brings to the kernels: packed weights of the compositions, masks, options."""
+"""Operands of the kernels: packed compose weights, masks, options."""
 
 # B batch, T query tokens, S key tokens, H heads, R compose rank, G head groups
 
@@ -15,18 +15,18 @@ from ..dropout import threshold_of
 from .head_mixing import ComposeSpec, KernelConfig, Packed
 from .masking import Masks
 
-WHOLE_BLOCKS = 2  # of a tile whose matrices fit into registers
+WHOLE_BLOCKS = 2  # maximum blocks of a tile whose full matrices fit into registers
 
 
 def slots_of_group(heads: int) -> int:
-    """Return how many slots hold the heads of a group: 4, 8, or 16 for each block."""
+    """Number of slots for the heads of a group: 4, 8, or 16 per block."""
     return next((slots for slots in (4, 8) if heads <= slots), round_up(heads, 16))
 
 
 class ComposeOperands(NamedTuple):
-    """The packed weights [B, T or S, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
+    """Packed weights [B, T or S, 2R + gate, H] of both compositions and sides, and their bases [G, H/G, H/G].
 
-    The kernels see GROUP_SLOTS columns for each group, some of them empty, and bases as they are.
+    The kernels use GROUP_SLOTS columns per group, some of them empty; bases are not padded.
     """
 
     pre_query: Tensor | None
@@ -41,7 +41,7 @@ class ComposeOperands(NamedTuple):
         return Packed(*(self[:3] if composition == "pre" else self[3:]))
 
     def weights(self, composition: str) -> ComposeWeights | None:
-        """Take those of "pre" or "post" apart."""
+        """Compose weights of "pre" or "post"."""
         query, key, base = self.packed(composition)
         if query is None and key is None and base is None:
             return None
@@ -53,7 +53,7 @@ class ComposeOperands(NamedTuple):
         return compose_spec(rank_and_gate(query), rank_and_gate(key), base is not None, blocks)
 
     def to_columns(self, num_groups: int) -> "ComposeOperands":
-        """Add empty columns [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""
+        """Pad columns to [B, T or S, 2R + gate, G GROUP_SLOTS], for aligned loads."""
 
         def pad(w: Tensor | None) -> Tensor | None:
             if w is None:
@@ -66,7 +66,7 @@ class ComposeOperands(NamedTuple):
         return ComposeOperands(*map(pad, self))
 
     def from_columns(self, num_groups: int, heads: int) -> "ComposeOperands":
-        """Leave the empty columns of gradients out again."""
+        """Remove the padding columns of gradients."""
 
         def cut(w: Tensor | None) -> Tensor | None:
             if w is None or w.dim() == 3:
@@ -77,7 +77,7 @@ class ComposeOperands(NamedTuple):
 
 
 class Unpacked(NamedTuple):
-    """Both compositions, their sides apart, as they lie."""
+    """Both compositions as `SideWeights`, without packing."""
 
     pre: ComposeWeights
     post: ComposeWeights
@@ -97,19 +97,19 @@ def _rank_and_gate(side: SideWeights) -> tuple[int, int]:
 
 
 def compose_spec(query: tuple[int, int], key: tuple[int, int], has_base: bool, blocks: int) -> ComposeSpec:
-    """Describe a composition, of which each side has a rank and a gate (1 or 0), in a tile of so many blocks."""
+    """`ComposeSpec` of a composition given the rank and gate (1 or 0) of each side and the blocks of a tile."""
     return ComposeSpec(*query, *key, int(has_base), int(blocks > WHOLE_BLOCKS and not has_base))
 
 
 def pack(side: SideWeights) -> Tensor | None:
-    """Put one side's weights into one tensor [B, T or S, 2R + gate, H]."""
+    """Concatenate one side's weights to one tensor [B, T or S, 2R + gate, H]."""
     gate = side.gate if side.gate is None else side.gate.unsqueeze(2)
     parts = [part for part in (side.down, side.up, gate) if part is not None]
     return torch.cat(parts, 2) if parts else None
 
 
 def unpack(packed: Tensor | None) -> SideWeights:
-    """Take packed weights [B, T or S, 2R + gate, H] apart."""
+    """Split packed weights [B, T or S, 2R + gate, H]."""
     if packed is None:
         return SideWeights()
     rank, gate = rank_and_gate(packed)
@@ -118,20 +118,20 @@ def unpack(packed: Tensor | None) -> SideWeights:
 
 
 def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:
-    """Tell the rank of packed weights [B, T or S, 2R + gate, H], and whether they have a gate (1 or 0)."""
+    """Rank of packed weights [B, T or S, 2R + gate, H], and whether they have a gate (1 or 0)."""
     rank, gate = divmod(0 if packed is None else packed.shape[2], 2)
     return rank, gate
 
 
 class MaskOperands(NamedTuple):
-    """What hides keys and drops weights.
+    """Operands for masking and dropout.
 
     Attributes:
-        mask: Boolean, or floating and added after the pre-composition, each of its four axes 1 or that of
-            [B, H, T, S]; None for none.
+        mask: Boolean, or floating and added after the pre-composition; broadcastable to [B, H, T, S], with four axes;
+            None for none.
         starts: First token of each token's document [B, S], int32; None without documents.
-        stops: The token behind its last, likewise.
-        seed: Of dropout [2], int64; None without dropout.
+        stops: End of the document, exclusive, likewise.
+        seed: Dropout seed [2], int64; None without dropout.
     """
 
     mask: Tensor | None
@@ -140,13 +140,13 @@ class MaskOperands(NamedTuple):
     seed: Tensor | None
 
     def masks(self) -> Masks:
-        """Give the kernels what they take; they know no booleans in memory."""
+        """Tensors for the kernels; booleans are viewed as bytes."""
         is_boolean = self.mask is not None and self.mask.dtype == torch.bool
         return Masks(self.mask.view(torch.uint8) if is_boolean else self.mask, self.starts, self.stops, self.seed)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of the mask over [B, H, T, S], 0 along an axis where it is the same."""
+        """Strides of the mask over [B, H, T, S], 0 along broadcast axes."""
         if self.mask is None:
             return (0,) * 4
         return tuple(0 if n == 1 else stride for n, stride in zip(self.mask.shape, self.mask.stride(), strict=True))
@@ -154,17 +154,17 @@ class MaskOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call is, apart from its tensors; a window of 0 is none."""
+    """Options of a call; a window of 0 means none."""
 
     is_causal: bool
-    window: int
+    window_size: int
     scale: float
     dropout_p: float
     num_groups: int
 
 
 def kernel_config(q: Tensor, mask_operands: MaskOperands, options: CallOptions, mask_gradient: bool) -> KernelConfig:
-    """Tell what kind of call the kernels are compiled for."""
+    """`KernelConfig` of a call."""
     heads, mask = q.shape[1] // options.num_groups, mask_operands.mask
     slots = slots_of_group(heads)
     return KernelConfig(
@@ -172,7 +172,7 @@ def kernel_config(q: Tensor, mask_operands: MaskOperands, options: CallOptions, 
         HEADS=heads,
         BLOCKS=max(1, slots // 16),
         IS_CAUSAL=options.is_causal,
-        HAS_WINDOW=options.window > 0,
+        HAS_WINDOW=options.window_size > 0,
         HAS_DOCUMENTS=mask_operands.starts is not None,
         MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         MASK_HEADS=mask is not None and mask.shape[1] > 1,
@@ -184,12 +184,12 @@ def kernel_config(q: Tensor, mask_operands: MaskOperands, options: CallOptions, 
 
 
 def drop_sizes(dropout_p: float) -> dict[str, float]:
-    """Give the numbers that dropout takes."""
+    """`threshold` and `keep_scale` of `Sizes`."""
     return {"threshold": threshold_of(dropout_p), "keep_scale": 1.0 / (1.0 - dropout_p)}
 
 
 def _dot_dtype(q: Tensor):
-    """Operands of the products in the kernels; the interpreter cannot multiply bfloat16."""
+    """Dtype of the operands of matrix products; the interpreter cannot multiply bfloat16."""
     import triton.language as tl
 
     if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not q.is_cuda):

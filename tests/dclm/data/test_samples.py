@@ -34,7 +34,7 @@ def test_an_epoch_holds_every_sequence_once(tmp_path):
         for number, row, targets in zip(batch.samples, batch.input_ids, batch.targets, strict=True):
             assert row.tolist() == tokens[number * 32 : number * 32 + 32].tolist()
             assert targets.tolist() == tokens[number * 32 + 1 : number * 32 + 33].tolist()
-        assert batch.documents is None
+        assert batch.document_ids is None
     again = [i for batch in module(tmp_path / "c").train_dataloader() for i in batch.samples]
     other = [i for batch in module(tmp_path / "c", seed=1).train_dataloader() for i in batch.samples]
     assert again == samples != other
@@ -72,21 +72,21 @@ def test_documents_are_numbered_within_a_sequence(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), separate_documents=True)
     for batch in data.train_dataloader():
         ended = (batch.input_ids == 256).long()
-        for row, documents in zip(ended, batch.documents, strict=True):
+        for row, document_ids in zip(ended, batch.document_ids, strict=True):
             expected, number = [], 0
             for is_end in row.tolist():
                 expected.append(number)  # the end token belongs to the document that it ends
                 number += is_end
-            assert documents.tolist() == expected
-        assert batch.documents.max() >= 1
+            assert document_ids.tolist() == expected
+        assert batch.document_ids.max() >= 1
 
 
 def test_bytes_per_token_are_those_of_the_evaluation(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), "validate")
     tokens = data.corpus.split("val")[1 : 6 * 32 + 1]
     assert data.bytes_per_token == pytest.approx((tokens < 256).mean())
-    documents = ["plain words here " * 30, "\u65e5\u672c\u8a9e" * 90]
-    (tmp_path / "in.jsonl").write_bytes(jsonl(documents * 3))
+    document_ids = ["plain words here " * 30, "\u65e5\u672c\u8a9e" * 90]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(document_ids * 3))
     prepared([tmp_path / "in.jsonl"], tmp_path / "b", tokenizer="bpe:300", val_fraction=0.0)
     manifest = json.loads((tmp_path / "b/manifest.json").read_text())
     manifest["splits"]["val"] = manifest["splits"]["train"]

@@ -29,8 +29,8 @@ SHAPES = [  # odd lengths, heads and channels; several blocks of queries and til
 KINDS = [
     {},
     {"is_causal": True},
-    {"is_causal": True, "window": 9},
-    {"window": 5, "mask": "bool"},
+    {"is_causal": True, "window_size": 9},
+    {"window_size": 5, "mask": "bool"},
     {"mask": "float-inf", "is_causal": True},
     {"mask": "keys"},
 ]
@@ -91,12 +91,12 @@ def test_every_combination_equals_the_reference(case):
 
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 def test_few_queries_whose_keys_are_not_packed(tokens):
-    check(Case(B=2, T=tokens, S=70, H=5, D=20, is_causal=True, window=40))
+    check(Case(B=2, T=tokens, S=70, H=5, D=20, is_causal=True, window_size=40))
 
 
 @pytest.mark.parametrize("threads", [3, 8])
 @pytest.mark.parametrize(
-    "kind", [{}, {"is_causal": True, "window": 300}, {"mask": "bool"}, {"mask": "float-inf"}], ids=str
+    "kind", [{}, {"is_causal": True, "window_size": 300}, {"mask": "bool"}, {"mask": "float-inf"}], ids=str
 )
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_keys_are_shared_between_idle_threads(threads, tokens, kind):
@@ -343,9 +343,9 @@ def test_a_query_on_a_long_cache_equals_the_same_query_among_others():
     q, k, v = torch.randn(3, B, H, S, D).unbind(0)
     weights = [SideWeights(torch.randn(B, S, 2, H), torch.randn(B, S, 2, H), torch.randn(B, S, H)) for _ in range(4)]
     pre, post = ComposeWeights(*weights[:2]), ComposeWeights(*weights[2:])
-    whole = composed_attention(q, k, v, pre, post, is_causal=True, window=40, impl="cpu")
+    whole = composed_attention(q, k, v, pre, post, is_causal=True, window_size=40, impl="cpu")
     last = [w._replace(query=w.query.map(lambda x: x[:, -1:])) for w in (pre, post)]
-    one = composed_attention(q[:, :, -1:], k, v, *last, is_causal=True, window=40, impl="cpu")
+    one = composed_attention(q[:, :, -1:], k, v, *last, is_causal=True, window_size=40, impl="cpu")
     torch.testing.assert_close(one, whole[:, :, -1:], rtol=1e-5, atol=1e-5)
 
 
@@ -360,7 +360,7 @@ def test_memory_grows_with_the_length_alone():
 
 
 def test_masks_of_every_kind_hide():
-    case = Case(mask="bool", T=20, S=33, is_causal=True, window=12)
+    case = Case(mask="bool", T=20, S=33, is_causal=True, window_size=12)
     mask, operands = make_mask(case), make_operands(case)
     hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     torch.testing.assert_close(run(case, operands, "cpu", mask), run(case, operands, "cpu", hidden))

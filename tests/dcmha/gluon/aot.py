@@ -65,7 +65,7 @@ VARIANTS = {
     "16 heads": {},
     "6 heads, bidirectional": {"GROUP_SLOTS": 8, "HEADS": 6, "NUM_HEADS": 6, "IS_CAUSAL": False},
     "12 heads": {"HEADS": 12, "NUM_HEADS": 12},
-    "window": {"HAS_WINDOW": True, "BAND": 128},
+    "window_size": {"HAS_WINDOW": True, "BAND": 128},
     "float16": {"DTYPE": gl.float16},
     "rank 1": {"spec": ComposeSpec(1, 0, 1, 0, 0)},
     "rank 4": {"spec": ComposeSpec(4, 1, 4, 1, 0)},

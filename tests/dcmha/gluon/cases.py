@@ -39,7 +39,7 @@ QUICK = {
         Case(B=3, T=37, S=50, H=6, mask="bias B1TS", dropout_p=0.6), dtype=torch.float16
     ),
     "shared keys, blocks of a window": Problem(
-        Case(B=2, T=50, S=50, H=8, shared=4, window=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
+        Case(B=2, T=50, S=50, H=8, shared=4, window_size=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
     "groups, documents, mask of each head": Problem(
         Case(B=1, T=33, S=33, H=12, G=3, has_documents=True, mask="heads", branches="qkg")
@@ -50,12 +50,12 @@ SLOW = {
         Case(B=3, T=37, S=50, H=6, mask="bool", dropout_p=0.4), constants=LONG_ROWS, dtype=torch.float16
     ),
     "16 heads, long rows, blocks of a window": Problem(
-        Case(B=2, T=70, S=70, H=16, window=17, is_causal=True, branches="qkg"), constants=LONG_ROWS | SMALL_CHUNKS
+        Case(B=2, T=70, S=70, H=16, window_size=17, is_causal=True, branches="qkg"), constants=LONG_ROWS | SMALL_CHUNKS
     ),
     "16 heads, causal, split": Problem(Case(B=1, T=150, S=150, H=16, is_causal=True, branches="qkg")),
     "12 heads in 3 groups": Problem(Case(B=1, T=33, S=33, H=12, G=3, branches="qkg"), dtype=torch.float16),
-    "window, 4 heads, long": Problem(Case(B=1, T=300, S=300, H=4, is_causal=True, window=40, branches="qkg")),
-    "window to both sides": Problem(Case(B=2, T=70, S=70, H=3, window=9, branches="qkg"), constants=SMALL_CHUNKS),
+    "window, 4 heads, long": Problem(Case(B=1, T=300, S=300, H=4, is_causal=True, window_size=40, branches="qkg")),
+    "window to both sides": Problem(Case(B=2, T=70, S=70, H=3, window_size=9, branches="qkg"), constants=SMALL_CHUNKS),
     "mask of keys": Problem(Case(B=2, T=35, S=35, H=16, mask="keys", branches="qkg")),
     "bias of heads": Problem(Case(B=2, T=33, S=33, H=6, mask="bias 1HTS", branches="qkg")),
     "documents of two rows in a tile": Problem(
@@ -66,7 +66,8 @@ SLOW = {
     "fewer queries than keys": Problem(Case(B=1, T=21, S=50, H=16, D=32, is_causal=True, branches="qkg")),
     "more queries than keys": Problem(Case(B=2, T=30, S=19, H=4, D=32, is_causal=True, branches="qkg")),
     "24 heads, blocks of a window, dropout": Problem(
-        Case(B=2, T=50, S=50, H=24, window=9, is_causal=True, dropout_p=0.3, branches="qkg"), constants=SMALL_CHUNKS
+        Case(B=2, T=50, S=50, H=24, window_size=9, is_causal=True, dropout_p=0.3, branches="qkg"),
+        constants=SMALL_CHUNKS,
     ),
     "24 heads": Problem(Case(B=1, T=24, S=24, H=24, is_causal=True, branches="qkg")),
     "base alone": Problem(Case(B=3, T=33, S=33, H=6, branches="b")),
@@ -78,7 +79,7 @@ SLOW = {
     ),
     "NaN in a row of a tile": Problem(Case(B=2, T=20, S=20, H=4, mask="keys", branches="qkg"), has_hidden_nan=True),
     "window, more queries than keys": Problem(
-        Case(B=1, T=72, S=40, H=4, D=8, window=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
+        Case(B=1, T=72, S=40, H=4, D=8, window_size=9, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
     "6 heads, boolean mask": Problem(Case(B=3, T=33, S=33, H=6, mask="bool", is_causal=True, branches="qkg")),
     "tensors at odd addresses": Problem(Case(B=2, T=33, S=33, H=8, mask="bool", has_documents=True), is_displaced=True),
@@ -90,15 +91,15 @@ SLOW = {
 LONG = {
     "12 heads, long rows": Problem(Case(B=1, T=37, S=37, H=12), constants=LONG_ROWS),
     "8 heads, long rows, window, documents": Problem(
-        Case(B=2, T=70, S=70, H=8, window=17, has_documents=True, branches="qkg"), constants=LONG_ROWS
+        Case(B=2, T=70, S=70, H=8, window_size=17, has_documents=True, branches="qkg"), constants=LONG_ROWS
     ),
     "16 heads, chunks of short rows": Problem(
         Case(B=2, T=140, S=140, H=16, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS
     ),
     "16 heads": Problem(Case(B=1, T=40, S=40, H=16, D=32)),
-    "window, rows of one chunk": Problem(Case(B=1, T=70, S=70, H=16, is_causal=True, window=17, branches="qkg")),
+    "window, rows of one chunk": Problem(Case(B=1, T=70, S=70, H=16, is_causal=True, window_size=17, branches="qkg")),
     "window, other queries than keys": Problem(
-        Case(B=3, T=130, S=150, H=6, is_causal=True, window=40, branches="qkg"), constants={"BLOCK_QUERIES": 16}
+        Case(B=3, T=130, S=150, H=6, is_causal=True, window_size=40, branches="qkg"), constants={"BLOCK_QUERIES": 16}
     ),
     "several rows and chunks": Problem(
         Case(B=2, T=60, S=60, H=16, is_causal=True, branches="qkg"), constants=SMALL_CHUNKS

@@ -55,7 +55,7 @@ def solve(
             sides = (SideWeights(rand(B, n, 2, H), rand(B, n, 2, H), rand(B, n, H)) for n in (T, S or T))
             return ComposeWeights(*sides, rand(1, H, H) if base else None)
 
-        options = {"is_causal": True, "window": 0, "scale": 0.25, "dropout_p": 0.0, "num_groups": 1} | options
+        options = {"is_causal": True, "window_size": 0, "scale": 0.25, "dropout_p": 0.0, "num_groups": 1} | options
         flat = [
             part
             for composition in (weights(), weights())
@@ -83,7 +83,9 @@ def test_a_call_of_one_chunk_takes_few_operations(launches, monkeypatch, short_r
     assert [name for name in launches if name != "pack_weights"] == kernels and launches.count("pack_weights") == 2
 
 
-@pytest.mark.parametrize("options", [{"T": 2048}, {"window": 200, "T": 2048}, {"base": True, "H": 6, "B": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"T": 2048}, {"window_size": 200, "T": 2048}, {"base": True, "H": 6, "B": 3}], ids=str
+)
 def test_no_operation_waits_for_the_device(options, launches):
     assert solve(**options) and launches
 

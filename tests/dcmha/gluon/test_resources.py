@@ -13,7 +13,7 @@ from .aot import VARIANTS
 
 MAX_SPILLS = 96  # bytes of a thread; where registers are capped, more programs are worth a few of them
 MAX_SPILLS_SHORT_GRADIENTS = 336  # two queries' numbers, nearly all of which wait outside of its loops
-SLOW = [("90", "6 heads, bidirectional"), ("90", "window"), ("80", "16 heads"), ("100", "16 heads")]
+SLOW = [("90", "6 heads, bidirectional"), ("90", "window_size"), ("80", "16 heads"), ("100", "16 heads")]
 LONG = [("90", variant) for variant in VARIANTS if variant != "16 heads" and ("90", variant) not in SLOW]
 OTHERS = [
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),

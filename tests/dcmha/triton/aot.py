@@ -145,9 +145,9 @@ def _type_of(argument: str, dtype: str, constants: dict) -> str | tuple:
             sides = [pointer if any(side) else "constexpr" for side in sides]
         return Packed(*sides, pointer if form.BASE else "constexpr")
     if argument == "masks":
-        documents = "*i32" if kind.HAS_DOCUMENTS else "constexpr"
+        document_ids = "*i32" if kind.HAS_DOCUMENTS else "constexpr"
         pairs = ("constexpr", "*u8", pointer)[kind.MASK]
-        return Masks(pairs, documents, documents, "*i64" if kind.HAS_DROPOUT else "constexpr")
+        return Masks(pairs, document_ids, document_ids, "*i64" if kind.HAS_DROPOUT else "constexpr")
     if argument in FLOATS or argument.startswith("d_") or (argument == "x" and "D" in constants):
         return "*fp32"
     if argument == "dy" and not kind.MASK_GRADIENT:
@@ -196,7 +196,7 @@ VARIANTS = {
     "52 heads": {"HEADS": 52},
     "32 heads, static base": {"HEADS": 32, "form": {"BASE": 1}},
     "32 heads, query-wise": {"HEADS": 32} | QUERY_WISE,
-    "window": {"HAS_WINDOW": True},
+    "window_size": {"HAS_WINDOW": True},
     "static base": {"form": {"BASE": 1}},
     "query-wise": QUERY_WISE,
     "mask of keys": {"MASK": 1},
@@ -205,7 +205,7 @@ VARIANTS = {
     "bias, 12 heads": {"HEADS": 12, "IS_CAUSAL": False} | BIAS,
     "bias, 3 heads": {"HEADS": 3, "IS_CAUSAL": False} | BIAS,
     "bias, 32 heads": {"HEADS": 32} | BIAS,
-    "documents": {"HAS_DOCUMENTS": True},
+    "document_ids": {"HAS_DOCUMENTS": True},
     "documents, 32 heads": {"HAS_DOCUMENTS": True, "HEADS": 32},
     "dropout": {"HAS_DROPOUT": True},
     "dropout, 32 heads": {"HAS_DROPOUT": True, "HEADS": 32},

@@ -26,8 +26,8 @@ SHAPES = [
 KINDS = [
     {},
     {"is_causal": True},
-    {"is_causal": True, "window": 5},
-    {"window": 4, "mask": "keys"},
+    {"is_causal": True, "window_size": 5},
+    {"window_size": 4, "mask": "keys"},
     {"mask": "bool"},
     {"mask": "heads", "is_causal": True},
     {"mask": "float-inf", "is_causal": True},
@@ -90,7 +90,7 @@ def test_16_bit_is_as_exact_as_its_output_can_be(shape, dtype):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(B=3, T=1, S=90, H=6), pytest.param(Case(B=2, T=3, S=90, H=24, D=8, window=60), marks=pytest.mark.slow)],
+    [Case(B=3, T=1, S=90, H=6), pytest.param(Case(B=2, T=3, S=90, H=24, D=8, window_size=60), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_splits_and_chunks_of_rows_change_nothing(case, calls, monkeypatch):

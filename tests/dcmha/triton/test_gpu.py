@@ -28,7 +28,7 @@ SHAPES = [  # B, T, S, H, G, D
     (1, 130, 130, 40, 1, 128),
     (1, 90, 90, 52, 1, 128),
 ]
-KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 100}, {"window": 64}]
+KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window_size": 100}, {"window_size": 64}]
 SLACK = 8  # roundings of exponents and log-sums in base 2, at full size: the reference takes the largest off before
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -106,8 +106,8 @@ def mask_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, 
     def rand(*size):
         return torch.randn(*size, device=DEVICE, generator=generator)
 
-    if kind == "documents":
-        return {"documents": torch.arange(S, device=DEVICE).expand(B, S) // 37, "is_causal": True}
+    if kind == "document_ids":
+        return {"document_ids": torch.arange(S, device=DEVICE).expand(B, S) // 37, "is_causal": True}
     if kind == "dropout":
         return {"dropout_p": 0.3}
     if kind == "pairs":
@@ -116,7 +116,7 @@ def mask_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["documents", "dropout", "pairs", "bias", "slopes"])
+@pytest.mark.parametrize("kind", ["document_ids", "dropout", "pairs", "bias", "slopes"])
 @pytest.mark.parametrize("shape", [(4, 49, 49, 3, 1, 32), (1, 257, 257, 16, 1, 64), (1, 150, 150, 32, 1, 64)], ids=str)
 def test_masks_and_dropout(shape, kind, dtype):
     low, found = operands(shape, dtype), {}

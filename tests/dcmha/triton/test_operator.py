@@ -31,22 +31,22 @@ SHAPES = [
     {"B": 1, "T": 5, "S": 5, "H": 64, "D": 8, "shared": 8},
 ]
 WINDOWS = [  # of a size that leaves nothing out, and of one
-    Case(T=9, S=9, H=4, window=2**31 - 1, is_causal=True),
-    Case(T=9, S=9, H=4, window=2**63 - 1),
-    Case(B=1, T=5, S=150, H=2, R=1, D=8, window=1),
-    Case(B=1, T=5, S=150, H=2, R=1, D=8, window=1, is_causal=True),
+    Case(T=9, S=9, H=4, window_size=2**31 - 1, is_causal=True),
+    Case(T=9, S=9, H=4, window_size=2**63 - 1),
+    Case(B=1, T=5, S=150, H=2, R=1, D=8, window_size=1),
+    Case(B=1, T=5, S=150, H=2, R=1, D=8, window_size=1, is_causal=True),
 ]
-KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window": 5}, {"window": 4}, {"mask": "keys"}]
+KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window_size": 5}, {"window_size": 4}, {"mask": "keys"}]
 MASKS = [
     {"mask": "bool"},
     {"mask": "heads"},
     {"mask": "float-inf", "is_causal": True},
     {"mask": "bias 1HTS"},
-    {"mask": "bias BHTS", "window": 5, "is_causal": True},
+    {"mask": "bias BHTS", "window_size": 5, "is_causal": True},
     {"mask": "bias H1S", "dropout_p": 0.3},
     {"mask": "bias B1TS", "is_causal": True},
     {"has_documents": True, "is_causal": True},
-    {"has_documents": True, "window": 4, "dropout_p": 0.6},
+    {"has_documents": True, "window_size": 4, "dropout_p": 0.6},
     {"has_documents": True, "mask": "bool"},
 ]
 FORMS = [
@@ -131,10 +131,10 @@ CHUNKED = [  # and the budget of a workspace, in KiB
     pytest.param({"T": 19, "S": 37}, 4, marks=pytest.mark.long),
     pytest.param({"T": 37, "S": 37, "is_causal": True}, 16, marks=pytest.mark.long),
     pytest.param({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4, marks=pytest.mark.slow),
-    pytest.param({"T": 85, "S": 85, "is_causal": True, "window": 7}, 10000, marks=pytest.mark.long),
-    pytest.param({"B": 1, "T": 52, "S": 52, "window": 14}, 60, marks=pytest.mark.long),
-    pytest.param({"T": 70, "S": 97, "is_causal": True, "window": 17}, 20, marks=pytest.mark.long),
-    pytest.param({"B": 1, "T": 64, "S": 53, "window": 5}, 64, marks=pytest.mark.long),
+    pytest.param({"T": 85, "S": 85, "is_causal": True, "window_size": 7}, 10000, marks=pytest.mark.long),
+    pytest.param({"B": 1, "T": 52, "S": 52, "window_size": 14}, 60, marks=pytest.mark.long),
+    pytest.param({"T": 70, "S": 97, "is_causal": True, "window_size": 17}, 20, marks=pytest.mark.long),
+    pytest.param({"B": 1, "T": 64, "S": 53, "window_size": 5}, 64, marks=pytest.mark.long),
 ]
 
 
@@ -158,41 +158,41 @@ def test_chunks_blocks_and_splits_change_nothing_but_rounding(kind, budget, monk
         return plans[-1]
 
     monkeypatch.setattr(chunks, "WORKSPACE_MIB", budget / 1024)
-    monkeypatch.setattr(chunks, "CHUNK_QUERIES", 64 if case.window else 16)
+    monkeypatch.setattr(chunks, "CHUNK_QUERIES", 64 if case.window_size else 16)
     monkeypatch.setattr(chunks, "BLOCK_QUERIES", 16)
     monkeypatch.setattr(chunked, "chunks", plan)
     monkeypatch.setattr(launch, "SPLIT_TOKENS", 16)
     got = output_and_gradients(case, "triton", torch.float32)
     assert len(plans) == 2 and all(chunk.workspace_size(case.H) * 4 <= budget * 2**10 for chunk in plans[0])
-    assert (case.window is None and len(plans[0]) > 2) or any(chunk.num_blocks > 1 for chunk in plans[0])
+    assert (case.window_size is None and len(plans[0]) > 2) or any(chunk.num_blocks > 1 for chunk in plans[0])
     for name in expected:
         assert relative_error(got[name], expected[name]) < 3e-6, name
 
 
-@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+@pytest.mark.parametrize("window_size", [0, 1, 100, 1000])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window):
+def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window_size):
     B, H, S = 3, 8, 3000
     for T in (1, 300, 3000, 3100):
         queries = torch.zeros(B, T, dtype=torch.int)
-        for chunk in chunks.chunks(B, H, T, S, 2, is_causal, window):
+        for chunk in chunks.chunks(B, H, T, S, 2, is_causal, window_size):
             assert chunk.workspace_size(H) * 2 <= chunks.WORKSPACE_MIB * 2**20
             queries[chunk.rows, chunk.queries] += 1
             for block in range(chunk.num_blocks):
                 start = chunk.queries.start + block * chunk.block
                 stop = min(chunk.queries.stop, start + chunk.block)
-                first, last = key_range(start, stop, T, S, is_causal, window or None)
+                first, last = key_range(start, stop, T, S, is_causal, window_size or None)
                 first_key = chunk.first_key + block * chunk.block
                 assert start < stop and first_key <= first and last <= first_key + chunk.num_keys
         assert (queries == 1).all()
 
 
-@pytest.mark.parametrize("window", [0, 100, 1000])
+@pytest.mark.parametrize("window_size", [0, 100, 1000])
 @pytest.mark.parametrize("multiple", [2, 4])
-def test_chunks_of_several_rows_keep_to_the_budget(window, multiple):
+def test_chunks_of_several_rows_keep_to_the_budget(window_size, multiple):
     for B, S in ((1, 12000), (3, 12000), (9, 300), (100, 3000)):
         limits = {"row_multiple": multiple, "most_rows": 8, "least_per_query": 10_000}
-        plan = chunks.chunks(B, 4, S, S, 2, False, window, **limits)
+        plan = chunks.chunks(B, 4, S, S, 2, False, window_size, **limits)
         for chunk in plan:
             sizes = chunk.workspace_size(4), 10_000 * chunk.num_rows * chunk.num_queries
             assert max(sizes) * 2 <= chunks.WORKSPACE_MIB * 2**20
@@ -325,7 +325,7 @@ def test_what_waits_for_a_gpu_runs(monkeypatch):
     shape = (2, 7, 7, 3, 1, 8)
     test_gpu.test_as_exact_as_the_reference_in_the_same_dtype(shape, {"is_causal": True}, torch.float32)
     test_gpu.test_few_queries_as_exact_as_the_reference(shape, 2, torch.float32)
-    for kind in ("documents", "slopes"):
+    for kind in ("document_ids", "slopes"):
         test_gpu.test_masks_and_dropout(shape, kind, torch.float32)
 
 

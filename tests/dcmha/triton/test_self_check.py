@@ -57,7 +57,7 @@ def call(case: Case = CASE) -> torch.Tensor:
         *(
             pytest.param(case, marks=pytest.mark.long)
             for case in (
-                replace(CASE, S=12, window=3, compositions="pre"),
+                replace(CASE, S=12, window_size=3, compositions="pre"),
                 replace(CASE, T=9, S=5, is_causal=False, branches="qg", H=6),
                 replace(CASE, mask="float-inf", shared=2, R=1),
                 replace(CASE, mask="keys", has_documents=True, G=2, branches="kb"),
