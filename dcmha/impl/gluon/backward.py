@@ -1,8 +1,8 @@
-"""Backward pass over the chunks of `forward.py`, which computes scores again.
+"""Backward pass over the chunks of `forward.py`; scores are recomputed.
 
 x = scale q k^T;  da = do v^T;  the mixing kernels;  dq = scale dx k;  dk += scale dx^T q;  dv += a^T do
 
-The mixing kernels are post_gradients, key_gradients, pre_gradients; of short rows short_gradients, key_gradients; of
+The mixing kernels are post_gradients, key_gradients, pre_gradients; for short rows short_gradients, key_gradients; for
 groups of more than 16 heads post_gradients, wide_key_gradients, pre_gradients, wide_key_gradients.
 """
 
@@ -23,7 +23,7 @@ from .products import add_product, multiply_queries, put_product
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call; those of weights packed [B, tokens, 2R + gate, H], None where there is none."""
+    """Gradients of a call; those of compose weights are packed [B, tokens, 2R + gate, H]; None if there is none."""
 
     q: Tensor
     k: Tensor
@@ -38,17 +38,17 @@ class Gradients(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Memory that all chunks use in turn; None where a call needs none.
+    """Buffers reused by all chunks; None if a call does not need them.
 
     Attributes:
         x: Scores.
         da: Gradient of the composed weights.
-        p: Softmax weights, of groups of more than 16 heads.
-        a: Composed weights; of long rows x or p, which they take the place of.
-        dx: Gradient of the scores; of long rows da, likewise.
+        p: Softmax weights, for groups of more than 16 heads.
+        a: Composed weights; for long rows the same buffer as x or p.
+        dx: Gradient of the scores; for long rows the same buffer as da.
         dy: Gradient of the composed scores.
         delta: Sums of weights times their gradients, [sets, T, 16 BLOCKS].
-        matrices: Of each query, for `key_gradients`, [sets Q, 2, 16, 16].
+        matrices: Matrices of each query for `key_gradients`, [sets Q, 2, 16, 16].
         pre_base, post_base: Gradients of each query's matrices, [sets Q, BLOCKS, BLOCKS, 16, 16], float32.
     """
 
@@ -141,7 +141,7 @@ def _compute_wide_key_gradients(
 def _sum_key_gradients(
     call: Attention, chunk: Chunk, totals: list[Tensor | None], run: Callable[[list[Tensor | None], int], None]
 ) -> None:
-    """Let a kernel write gradients of the keys' weights; where programs share a tile of keys, add what each has."""
+    """Run a kernel that writes gradients of the keys' weights; sum partial results if programs share a tile of keys."""
     splits = call.key_splits(chunk)
     if splits == 1:
         run(totals, 1)
@@ -156,14 +156,14 @@ def _sum_key_gradients(
 
 
 def _empty_parts(call: Attention, chunk: Chunk, total: Tensor | None, splits: int) -> Tensor | None:
-    """Make room for the sums of programs that share tiles of keys [splits, rows, columns, COUNT, H]."""
+    """Allocate the sums of programs that share tiles of keys [splits, rows, columns, COUNT, H]."""
     if total is None:
         return None
     return total.new_empty(splits, chunk.num_rows, chunk.num_keys, *total.shape[2:], dtype=torch.float32)
 
 
 def _empty_gradients(call: Attention) -> Gradients:
-    """Make the tensors of the gradients: sums over chunks in float32, others in the dtype of the call."""
+    """Allocate the gradients: sums over chunks in float32, others in the dtype of the call."""
     q = call.q
     dq = torch.empty_like(q) if call.plan else torch.zeros_like(q)
     sums = torch.empty_like if call.covers_keys else _zeros_float32
@@ -185,7 +185,7 @@ def _zeros_float32(x: Tensor) -> Tensor:
 
 
 def _empty_weights(q: Tensor, tokens: int, count: int, call: Attention, is_sum: bool) -> Tensor | None:
-    """Make room for gradients of packed weights [B, tokens, 2R + gate, H]."""
+    """Allocate gradients of packed weights [B, tokens, 2R + gate, H]."""
     if count == 0:
         return None
     shape = (call.B, tokens, count, call.heads.count)
@@ -193,7 +193,7 @@ def _empty_weights(q: Tensor, tokens: int, count: int, call: Attention, is_sum: 
 
 
 def _buffers(call: Attention, grads: Gradients) -> Buffers:
-    """Make room for the largest chunk."""
+    """Allocate the largest chunk."""
     is_wide = call.blocks > 1
     has_keys = grads.pre_key is not None or grads.post_key is not None
     x, da = call.workspace(), call.workspace()
@@ -213,13 +213,13 @@ def _buffers(call: Attention, grads: Gradients) -> Buffers:
 
 
 def _workspace_of_results(call: Attention) -> Tensor:
-    """Make room for what a kernel writes; zeros where blocks have places for queries that there are not."""
+    """Allocate the output buffer of a kernel; zeros if blocks have rows without a query."""
     buffer = call.workspace()
     return buffer.zero_() if call.kind.BAND > 0 else buffer
 
 
 def _per_query(call: Attention, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Make room for matrices [16 from, 16 to] of each pair of blocks, of each query and set of a chunk."""
+    """Allocate matrices [16 from, 16 to] of each pair of blocks, of each query and set of a chunk."""
     most = max((-(-c.num_rows * call.kind.NUM_GROUPS // call.pack) * c.num_queries for c in call.plan), default=0)
     return call.q.new_empty(most, *shape, call.blocks, call.blocks, 16, 16, dtype=dtype)
 
@@ -236,7 +236,7 @@ def add_base(d_base: Tensor, sums: Tensor, chunk: Chunk, call: Attention) -> Non
 
 
 def add_mask(d_mask: Tensor, dy: Tensor, chunk: Chunk, call: Attention) -> None:
-    """Add the gradient of a chunk's composed scores to that of the mask, summed where the mask is the same."""
+    """Add the gradient of a chunk's composed scores to that of the mask, summed over broadcast axes."""
     dy = dy.view(chunk.num_rows, call.heads.count, chunk.num_queries, -1)[..., : call.real_keys(chunk)]
     place = d_mask
     keys = slice(chunk.first_key, chunk.first_key + call.real_keys(chunk))

@@ -1,4 +1,4 @@
-"""A call of composed attention as the kernels take it: sizes, packed weights, chunks, views and launches."""
+"""A call of composed attention for the kernels: sizes, packed weights, chunks, views and launches."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
@@ -20,18 +20,18 @@ from .mixing import ComposeSpec
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 NOTHING = ComposeWeights()
-PROGRAMS = 4096  # of a kernel: two rounds of the warps that an H100 holds
-KEY_PROGRAMS = 2112  # of a key-side kernel, two rounds likewise; with half as many programs a tile is not split
-SPLIT_QUERIES = 64  # of a program of a key-side kernel, at least, where programs share a tile of keys
-SHORT_ROW = 640  # keys that a query sees, at most, for caches to hold the rows that are worked on at once
-SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # of a program: more keep too few programs at work
-MEMORY_SHARE = 64  # of a GPU's memory for a workspace: 1.25 GiB of 80
-MAX_MIB = 2048  # of a workspace: kernels number its elements by 32 bits
-MAX_SETS = 65535  # of a chunk: limit of a grid's second axis
+PROGRAMS = 4096  # target programs of a kernel: two waves on an H100
+KEY_PROGRAMS = 2112  # target programs of a key-side kernel, two waves; with at least half as many, tiles are not split
+SPLIT_QUERIES = 64  # minimum queries of each program of a key-side kernel if programs share a tile of keys
+SHORT_ROW = 640  # maximum visible keys per query for which the L1 cache holds the active rows
+SINGLE_QUERY = (kernels.post_gradients, kernels.pre_gradients)  # one query per program, for enough programs
+MEMORY_SHARE = 64  # a workspace is 1/64 of the GPU's memory: 1.25 GiB of 80
+MAX_MIB = 2048  # maximum workspace: kernels index its elements with 32 bits
+MAX_SETS = 65535  # maximum sets per chunk: limit of a grid's second axis
 
 
 def slots_of_group(heads: int) -> int:
-    """Return how many slots hold the heads of a group: 4, 8, or 16 for each block."""
+    """Number of slots for the heads of a group: 4, 8, or 16 per block."""
     return 4 if heads <= 4 else 8 if heads <= 8 else -(-heads // 16) * 16
 
 
@@ -43,7 +43,7 @@ def statistics_shape(q: Tensor, num_groups: int) -> tuple[int, int, int]:
 
 
 def chunk_queries(num_sets: int) -> int:
-    """Return the queries of a chunk of causal attention: as many as give a kernel programs enough."""
+    """Return the queries per chunk of causal attention: enough for `PROGRAMS` programs."""
     return chunks.round_up(max(chunks.MIN_QUERIES, PROGRAMS // max(1, num_sets)), 16)
 
 
@@ -54,7 +54,7 @@ def lse_shape(q: Tensor, num_groups: int, mask: Tensor | None) -> tuple[int, int
 
 @cache
 def workspace_mib(device: torch.device) -> float:
-    """Return the size of a workspace: more than usual on a device with much memory, as long rows need it."""
+    """Return the size of a workspace, larger on devices with much memory, for long rows."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return chunks.WORKSPACE_MIB
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -62,20 +62,20 @@ def workspace_mib(device: torch.device) -> float:
 
 
 class Attention:
-    """A call of composed attention: its sizes, packed weights, and the chunks that it is worked through in.
+    """A call of composed attention: its sizes, packed weights, and chunks.
 
     Args:
         q: Queries [B, H, T, D], contiguous.
         k: Keys [B, H / shared, S, D], contiguous.
-        v: Values, likewise.
+        v: Values, same shape.
         pre: Composition of the scores.
         post: Composition of the weights.
-        masks: What hides, adds and drops.
+        masks: Masks, documents and dropout.
         is_causal: As in `composed_attention`.
         window: As in `composed_attention`; 0 for none.
         scale: As in `composed_attention`.
         num_groups: As in `composed_attention`.
-        mask_shape: Shape of a mask that takes a gradient; None if none does.
+        mask_shape: Shape of a mask that requires a gradient; None otherwise.
         lse: Log-sum-exps that the forward pass returned, of `lse_shape`; allocated if None.
 
     Raises:
@@ -111,7 +111,7 @@ class Attention:
         )  # fmt: skip
         self.workspace_size = max((chunk.workspace_size(H) for chunk in self.plan), default=0)
         if self.workspace_size >= 2**31:
-            raise ValueError(f"k has S = {self.S} tokens, too many for the kernels; impl='compiled' takes them.")
+            raise ValueError(f"k has S = {self.S} tokens, too many for the kernels; use impl='compiled'.")
         band = self.plan[0].block if self.plan and self.plan[0].plane_blocks > 1 else 0
         self.kind = KernelConfig(
             slots, H // num_groups, self.blocks, num_groups, H, self.heads.shared, is_causal, window_size > 0,
@@ -123,7 +123,7 @@ class Attention:
         self.packed = self._pack()
 
     def _pack(self) -> tuple[Packed, Packed]:
-        """Pack the weights of all sides by one launch."""
+        """Pack the weights of all sides in one launch."""
         sides = (self.pre.query, self.pre.key, self.post.query, self.post.key)
         ranks = tuple(packing.ranks_of(side, bool(n % 2)) for n, side in enumerate(sides))
         counts = [2 * rank.RANK + rank.GATE for rank in ranks]
@@ -141,7 +141,7 @@ class Attention:
         return Packed(outs[0], outs[1], self.pre.base), Packed(outs[2], outs[3], self.post.base)
 
     def sizes(self, chunk: Chunk, splits: int = 1) -> Sizes:
-        """Return the numbers of a chunk."""
+        """Return the `Sizes` of a chunk."""
         return Sizes(
             chunk.num_rows * self.kind.NUM_GROUPS, chunk.rows.start, self.T, self.S, chunk.queries.start,
             chunk.num_queries, chunk.plane_blocks, chunk.first_key, chunk.num_keys, self.window_size, splits,
@@ -162,21 +162,21 @@ class Attention:
         launch(kernel, grid, given, (kind, *constants), self.q.device)
 
     def sets(self, chunk: Chunk) -> int:
-        """Count the sets of slots of a chunk."""
+        """Number of slot sets of a chunk."""
         return -(-chunk.num_rows * self.kind.NUM_GROUPS // self.pack)
 
     def key_range(self, chunk: Chunk) -> tuple[int, int]:
-        """Bound the tokens that are keys of a chunk."""
+        """Return the range of tokens that are keys of a chunk."""
         last = chunk.first_key + (chunk.num_blocks - 1) * chunk.block + chunk.num_keys
         return max(0, chunk.first_key), min(self.S, last)
 
     def key_tiles(self, chunk: Chunk) -> int:
-        """Count the tiles of 16 keys of a chunk."""
+        """Number of tiles of 16 keys of a chunk."""
         first, last = self.key_range(chunk)
         return -(-last // 16) - first // 16
 
     def key_splits(self, chunk: Chunk) -> int:
-        """Tell between how many programs the queries of a tile of keys are split, to fill a GPU."""
+        """Number of programs that share the queries of a tile of keys, to fill the GPU."""
         programs = self.key_tiles(chunk) * self.sets(chunk)
         if self.kind.BAND > 0 or programs >= KEY_PROGRAMS // 2:
             return 1
@@ -184,40 +184,40 @@ class Attention:
 
     @property
     def covers_keys(self) -> bool:
-        """Whether one chunk has all queries of a row of the batch, and so all of the gradients of its keys."""
+        """Whether one chunk has all queries of a batch row, so that it computes the full gradients of the keys."""
         has_all = self.kind.BAND == 0 and all(c.first_key <= 0 and self.real_keys(c) == self.S for c in self.plan)
         return has_all and len({c.rows.start for c in self.plan}) == len(self.plan) > 0
 
     def workspace(self) -> Tensor:
-        """Make room for the largest chunk."""
+        """Allocate the largest chunk."""
         return self.q.new_empty(self.workspace_size)
 
     def statistics(self) -> Tensor:
-        """Make room for a number of each query and slot."""
+        """Allocate a number of each query and slot."""
         return self.q.new_empty(statistics_shape(self.q, self.kind.NUM_GROUPS), dtype=torch.float32)
 
     def queries(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Take queries [B, H, T, D] of a chunk as [rows H / shared blocks, shared Q, D]: a view where there is one."""
+        """Queries [B, H, T, D] of a chunk as [rows H / shared blocks, shared Q, D]; a view if possible."""
         if self.is_plain(chunk):
             return x[chunk.rows].flatten(0, 1)[:, chunk.queries]
         return query_planes(x, chunk, self.heads)
 
     def keys(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Take keys or values [B, H / shared, S, D] of a chunk, [rows H / shared blocks, K, D], likewise."""
+        """Keys or values [B, H / shared, S, D] of a chunk as [rows H / shared blocks, K, D]; a view if possible."""
         if chunk.plane_blocks == 1:
             return x[chunk.rows].flatten(0, 1)[:, chunk.first_key : chunk.first_key + self.real_keys(chunk)]
         return key_planes(x, chunk)
 
     def is_plain(self, chunk: Chunk) -> bool:
-        """Tell whether a chunk's queries are rows of the call's, in one block."""
+        """Whether a chunk is one block whose queries are consecutive rows of the call."""
         return chunk.plane_blocks == 1 and self.heads.shared == 1
 
     def real_keys(self, chunk: Chunk) -> int:
-        """Count the keys of a chunk of one block; in a chunk of several, zeros stand for those that there are not."""
+        """Number of keys of a chunk with one block; in chunks with several blocks, missing keys are zeros."""
         return chunk.num_keys if chunk.plane_blocks > 1 else min(chunk.num_keys, self.S - chunk.first_key)
 
     def scores(self, buffer: Tensor, chunk: Chunk) -> Tensor:
-        """See the front of a buffer as a chunk's workspace, without the columns that pad its rows."""
+        """View the start of a buffer as a chunk's workspace, without padding columns."""
         return chunk.workspace(buffer, self.heads)[:, :, : self.real_keys(chunk)]
 
 

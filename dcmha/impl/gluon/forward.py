@@ -1,8 +1,8 @@
-"""Forward pass over chunks of rows of the batch and queries, and the keys that they may see, on a reused workspace.
+"""Forward pass over chunks of batch rows and queries with their visible keys, on a reused workspace.
 
     x = scale q k^T;  composed_weights (of short rows: short_weights);  o = x v
 
-Scores lie in the workspace in units of log 2. Heads that share keys and values are rows of one product.
+Scores in the workspace are in units of log 2. Heads that share keys and values are rows of one product.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Where the numbers of a tile lie: workspaces, packed weights, statistics, masks."""
+"""Index computations for workspaces, packed weights, statistics and masks."""
 
 from typing import Any, NamedTuple
 
@@ -10,25 +10,25 @@ from .masking import query_words
 
 
 class KernelConfig(NamedTuple):
-    """What kernels are compiled for, apart from the branches of the compositions.
+    """Compile-time configuration of the kernels, except for the branches of the compositions.
 
     Attributes:
-        GROUP_SLOTS: Slots of a group of heads: 4, 8, or 16 for each block.
-        HEADS: Heads of a group.
-        BLOCKS: Blocks of 16 heads of a tile.
-        NUM_GROUPS: Groups of heads.
+        GROUP_SLOTS: Slots per head group: 4, 8, or 16 for each block.
+        HEADS: Heads per group.
+        BLOCKS: Blocks of 16 heads per tile.
+        NUM_GROUPS: Head groups.
         NUM_HEADS: Heads of the queries.
-        SHARED: Neighbouring heads that share a head of the keys and values.
+        SHARED: Consecutive heads that share a head of the keys and values.
         IS_CAUSAL: Whether later keys are hidden.
-        HAS_WINDOW: Whether a query sees a window of keys.
-        HAS_DOCUMENTS: Whether queries see keys of their document only.
+        HAS_WINDOW: Whether there is a window.
+        HAS_DOCUMENTS: Whether queries attend only to keys of their own document.
         MASK: 0 without a mask, 1 for a boolean mask, 2 for a floating one.
-        MASK_GRADIENT: Whether the mask takes a gradient.
-        HAS_DROPOUT: Whether composed weights are dropped.
-        BAND: Queries of a block of a chunk of several blocks; 0 for chunks of one block.
+        MASK_GRADIENT: Whether the mask requires a gradient.
+        HAS_DROPOUT: Whether there is dropout.
+        BAND: Queries per block in chunks with several blocks; 0 for chunks with one block.
         ADDS: Whether gradients of the keys' weights are added to those of earlier chunks.
-        SPLITS: Whether several programs share a tile of keys, and store float32 sums of their own.
-        DTYPE: Dtype of the workspaces and of the operands of products.
+        SPLITS: Whether several programs share a tile of keys, and store separate float32 sums.
+        DTYPE: Dtype of the workspaces and of the operands of matrix products.
     """
 
     GROUP_SLOTS: int
@@ -50,7 +50,7 @@ class KernelConfig(NamedTuple):
 
 
 def program_queries(blocks: int) -> int:
-    """Return how many neighbouring queries a program works on, of kernels whose registers hold several."""
+    """Number of consecutive queries per program in kernels that process several."""
     return 2 if blocks == 1 else 1
 
 
@@ -62,15 +62,15 @@ class Sizes(NamedTuple):
 
     Attributes:
         num_instances: Rows of the batch times groups of heads.
-        row0: First row of the batch.
+        row0: First batch row.
         T: Queries of the call.
         S: Keys of the call.
         query0: First query.
         num_queries: Queries of the chunk.
         plane_blocks: Blocks of a plane of the workspace.
-        first_key: Token of the first block's first column; negative before the first token of all.
+        first_key: Position of the first block's first column; negative if it lies before the first token.
         num_keys: Columns of a block, a multiple of 16.
-        window: Keys that a query sees, to each side unless causal; 0 for no window.
+        window_size: Keys visible to a query, on each side unless causal; 0 for no window.
         splits: Programs of `key_gradients` that share a tile of keys.
     """
 
@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed weights of a composition; None where it has none.
+    """Packed weights of a composition; None for missing branches.
 
     Attributes:
         query: [sets, T, 2 QUERY_RANK + QUERY_GATE, 16 BLOCKS].
@@ -103,7 +103,7 @@ class Packed(NamedTuple):
 
 @gluon.jit
 def place_of(slot, set, BLOCK: gl.constexpr, KIND: gl.constexpr):
-    """Find the row and group of heads (as one number), and the head within the group, of a slot of a set."""
+    """Return the row and head group (as one number), and the head within the group, of a slot of a set."""
     if KIND.GROUP_SLOTS >= 16:
         return set, slot + 16 * BLOCK
     else:
@@ -113,7 +113,7 @@ def place_of(slot, set, BLOCK: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def head_of(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
-    """Find the row of the chunk and the head of a slot of a set, and whether it exists."""
+    """Return the row of the chunk and the head of a slot of a set, and whether it exists."""
     instance, within = place_of(slot, set, BLOCK, KIND)
     head = instance % KIND.NUM_GROUPS * KIND.HEADS + within
     real = (within < KIND.HEADS) & (instance < sizes.num_instances)
@@ -122,9 +122,9 @@ def head_of(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def readable_head(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
-    """Find the row and head of a slot, or what is read in place of one that does not exist.
+    """Return the row and head of a slot, or a substitute to read if it does not exist.
 
-    That is a head of the same group, or of the last one, that another lane reads by the same instruction.
+    The substitute is a head of the same group, or of the last group, that another lane reads in the same instruction.
     """
     instance, within = place_of(slot, set, BLOCK, KIND)
     if KIND.GROUP_SLOTS < 16:
@@ -138,7 +138,7 @@ def readable_head(slot, set, BLOCK: gl.constexpr, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def global_set(set, sizes, KIND: gl.constexpr):
-    """Number a chunk's set of slots among those of all rows of the batch."""
+    """Index of a chunk's slot set among those of all batch rows."""
     if KIND.GROUP_SLOTS >= 16:
         return set + sizes.row0 * KIND.NUM_GROUPS
     else:
@@ -166,9 +166,9 @@ def block_offset(row, head, block, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def workspace_offsets(set, block, sizes, KIND: gl.constexpr):
-    """Return the offsets of heads in a workspace at the first query of a block, [1, 1, 16] of each block of heads.
+    """Return the offsets of heads in a workspace at the first query of a block, [1, 1, 16] per block of heads.
 
-    Those of slots without a head can be read; which heads exist is returned too.
+    Offsets of slots without a head are readable; the validity of heads is returned too.
     """
     slot = gl.arange(0, 16, MEMORY_HEADS)
     offsets, real = (), ()
@@ -196,7 +196,7 @@ def load_tile(pointers, start, limit, MASKED: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def store_tile(pointers, real, start, x, KIND: gl.constexpr):
-    """Store accumulators [16 keys, 16 heads] of each block."""
+    """Store accumulators [16 keys, 16 heads] per block."""
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         place = pointers[0] + (pointers[1][b] + start)
         stored = to_memory(x[b].to(KIND.DTYPE))
@@ -231,7 +231,7 @@ def statistics_offset(set, token, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def load_statistics(statistics, offset, KIND: gl.constexpr):
-    """Load numbers of a query's heads, [1, 16] of each block."""
+    """Load values of a query's heads, [1, 16] per block."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         columns = gl.arange(0, 16, COLUMNS)
@@ -241,7 +241,7 @@ def load_statistics(statistics, offset, KIND: gl.constexpr):
 
 @gluon.jit
 def store_statistics(statistics, offset, values, KIND: gl.constexpr):
-    """Store numbers of a query's heads, [1, 16] of each block."""
+    """Store values of a query's heads, [1, 16] per block."""
     columns = gl.expand_dims(gl.arange(0, 16, COLUMNS), 0)
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         gl.store(statistics + offset + 16 * b + columns, values[b])
@@ -249,7 +249,7 @@ def store_statistics(statistics, offset, values, KIND: gl.constexpr):
 
 @gluon.jit
 def find_documents(masks, set, position, sizes, KIND: gl.constexpr):
-    """Load the bounds of a query's document; of several rows of the batch, [1, 16], and the widest of them."""
+    """Load the bounds of a query's document; for several batch rows, [1, 16], and their union."""
     if KIND.GROUP_SLOTS >= 16:
         row = set // KIND.NUM_GROUPS + sizes.row0
         place = row.to(gl.int64) * sizes.S + position
@@ -266,7 +266,7 @@ def find_documents(masks, set, position, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def mask_places(masks, set, token, sizes, KIND: gl.constexpr):
-    """Return the offsets of a query's heads in the mask, and which heads exist, [1, 16] of each block."""
+    """Return the offsets of a query's heads in the mask, and which heads exist, [1, 16] per block."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, real = head_of(gl.arange(0, 16, COLUMNS), set, b, sizes, KIND)
@@ -278,7 +278,7 @@ def mask_places(masks, set, token, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def dropout_words(masks, set, token, sizes, KIND: gl.constexpr):
-    """Make the words of a query's heads that dropout starts from, [1, 16] of each block."""
+    """Dropout hashes of a query's heads, [1, 16] per block."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         row, head, _ = head_of(gl.arange(0, 16, COLUMNS), set, b, sizes, KIND)
@@ -289,5 +289,5 @@ def dropout_words(masks, set, token, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def tokens_of(program, start):
-    """Return the tokens of the keys of a tile, [16, 1]."""
+    """Positions of the keys of a tile, [16, 1]."""
     return gl.expand_dims(program.first + start + row_keys(), 1)

@@ -1,4 +1,4 @@
-"""The query-side kernels, which mix heads on a chunk of scores: one warp a program.
+"""The query-side kernels, which mix heads on a chunk of scores: one warp per program.
 
 The workspace `x` holds scores in units of log 2, [rows, H / shared, blocks, shared, queries, keys]; `da`, of the same
 shape, the gradient of the composed weights A. Library products write and read them. `lse` and `delta`,
@@ -9,8 +9,8 @@ shape, the gradient of the composed weights A. Library products write and read t
     key_gradients       x, da -> gradients of the key side of both compositions (`key_kernel.py`)
     pre_gradients       x, da -> A, gradient of the scores, gradients of the query's pre-composition
 
-With more than 16 heads in a group, `post_gradients` leaves softmax weights P, `pre_gradients` takes them and leaves the
-gradient dY of the composed scores, and `wide_key_gradients` takes P and da, or x and dY (`wide_key_kernel.py`).
+With more than 16 heads per group, `post_gradients` stores the softmax weights P, `pre_gradients` loads them and stores
+the gradient dY of the composed scores, and `wide_key_gradients` loads P and da, or x and dY (`wide_key_kernel.py`).
 """
 
 from typing import Any, NamedTuple
@@ -43,13 +43,13 @@ from .steps import (
     weights_step,
 )
 
-LARGE = gl.constexpr(2.0**100)  # sums of exponentials outside of [1 / LARGE, LARGE] are computed again
+LARGE = gl.constexpr(2.0**100)  # sums of exponentials outside of [1 / LARGE, LARGE] are recomputed
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
 def composed_weights(x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr):
-    """Scores of a program's queries to their base-2 log-sum-exp and, in place, composed weights."""
+    """Compute the base-2 log-sum-exp of a program's queries and, in place, their composed weights."""
     forward(x, lse, pre, post, masks, sizes, KIND, PRE, POST, True)
 
 
@@ -57,7 +57,7 @@ def composed_weights(x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: g
 def forward(
     x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr, AHEAD: gl.constexpr
 ):
-    """Do what `composed_weights` does; `AHEAD`, scores are loaded a step before they are taken."""
+    """Body of `composed_weights`; with `AHEAD`, scores are loaded one step in advance."""
     programs = neighbours(masks, sizes, queries_of(KIND.BLOCKS), KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, False)
@@ -69,8 +69,8 @@ def forward(
 def store_log_sums(x, lse, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
     """Compute the base-2 log-sum-exp of the composed scores of each query, and store it.
 
-    Scores are taken relative to the largest of the last tile. Where this leaves the range of float32, the largest of
-    all is found, and the sum computed again.
+    Exponentials are relative to the maximum of the last tile. If the sum leaves the range of float32, it is recomputed
+    relative to the maximum of all tiles.
     """
     at = pointers(x, programs, KIND)
     low, end, high = common_range(programs, KIND)
@@ -92,7 +92,9 @@ def store_log_sums(x, lse, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr
 
 @gluon.jit
 def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Offsets that make weights of exponentials: with the base-2 log-sum-exp, from sums relative to other offsets."""
+    """Convert sums relative to `offsets` to the offsets, including the base-2 log-sum-exp, that give softmax
+    weights.
+    """
     sums = sum_keys(total, KIND)
     bad = gl.zeros([1, 16], gl.int32, ACCUMULATOR)
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -109,7 +111,7 @@ def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.conste
 
 @gluon.jit
 def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Take the largest values of a query as offsets, and sum the exponentials relative to them."""
+    """Sum the exponentials relative to the maximum over all tiles of a query."""
     shift = ()
     if KIND.MASK == 2:
         largest = all_hidden(KIND)
@@ -130,7 +132,7 @@ def sums_of_any_range(x, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
 def store_composed(
     x, logs, programs, pres, posts, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr, AHEAD: gl.constexpr
 ):
-    """Scores of each query to composed weights, in place."""
+    """Convert the scores of each query to composed weights, in place."""
     at = pointers(x, programs, KIND)
     low, end, high = common_range(programs, KIND)
     if AHEAD:
@@ -151,7 +153,7 @@ def store_composed(
 
 @gluon.jit
 def store_hidden(workspace, programs, low, high, KIND: gl.constexpr):
-    """Store zeros to the columns of each query that steps from `low` to `high` do not cover."""
+    """Store zeros in the columns of each query outside of `low` to `high`."""
     for n in gl.static_range(len(programs)):
         block, query, sizes = 0, programs[n].query, programs[n].sizes
         if KIND.BAND > 0:
@@ -169,8 +171,8 @@ def post_gradients(
 ):  # fmt: skip
     """The sums delta = sum_j P dP of a program's queries, and gradients of their post-composition.
 
-    Leaves softmax weights in a workspace `p`, and the queries' matrices, of the pre-composition and of the transposed
-    post-composition, to `key_gradients`; each unless it is None.
+    Stores, unless None, the softmax weights in a workspace `p`, and for `key_gradients` the queries' matrices of the
+    pre-composition and of the transposed post-composition.
     """
     programs = neighbours(masks, sizes, 1, KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
@@ -187,7 +189,7 @@ def store_deltas(
 ):  # fmt: skip
     """Store delta and gradients of the post-composition of each query.
 
-    Softmax weights go to `p`, composed ones to `a`, unless that is None.
+    Softmax weights are stored in `p`, composed weights in `a`, unless None.
     """
     at, d_at = pointers(x, programs, KIND), pointers(da, programs, KIND)
     p_at, a_at = pointers(p, programs, KIND), pointers(a, programs, KIND)
@@ -221,8 +223,8 @@ def pre_gradients(
 ):  # fmt: skip
     """Gradients of the pre-composition of a program's queries; in place x -> A and da -> gradient of the scores.
 
-    With softmax weights in a workspace `p`, p -> A. The gradient of the composed scores goes to a workspace `dy`
-    unless that is None.
+    With softmax weights in a workspace `p`, p -> A. The gradient of the composed scores is stored in a workspace `dy`
+    unless None.
     """
     programs = neighbours(masks, sizes, 1, KIND)
     pres = compositions(pre, programs, PRE, KIND, p is None, True)
@@ -245,8 +247,8 @@ def store_score_gradients(
 ):  # fmt: skip
     """Store gradients of the scores and of the pre-composition of each query.
 
-    Softmax weights are loaded from `p`, or computed if that is None. Composed weights go to `a`, gradients of the
-    composed scores to `dy`, unless that is None.
+    Softmax weights are loaded from `p`, or computed if it is None. Composed weights are stored in `a`, gradients of the
+    composed scores in `dy`, unless None.
     """
     at, d_at, p_at = pointers(x, programs, KIND), pointers(da, programs, KIND), pointers(p, programs, KIND)
     low, end, high = common_range(programs, KIND)
@@ -277,7 +279,7 @@ def store_score_gradients(
 
 
 class Slots(NamedTuple):
-    """Offsets of the slots' heads in gradients [B, tokens, COUNT, H], and which exist, of each block."""
+    """Offsets of the slots' heads in gradients [B, tokens, COUNT, H], and their validity, per block."""
 
     row_offsets: Any
     row_real: Any
@@ -287,7 +289,7 @@ class Slots(NamedTuple):
 
 @gluon.jit
 def gradient_slots(program, COUNT: gl.constexpr, KIND: gl.constexpr):
-    """Find the places of a query's heads in gradients [B, T, COUNT, H]: `Slots`."""
+    """Compute the `Slots` of a query's heads in gradients [B, T, COUNT, H]."""
     rows, row_real, columns, column_real = (), (), (), ()
     sizes = program.sizes
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -318,13 +320,13 @@ def store_matrix_gradients(
 
 @gluon.jit
 def query_number(program):
-    """Number the query of a set among those of all sets of the chunk."""
+    """Index of the query of a set among those of all sets of the chunk."""
     return program.set * program.sizes.num_queries + program.query
 
 
 @gluon.jit
 def store_matrices(matrices, programs, pres, posts, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr):
-    """Store what `key_gradients` takes of each query's compositions, unless `matrices` is None."""
+    """Store each query's matrices for `key_gradients`, unless `matrices` is None."""
     if matrices is not None:
         for n in gl.static_range(len(programs)):
             store_right(matrices, programs[n], pres[n].matrices, 0, PRE, KIND)
@@ -345,7 +347,9 @@ def store_right(matrices, program, right, PLACE: gl.constexpr, SPEC: gl.constexp
 
 @gluon.jit
 def load_matrices(matrices, program, PLACE: gl.constexpr, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Load what `post_gradients` left: of the pre-composition (0), or of the post-composition, transposed (1)."""
+    """Load matrices stored by `post_gradients`: of the pre-composition (0), or of the post-composition, transposed
+    (1).
+    """
     PAIRS: gl.constexpr = KIND.BLOCKS * KIND.BLOCKS
     result = ()
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:

@@ -1,6 +1,6 @@
-"""The key-side kernel for groups of up to 16 heads: gradients of the weights that keys bring to both compositions.
+"""The key-side kernel for groups of up to 16 heads: gradients of the key side of both compositions.
 
-A program has a tile of 16 keys.
+A program processes a tile of 16 keys.
 """
 
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def key_gradients(
 
 @gluon.constexpr_function
 def sums_of(has, spec):
-    """Count the accumulators of a composition's gradients."""
+    """Number of accumulators of a composition's gradients."""
     return (2 * spec.KEY_RANK + spec.KEY_GATE) * int(has)
 
 
@@ -72,7 +72,7 @@ def block_gradients(
     x, da, lse, delta, matrices, v, w, d_pre, d_post, key, set, block, split, masks, sizes,
     PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of a block bring."""
+    """Add the contributions of the queries of a block."""
     low, whole, high = query_range(key, set, block, split, masks, sizes, KIND)
     for query in range(low, whole):
         program = describe_query(masks, sizes, set, block, query, KIND)
@@ -86,18 +86,18 @@ def block_gradients(
         following = load_query(x, da, lse, delta, matrices, key, after, PRE, POST, KIND, False)
         program = describe_query(masks, sizes, set, block, query, KIND)
         d_pre, d_post = key_step(loaded, key, program, v, w, d_pre, d_post, PRE, POST, KIND, PART, False)
-        loaded = following  # whose loads were under way
+        loaded = following  # loaded in advance
     return d_pre, d_post
 
 
 class Loaded(NamedTuple):
-    """What a step loads of a query.
+    """Values of a query that a step loads.
 
     Attributes:
         tile: Scores, left operands of each block.
         d: Gradients of the composed weights, likewise.
-        offsets: Of the query's composed scores.
-        delta: Statistic of the query, [1, 16] of each block.
+        offsets: Offsets of the query's composed scores.
+        delta: Statistic of the query, [1, 16] per block.
         pre: Matrices of the pre-composition.
         post_back: Transposed matrices of the post-composition.
     """
@@ -115,7 +115,7 @@ def load_query(
     x, da, lse, delta, matrices, key, program, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Load what a step takes of a query and a tile of keys."""
+    """Load the values of a query and a tile of keys."""
     column = key - program.first
     x, da = tile_pointers(x, program, KIND), tile_pointers(da, program, KIND)
     return Loaded(
@@ -133,7 +133,7 @@ def key_step(
     loaded, key, program, v, w, d_pre, d_post, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
     PART: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what a query brings to the gradients of a tile of keys."""
+    """Add the contribution of a query to the gradients of a tile of keys."""
     ones, identity, d = program.ones, program.identity, loaded.d
     tile, bias, visible = apply_mask(loaded.tile, key - program.first, program, KIND, MASKED)
     x_wide, d_wide = widened(tile, program, KIND), widened(d, program, KIND)

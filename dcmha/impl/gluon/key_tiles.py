@@ -18,9 +18,9 @@ class Span(NamedTuple):
 
 @gluon.jit
 def program_tile(sizes, KIND: gl.constexpr):
-    """Return a program's set of slots, the token of its tile's first key, and its number among those of the tile.
+    """Return a program's slot set, the position of its tile's first key, and its index among the programs of the tile.
 
-    Tiles follow each other, as the first ones have most queries in causal attention.
+    Tiles are in ascending order, because in causal attention the first ones have the most queries.
     """
     PACK: gl.constexpr = max(1, 16 // KIND.GROUP_SLOTS)
     number, split, sets = gl.program_id(0), 0, gl.cdiv(sizes.num_instances, PACK)
@@ -31,7 +31,7 @@ def program_tile(sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def block_range(key, sizes, KIND: gl.constexpr):
-    """Bound the blocks of a chunk whose keys contain a tile."""
+    """Return the range of blocks of a chunk whose keys contain a tile."""
     if KIND.BAND == 0:
         return 0, 1
     first = gl.cdiv(gl.maximum(0, key - sizes.first_key - sizes.num_keys + 16), KIND.BAND)
@@ -40,9 +40,9 @@ def block_range(key, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def query_range(key, set, block, split, masks, sizes, KIND: gl.constexpr):
-    """Bound the queries of a block that see a tile of keys, and return from which on they see all of it.
+    """Return the range of a block's queries to which a tile of keys is visible, and the first to which all of it is.
 
-    Where programs share a tile, those of number `split`.
+    If programs share a tile, return the range of program `split`.
     """
     begin, count = 0, sizes.num_queries
     if KIND.BAND > 0:
@@ -77,7 +77,7 @@ def query_range(key, set, block, split, masks, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def key_documents(key, masks, set, sizes, KIND: gl.constexpr):
-    """Bound the tokens of the documents of a tile of keys, in all rows of the batch of a set of slots."""
+    """Return the token range of the documents of a tile of keys, over all batch rows of a slot set."""
     tokens = gl.expand_dims(key + gl.arange(0, 16, ROWS), 1)
     row, _, real = head_of(gl.expand_dims(gl.arange(0, 16, COLUMNS), 0), set, 0, sizes, KIND)
     inside = (tokens < sizes.S) & real
@@ -93,12 +93,12 @@ def add_key_gradients(total, x, x_sums, d, d_sums, SPEC: gl.constexpr, SPAN: gl.
 
     Args:
         total: Accumulators of each weight and block of the span.
-        x: What is composed, of each block.
+        x: Input of the composition, per block.
         x_sums: Its sums with the down vectors.
-        d: Gradient of the result, of each block.
+        d: Gradient of the result, per block.
         d_sums: Its sums with the up vectors.
         SPEC: Branches of the composition.
-        SPAN: Which blocks.
+        SPAN: Range of blocks.
     """
     COUNT: gl.constexpr = SPAN.LAST - SPAN.FIRST
     added = ()
@@ -118,9 +118,9 @@ def add_key_gradients(total, x, x_sums, d, d_sums, SPEC: gl.constexpr, SPAN: gl.
 def store_key_gradients(
     d, pointer, set, key, split, sizes, SPEC: gl.constexpr, KIND: gl.constexpr, SPAN: gl.constexpr, SCALE: gl.constexpr
 ):
-    """Store the gradients of a tile of keys to [B, S, COUNT, H], or add them to what is there.
+    """Store the gradients of a tile of keys to [B, S, COUNT, H], or add them to the stored ones.
 
-    Where programs share a tile, to [splits, rows, columns of the chunk, COUNT, H].
+    If programs share a tile, store them to [splits, rows, columns of the chunk, COUNT, H].
     """
     COUNT: gl.constexpr = 2 * SPEC.KEY_RANK + SPEC.KEY_GATE
     NUM_BLOCKS: gl.constexpr = SPAN.LAST - SPAN.FIRST

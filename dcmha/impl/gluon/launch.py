@@ -1,4 +1,4 @@
-"""Launching kernels with little work on the host: compiled once for a kind of call, then called with bare arguments."""
+"""Launching kernels with low overhead: compiled once per kind of call, then launched directly with raw arguments."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from .indexing import KernelConfig
 from .packing import STRIDES
 
-ALIGNED = ("first_key", "num_keys")  # sizes that are multiples of 16
+ALIGNED = ("first_key", "num_keys")  # sizes that are always multiples of 16
 # tensors of the caller, which may be aligned to their elements only; all others are allocated by the operator
 UNALIGNED = ("down", "up", "gate", "base", "pairs", "starts", "stops", "seed")
 INT64 = ("row", "head", "query", "key", *STRIDES)  # strides of the caller\'s tensors
-REPRESENTATIVE, MULTIPLE, LARGE = 3, 32, 2**40 + 1  # numbers that stand for any, any multiple of 16, any of 64 bits
+REPRESENTATIVE, MULTIPLE, LARGE = 3, 32, 2**40 + 1  # representatives of any number, multiples of 16, 64-bit numbers
 
-REGISTERS = {  # most of a thread, by the blocks of 16 heads
+REGISTERS = {  # maximum per thread, by blocks of 16 heads
     "composed_weights": {1: 128, 2: 128},
     "post_gradients": {1: 128},
     "pre_gradients": {1: 128},
@@ -30,9 +30,9 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
     Args:
         kernel: The kernel.
         grid: Programs along three axes.
-        arguments: Its arguments but for the constants: tensors, numbers, None, and tuples of them.
-        constants: The constants, which come after them.
-        device: Where it runs.
+        arguments: Its non-constant arguments: tensors, numbers, None, and tuples of them.
+        constants: The constants, which follow them.
+        device: Device of the launch.
     """
     missing = tuple(argument is None for argument in arguments)  # types follow from this and the constants
     key = (kernel.fn.__name__, missing, constants, device)
@@ -45,17 +45,16 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
 
 
 def options_of(name: str, kind: KernelConfig) -> dict[str, int]:
-    """Return the options that a kernel is compiled with.
+    """Return the compile options of a kernel.
 
-    Caps on registers let more programs run at once; they are those that the timing model predicts to be fastest on an
-    H100.
+    Register limits allow more concurrent programs; the values are predicted to be the fastest on an H100.
     """
     registers = REGISTERS.get(name, {}).get(kind.BLOCKS)
     return {"num_warps": 1} | ({} if registers is None else {"maxnreg": registers})
 
 
 def _representative(value: object, name: str = "") -> object:
-    """Replace a value by a representative, so that other lengths and addresses do not compile a kernel again."""
+    """Replace a value by a representative, so that a kernel is not recompiled for other lengths and addresses."""
     if isinstance(value, tuple):
         names = getattr(value, "_fields", [name] * len(value))
         parts = [_representative(part, part_name) for part, part_name in zip(value, names, strict=True)]

@@ -1,4 +1,4 @@
-"""Register layouts of one warp, and moves between them that exchange nothing between lanes.
+"""Register layouts of one warp, and conversions between them without communication between lanes.
 
 A tile is 16 keys x 16 heads of one query: operand A of the tensor-core product m16n8k16. Lane 4g + t has the keys 2g
 and 2g + 1 (rows g and g + 8 of the operand) of the heads 2t, 2t + 1, 2t + 8 and 2t + 9. An accumulator has the same
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACCUMULATOR, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, ACCUMULATOR, 2))
-# [8, 2, 16]: pairs of neighbouring keys in memory, which a lane loads together, and heads
+# [8, 2, 16]: pairs of adjacent keys in memory, which a lane loads together, and heads
 MEMORY = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1, 0], [0, 0, 1], [0, 0, 8]],
@@ -40,7 +40,7 @@ def memory_keys():
 
 @gluon.jit
 def along_heads(x):
-    """Give values of heads [16] in memory layout two axes of keys: [1, 1, 16]."""
+    """Expand values of heads [16] in memory layout to [1, 1, 16]."""
     return gl.expand_dims(gl.expand_dims(x, 0), 1)
 
 
@@ -73,7 +73,7 @@ def to_left(x, DTYPE: gl.constexpr):
 def widen(x):
     """Convert a left operand to float32 in the layout of accumulators."""
     x = gl.convert_layout(x, ACCUMULATOR, assert_trivial=True)
-    if x.dtype == gl.bfloat16:  # two elements of a register at a time
+    if x.dtype == gl.bfloat16:  # two elements of a register per instruction
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, is_pure=True, pack=2
         )
@@ -132,7 +132,7 @@ OPERANDS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 8 + ["f"] * 8))
 def times(x, right, total, HAS_HALVES: gl.constexpr):
     """Add the product of a left and a right operand to an accumulator.
 
-    With halves the right operand has two blocks of [8, 8] on its diagonal; nothing is multiplied by the zeros around.
+    With halves the right operand is block-diagonal with two blocks [8, 8], and its zeros are skipped.
     """
     if HAS_HALVES:
         x = gl.convert_layout(x, ACCUMULATOR, assert_trivial=True)

@@ -1,4 +1,4 @@
-"""Which keys a query sees, what a mask adds, and what dropout drops, on tiles of 16 keys x 16 heads."""
+"""Visibility of keys, masks and dropout on tiles of 16 keys x 16 heads."""
 
 from typing import Any, NamedTuple
 
@@ -12,25 +12,25 @@ from .layouts import ACCUMULATOR, LEFT
 
 LOG2E = gl.constexpr(1.4426950408889634)
 HIDDEN = gl.constexpr(float("-inf"))  # score of a hidden key; its weight is 0
-EMPTY = gl.constexpr(1e30)  # log-sum-exp of a query that sees no key, in units of log 2: its weights are 0
+EMPTY = gl.constexpr(1e30)  # log-sum-exp of a query without visible keys, in units of log 2: its weights are 0
 FIRST, SECOND = gl.constexpr(dropout.FIRST), gl.constexpr(dropout.SECOND)
 HEAD, ROW, COLUMN = gl.constexpr(dropout.HEAD), gl.constexpr(dropout.ROW), gl.constexpr(dropout.COLUMN)
 
 
 class Masks(NamedTuple):
-    """Tensors and numbers that hide, add and drop; None where a call has none.
+    """Tensors and numbers for masking and dropout; None if a call has none.
 
     Attributes:
-        pairs: Mask of any strides over [B, H, T, S]: bytes, where 0 hides, or floats that are added.
-        row, head, query, key: Its strides, 0 along an axis where it is the same.
+        pairs: Mask with any strides over [B, H, T, S]: bytes, where 0 hides, or floats that are added.
+        row, head, query, key: Its strides, 0 along broadcast axes.
         starts: First token of each token's document [B, S], int32.
-        stops: The token after its last, likewise.
-        seed: Of dropout [2], int64.
-        threshold: A composed weight is dropped if its random number is below, of 2^32; as a signed number of 32 bits.
-        keep_scale: Factor on the others.
-        shifts: Value that is taken from a floating mask before it is added, of each query and slot, float32
-            [sets, T, 16 BLOCKS]: the largest that the query sees, or one near it. Softmax weights do not change by it,
-            and scores stay small, whose sums with large values would lose digits.
+        stops: End of the document, exclusive, likewise.
+        seed: Dropout seed [2], int64.
+        threshold: A composed weight is dropped if its 32-bit hash is below; as a signed integer.
+        keep_scale: Factor on weights that are not dropped.
+        shifts: Value that is subtracted from a floating mask before it is added, per query and slot, float32
+            [sets, T, 16 BLOCKS]: the maximum visible to the query, or a value near it. Softmax weights are invariant
+            to it, and sums of scores with large mask values would lose precision.
     """
 
     pairs: Any
@@ -54,13 +54,13 @@ class Masks(NamedTuple):
 def masks_of(
     mask: Tensor | None, starts: Tensor | None, stops: Tensor | None, seed: Tensor | None, dropout_p: float
 ) -> Masks:
-    """Describe what hides, adds and drops.
+    """Create the `Masks` of a call.
 
     Args:
         mask: Boolean or floating, with four axes, broadcastable to [B, H, T, S]; or None.
         starts, stops: Bounds of documents; or None.
-        seed: Of dropout; None for no dropout.
-        dropout_p: Its probability.
+        seed: Dropout seed; None for no dropout.
+        dropout_p: Dropout probability.
     """
     strides = (None,) * 4
     if mask is not None:
@@ -69,14 +69,14 @@ def masks_of(
     dropping = (None, None, None)
     if seed is not None:
         threshold = dropout.threshold_of(dropout_p)
-        signed = threshold - dropout.WORD if threshold >= dropout.WORD // 2 else threshold  # the same 32 bits
+        signed = threshold - dropout.WORD if threshold >= dropout.WORD // 2 else threshold  # same 32 bits
         dropping = (seed, signed, 1.0 / (1.0 - dropout_p))
     return Masks(mask, *strides, starts, stops, *dropping)
 
 
 @gluon.jit
 def present(masks, KIND: gl.constexpr):
-    """Replace None, which Triton 3.6 does not let functions return, by ()."""
+    """Replace None, which functions cannot return in Triton 3.6, by ()."""
     pairs, row, head, query, key, shifts = (), (), (), (), (), ()
     starts, stops, seed, threshold, keep_scale = (), (), (), (), ()
     if KIND.MASK > 0:
@@ -104,15 +104,15 @@ def present(masks, KIND: gl.constexpr):
 
 @gluon.jit
 def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constexpr):
-    """Bound the columns of the workspace that a query sees: from a multiple of 16, and up to where.
+    """Return the range of workspace columns visible to a query; its start is a multiple of 16.
 
     Args:
-        position: Number of the query among the keys.
-        first: Token of the first column.
+        position: Position of the query among the keys.
+        first: Position of the first column.
         limit: Number of columns.
-        starts, stops: Bounds of the documents of the query in all rows of the batch of a tile.
-        sizes: Numbers of the chunk.
-        KIND: Kind of the call.
+        starts, stops: Document bounds of the query over all batch rows of a tile.
+        sizes: Sizes of the chunk.
+        KIND: Configuration of the call.
     """
     low = gl.maximum(0, -first)
     high = gl.minimum(limit, sizes.S - first)
@@ -125,13 +125,13 @@ def visible_range(position, first, limit, starts, stops, sizes, KIND: gl.constex
     if KIND.HAS_DOCUMENTS:
         low = gl.maximum(low, starts - first)
         high = gl.minimum(high, stops - first)
-    low = gl.minimum(low, limit - 16) // 16 * 16  # a tile that there is, though no query sees it
+    low = gl.minimum(low, limit - 16) // 16 * 16  # an existing tile, even if no key is visible
     return low, gl.maximum(low, high)
 
 
 @gluon.jit
 def visible_keys(tokens, program, KIND: gl.constexpr):
-    """Tell which keys a query sees by their places and documents: [16, 1], or of each head [16, 16]."""
+    """Visibility of keys by position and document: [16, 1], or per head [16, 16]."""
     position = program.position
     visible = (tokens >= 0) & (tokens < program.sizes.S)
     if KIND.IS_CAUSAL:
@@ -147,12 +147,12 @@ def visible_keys(tokens, program, KIND: gl.constexpr):
 
 @gluon.jit
 def biases(tokens, program, KIND: gl.constexpr):
-    """Load a floating mask: accumulators [16 keys, 16 heads] of each block, `HIDDEN` where anything hides a key.
+    """Load a floating mask: accumulators [16 keys, 16 heads] per block, `HIDDEN` for hidden keys.
 
     Args:
-        tokens: Tokens of the keys [16, 1].
+        tokens: Positions of the keys [16, 1].
         program: The query.
-        KIND: Kind of the call.
+        KIND: Configuration of the call.
     """
     visible, result = visible_keys(tokens, program, KIND), ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -163,20 +163,20 @@ def biases(tokens, program, KIND: gl.constexpr):
 
 @gluon.jit
 def load_mask(tokens, visible, BLOCK: gl.constexpr, program):
-    """Load the mask of a block of heads where keys are visible; 0 elsewhere."""
+    """Load the mask of a block of heads for visible keys; 0 elsewhere."""
     place, real = program.places[BLOCK]
     return gl.load(program.masks.pairs + place + tokens.to(gl.int64) * program.masks.key, mask=visible & real, other=0)
 
 
 @gluon.jit
 def visible_pairs(tokens, bias, program, KIND: gl.constexpr):
-    """Tell what heads see of the keys of a tile: [16, 1] or [16, 16] of each block; `bias` is that of `biases`."""
+    """Visibility of the keys of a tile per head: [16, 1] or [16, 16] per block; `bias` is the result of `biases`."""
     result = ()
     if KIND.MASK != 2:
         visible = visible_keys(tokens, program, KIND)
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         if KIND.MASK == 2:
-            result = result + (bias[b] != HIDDEN,)  # NaN stays
+            result = result + (bias[b] != HIDDEN,)  # keeps NaN
         elif KIND.MASK == 1:
             result = result + (visible & (load_mask(tokens, visible, b, program) != 0),)
         else:
@@ -186,7 +186,7 @@ def visible_pairs(tokens, bias, program, KIND: gl.constexpr):
 
 @gluon.jit
 def hide(scores, visible, KIND: gl.constexpr):
-    """Make the scores of hidden keys `HIDDEN`."""
+    """Set the scores of hidden keys to `HIDDEN`."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.where(visible[b], scores[b], HIDDEN),)
@@ -195,9 +195,9 @@ def hide(scores, visible, KIND: gl.constexpr):
 
 @gluon.jit
 def zero_hidden(tile, visible, program, KIND: gl.constexpr):
-    """Make left operands 0 where keys are hidden: they may hold NaN, which products spread to other rows of a tile.
+    """Set left operands to 0 for hidden keys: they may be NaN, which products would spread to other rows of a tile.
 
-    Not with a mask that differs between heads: what is hidden from a head is composed into others.
+    Not used if the mask differs between heads, because values hidden from one head are composed into others.
     """
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -211,7 +211,7 @@ def zero_hidden(tile, visible, program, KIND: gl.constexpr):
 
 @gluon.jit
 def scramble(x):
-    """Finalise words of 32 bits, as `impl/dropout.py` does."""
+    """Apply the finalizer of `impl/dropout.py` to words of 32 bits."""
     x = (x ^ (x >> 16)) * FIRST
     x = (x ^ (x >> 13)) * SECOND
     return x ^ (x >> 16)
@@ -219,7 +219,7 @@ def scramble(x):
 
 @gluon.jit
 def query_words(masks, plane, query):
-    """Make the words that dropout starts from, of planes (row of the batch and head) [1, 16] at a query."""
+    """Dropout hashes of planes (batch row and head) [1, 16] at a query."""
     low, high = gl.load(masks.seed).to(gl.uint32), gl.load(masks.seed + 1).to(gl.uint32)
     word = scramble((plane.to(gl.uint32) * HEAD) ^ low)
     return scramble(word ^ (query.to(gl.uint32) * ROW) ^ high)
@@ -227,7 +227,7 @@ def query_words(masks, plane, query):
 
 @gluon.jit
 def drop(x, words, tokens, masks, KIND: gl.constexpr):
-    """Drop elements of accumulators [16 keys, 16 heads] of each block, and scale the others."""
+    """Apply dropout to accumulators [16 keys, 16 heads] per block."""
     key_words = scramble(tokens.to(gl.uint32) * COLUMN)
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):

@@ -1,8 +1,8 @@
 """Composition of heads (paper, equations 7 and 8) on tiles of 16 keys x 16 heads: y = x (1 + M_query + M_key).
 
-The matrix of the query, of rank R with a diagonal (gate) and a static base, is the right operand of a tensor-core
-product. The low-rank part of the keys differs from row to row of a tile: sums over heads are products with ones, which
-leave the sum in every lane, the rest is arithmetic in float32.
+The matrix of the query, of rank R plus a diagonal (gate) and a static base, is the right operand of a tensor-core
+product. The low-rank part of the keys differs between the rows of a tile: sums over heads are products with ones, which
+give the sum in every lane; the rest is float32 arithmetic.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,9 @@ class ComposeSpec(NamedTuple):
 
 @gluon.jit
 def multiply(a, b, DTYPE: gl.constexpr):
-    """Multiply two left operands elementwise, two elements an instruction; compute capability 8.0 has no product."""
+    """Multiply two left operands elementwise, two elements per instruction; fma, as capability 8.0 has no bf16x2
+    mul.
+    """
     zero = gl.full([16, 16], -0.0, DTYPE, LEFT)
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
@@ -49,7 +51,7 @@ def ones_of_groups(KIND: gl.constexpr):
 
 @gluon.jit
 def load_key_vectors(pointers, start, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Load the packed weights of the tile of keys at `start`: down, up and gate, of each block of heads."""
+    """Load the packed weights of the tile of keys at `start`: down, up and gate, per block of heads."""
     COUNT: gl.constexpr = (2 * SPEC.KEY_RANK + SPEC.KEY_GATE) * KIND.BLOCKS
     vectors = ()
     if COUNT > 0:
@@ -70,7 +72,7 @@ def sum_heads(x, vectors, FIRST: gl.constexpr, ones, KIND: gl.constexpr):
 
 @gluon.jit
 def weighted_sums(x, vectors, ones, SPEC: gl.constexpr, KIND: gl.constexpr, BACK: gl.constexpr):
-    """Contract the heads with the keys' down vectors (up vectors on the way back), for each rank."""
+    """Contract the heads with the keys' down vectors (up vectors in the backward pass), for each rank."""
     sums = ()
     for r in gl.static_range(gl.constexpr(SPEC.KEY_RANK)):
         sums = sums + (sum_heads(x, vectors, (r + SPEC.KEY_RANK * BACK) * KIND.BLOCKS, ones, KIND),)
@@ -79,7 +81,7 @@ def weighted_sums(x, vectors, ones, SPEC: gl.constexpr, KIND: gl.constexpr, BACK
 
 @gluon.jit
 def widened(x, identity, KIND: gl.constexpr):
-    """Convert a left operand to an accumulator: by the tensor cores where that is cheap."""
+    """Convert a left operand to an accumulator, with the tensor cores if that is cheaper."""
     if KIND.GROUP_SLOTS < 16:
         return times(x, identity, zeros(), True)
     else:
@@ -93,14 +95,14 @@ def compose(y, x, wide, matrices, vectors, sums, identity, SPEC: gl.constexpr, K
     Args:
         y: Accumulators, one for each block of 16 heads.
         x: Left operands likewise.
-        wide: Accumulators of the same numbers, which may not be rounded.
-        matrices: Right operands of each pair of blocks (from, to), or their transposes on the way back.
+        wide: Accumulators with the same values, possibly not rounded.
+        matrices: Right operands of each pair of blocks (from, to), or their transposes in the backward pass.
         vectors: Packed weights of the tile's keys.
         sums: `weighted_sums` of x.
         identity: The identity as a right operand.
         SPEC: Branches of the composition.
-        KIND: Kind of the call.
-        BACK: Whether to apply the transposed matrices: 1, or 0.
+        KIND: Configuration of the call.
+        BACK: 1 to apply the transposed matrices, else 0.
     """
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -123,9 +125,9 @@ def query_matrices(pointer, base, place, SPEC: gl.constexpr, KIND: gl.constexpr,
     Args:
         pointer: Packed weights of the query [2 QUERY_RANK + QUERY_GATE, 16 BLOCKS].
         base: The static base [G, HEADS, HEADS].
-        place: Offset of the base of each slot's group [16 rows, 1], for several groups a tile; else a number.
+        place: Offset of the base of each slot's group [16 rows, 1] if a tile has several groups; else a number.
         SPEC: Branches of the composition.
-        KIND: Kind of the call.
+        KIND: Configuration of the call.
         BACK: Whether to transpose.
     """
     WIDTH: gl.constexpr = 16 * KIND.BLOCKS
@@ -153,7 +155,7 @@ def query_matrices(pointer, base, place, SPEC: gl.constexpr, KIND: gl.constexpr,
 
 @gluon.jit
 def load_base(base, place, row, column, KIND: gl.constexpr, BACK: gl.constexpr):
-    """Load a block of the static base, or of its transpose; 0 where there is no head, or another group's."""
+    """Load a block of the static base, or of its transpose; 0 for missing heads and between groups."""
     if KIND.GROUP_SLOTS < 16:
         same = row // KIND.GROUP_SLOTS == column // KIND.GROUP_SLOTS
         row, column = row % KIND.GROUP_SLOTS, column % KIND.GROUP_SLOTS
@@ -170,12 +172,12 @@ def store_query_gradients(d, pointer, slots, weights, SPEC: gl.constexpr, KIND: 
 
     Args:
         d: Accumulators [16 from, 16 to] of each pair of blocks.
-        pointer: Where the gradients of the query's weights go, [2 QUERY_RANK + QUERY_GATE, H] of the row and token
-            of slot 0.
-        slots: Offsets of the slots' heads from there, and which exist, of each block: by rows and by columns.
+        pointer: Destination of the gradients of the query's weights, [2 QUERY_RANK + QUERY_GATE, H] of the row and
+            token of slot 0.
+        slots: Offsets of the slots' heads relative to it, and their validity, per block: by rows and by columns.
         weights: Packed weights of the query.
         SPEC: Branches of the composition.
-        KIND: Kind of the call.
+        KIND: Configuration of the call.
         SCALE: Factor on the gradients.
     """
     WIDTH: gl.constexpr = 16 * KIND.BLOCKS

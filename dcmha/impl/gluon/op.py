@@ -1,4 +1,4 @@
-"""The kernels as an operator of torch: opaque to compilers, with its own gradient."""
+"""PyTorch operator of the kernels, with its gradient."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
@@ -25,7 +25,7 @@ MASK = 3 + len(WEIGHTS)  # its place among the tensors
 
 
 class Arguments(NamedTuple):
-    """Arguments of the operator behind q, k and v; a window of 0 is none."""
+    """Arguments of the operator after q, k and v; a window of 0 means none."""
 
     pre: ComposeWeights | None
     post: ComposeWeights | None
@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
 
 
 def arguments_from(rest: tuple) -> Arguments:
-    """Put weights together; the tensors and options come in the order of the schema."""
+    """Build `Arguments` from tensors and options in the order of the schema."""
     count = len(PARTS)
     return Arguments(weights_from(rest[:count]), weights_from(rest[count : 2 * count]), *rest[2 * count :])
 
@@ -67,7 +67,7 @@ def compute(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
 
 
 def compute_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest) -> list[Tensor]:
-    """Compute the gradients that there are of q, k, v, packed weights and bases, and the mask if asked for."""
+    """Compute the gradients of q, k, v, packed weights and bases, and the mask if requested, without those of None."""
     *rest, lse, mask_gradient = rest
     with torch.cuda.device_of(q):
         call = _attention(q, k, v, tuple(rest), lse, mask_gradient)
@@ -107,19 +107,19 @@ def _(d_out, q, k, v, *rest):
 
 
 def count_of(side: SideWeights) -> int:
-    """Count the packed rows of a side: 2R + gate."""
+    """Number of packed rows of a side: 2R + gate."""
     return (0 if side.down is None else 2 * side.down.shape[2]) + (side.gate is not None)
 
 
 def unpack(packed: Tensor | None, side: SideWeights) -> SideWeights:
-    """Take the gradients of a side's weights apart, [B, tokens, 2R + gate, H]; None if `count_of` the side is 0."""
+    """Split the packed gradients of a side's weights, [B, tokens, 2R + gate, H]; None if `count_of` the side is 0."""
     rank = 0 if side.down is None else side.down.shape[2]
     down, up = (packed[:, :, :rank], packed[:, :, rank : 2 * rank]) if rank else (side.down, side.up)  # empty or None
     return SideWeights(down, up, None if side.gate is None else packed[:, :, 2 * rank])
 
 
 def gradients_of_tensors(grads: list[Tensor], pre: ComposeWeights | None, post: ComposeWeights | None) -> list:
-    """Take apart what `compute_gradients` returned: of q, k, v, all `WEIGHTS`, the mask; None where there is none."""
+    """Assign the results of `compute_gradients` to q, k, v, all `WEIGHTS` and the mask; None if there is none."""
     given = iter(grads)
     result = [next(given), next(given), next(given)]
     for weights in (pre or ComposeWeights(), post or ComposeWeights()):
@@ -149,7 +149,7 @@ composed_backward.register_autograd(lambda ctx, *grads: refuse_derivative("trito
 
 
 class EagerAttention(torch.autograd.Function):
-    """The operator for eager mode, where one of torch costs more time on the host than the launches of a call."""
+    """The operator for eager mode, where a custom operator costs more host time than the launches of a call."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -161,7 +161,7 @@ class EagerAttention(torch.autograd.Function):
 
 
 def attention(call: AttentionCall, seed: Tensor | None) -> Tensor:
-    """Compute composed attention [B, H, T, D]; `seed` is that of dropout."""
+    """Compute composed attention [B, H, T, D]; `seed` is the dropout seed."""
     run = composed if torch.compiler.is_compiling() else EagerAttention.apply
     return run(*_arguments(call, seed))[0]
 
@@ -173,7 +173,7 @@ def _arguments(call: AttentionCall, seed: Tensor | None) -> tuple:
 
 
 def solve(call: AttentionCall, seed: Tensor | None, d_out: Tensor | None) -> list[Tensor | None]:
-    """Compute the output, and the gradients of `tensors_of` the call given that of the output, without autograd."""
+    """Compute the output and, given its gradient, the gradients of `tensors_of` the call, without autograd."""
     arguments = _arguments(call, seed)
     out, lse = compute(*arguments)
     if d_out is None:

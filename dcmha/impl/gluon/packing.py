@@ -1,4 +1,4 @@
-"""Packing of the weights of all sides, once a call, so that kernels load them aligned and without masks."""
+"""Packing of the compose weights, once per call, so that kernels load them aligned and without masks."""
 
 from typing import Any, NamedTuple
 
@@ -39,14 +39,14 @@ class Ranks(NamedTuple):
 
 
 def side_of(side: SideWeights) -> Side:
-    """Describe the weights of a side; heads lie next to each other."""
+    """`Side` of the weights; heads are contiguous."""
     down, up, gate = side.map(lambda part: part if part.stride(-1) == 1 else part.contiguous())
     of_ranks = (0,) * 6 if down is None else (*down.stride()[:3], *up.stride()[:3])
     return Side(down, up, gate, *of_ranks, *((0, 0) if gate is None else gate.stride()[:2]))
 
 
 def ranks_of(side: SideWeights, is_key: bool) -> Ranks:
-    """Describe a side."""
+    """`Ranks` of a side."""
     return Ranks(0 if side.down is None else side.down.shape[2], int(side.gate is not None), is_key)
 
 

@@ -1,4 +1,4 @@
-"""Library products of a chunk: queries with keys, and into the places of a chunk in the tensors of a call."""
+"""Library matrix products of a chunk, and writing their results to the tensors of the call."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim
 
@@ -25,7 +25,7 @@ def multiply_queries(queries: Tensor, keys: Tensor, scale: float, workspace: Ten
 
 
 def put_product(whole: Tensor, a: Tensor, b: Tensor, scale: float, chunk: Chunk, call: Attention) -> None:
-    """Put scale a b, which belongs to a chunk's queries, into its place in [B, H, T, D]."""
+    """Write scale a b, values of a chunk's queries, to [B, H, T, D]."""
     if call.is_plain(chunk):
         multiply(a, b, scale, call.queries(whole, chunk))
         return
@@ -35,7 +35,7 @@ def put_product(whole: Tensor, a: Tensor, b: Tensor, scale: float, chunk: Chunk,
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, chunk: Chunk, call: Attention) -> None:
-    """Put scale a^T b, which belongs to a chunk's keys, into [B, H / shared, S, D], or add it to float32 sums."""
+    """Write scale a^T b, values of a chunk's keys, to [B, H / shared, S, D], or add it to float32 sums."""
     if chunk.plane_blocks == 1:
         add = multiply if total.dtype == a.dtype else accumulate
         add(a.mT, b, scale, call.keys(total, chunk))

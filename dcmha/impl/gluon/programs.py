@@ -1,4 +1,4 @@
-"""What a program works on: a query (or one step of a loop over queries), and the compositions of its heads."""
+"""State of a program: its query (or one step of a loop over queries), and the compositions of its heads."""
 
 from typing import Any, NamedTuple
 
@@ -20,23 +20,23 @@ from .mixing import ones_of_groups, query_matrices
 
 
 class Program(NamedTuple):
-    """One query of the heads of a set of slots, and the keys that it sees.
+    """One query for the heads of a slot set, and its visible keys.
 
     Attributes:
         masks: `Masks` of the call.
-        sizes: Numbers of the chunk.
-        set: Number of its set of slots in the chunk.
-        query: Number of the query in the chunk.
-        token: Its number among all queries.
-        position: Its number among the keys.
-        first: Token of the workspace's first column.
-        low, high: Columns that it sees, from a multiple of 16.
-        offsets: Of the heads in the workspace, [1, 1, 16] of each block.
-        real: Which heads exist, likewise.
+        sizes: Sizes of the chunk.
+        set: Index of the slot set in the chunk.
+        query: Index of the query in the chunk.
+        token: Its index among all queries.
+        position: Its position among the keys.
+        first: Position of the workspace's first column.
+        low, high: Range of visible columns, from a multiple of 16.
+        offsets: Offsets of the heads in the workspace, [1, 1, 16] per block.
+        real: Valid heads, likewise.
         statistics: Offset of the query in statistics [sets, T, 16 BLOCKS].
         documents: First token and end of the query's document: numbers, or [1, 16]; () without documents.
-        places: Offsets of the heads in the mask at the query, and which exist, [1, 16] of each block; or ().
-        words: Words that dropout starts from, [1, 16] of each block; or ().
+        places: Offsets of the heads in the mask at the query, and their validity, [1, 16] per block; or ().
+        words: Dropout hashes, [1, 16] per block; or ().
         ones: Right operand that sums over the heads of a group.
         identity: The identity as a right operand.
         left: The identity as a left operand.
@@ -63,12 +63,12 @@ class Program(NamedTuple):
 
 
 class Composition(NamedTuple):
-    """A composition as the steps of a program's loop apply it.
+    """A composition in the form that the steps of a program's loop use.
 
     Attributes:
-        matrices: Matrices of the query, right operands of each pair of blocks (from, to); () if it has none.
-        back: Their transposes; () where none are needed.
-        key: Pointers to the packed weights of the workspace's first tile of keys; () if keys have none.
+        matrices: Matrices of the query, right operands of each pair of blocks (from, to); () without a query side.
+        back: Their transposes; () if not needed.
+        key: Pointers to the packed weights of the workspace's first tile of keys; () without a key side.
     """
 
     matrices: Any
@@ -78,7 +78,7 @@ class Composition(NamedTuple):
 
 @gluon.jit
 def describe_query(masks, sizes, set, block, within, KIND: gl.constexpr):
-    """Describe the query `within` a block, for the heads of a set of slots."""
+    """`Program` of the query `within` a block, for the heads of a slot set."""
     query, first = within, sizes.first_key
     if KIND.BAND > 0:
         query += block * KIND.BAND
@@ -135,7 +135,7 @@ def composition_of(packed, program, SPEC: gl.constexpr, KIND: gl.constexpr, FORT
 
 @gluon.jit
 def base_place(set, KIND: gl.constexpr):
-    """Find the static base of the rows of a set's matrices: an offset, or [16, 1] of several groups."""
+    """Offset of the static base of a set's matrices: a number, or [16, 1] for several groups."""
     if KIND.GROUP_SLOTS >= 16:
         return set % KIND.NUM_GROUPS * (KIND.HEADS * KIND.HEADS)
     else:
@@ -146,7 +146,7 @@ def base_place(set, KIND: gl.constexpr):
 
 @gluon.jit
 def query_weights(packed, program, SPEC: gl.constexpr):
-    """Find the packed weights of a program's query."""
+    """Pointer to the packed weights of a program's query."""
     COUNT: gl.constexpr = 2 * SPEC.QUERY_RANK + SPEC.QUERY_GATE
     if COUNT > 0:
         return packed.query + program.statistics * COUNT
@@ -156,7 +156,7 @@ def query_weights(packed, program, SPEC: gl.constexpr):
 
 @gluon.jit
 def key_weights(packed, set, first, sizes, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Point at the packed weights of the tile of keys that begins with the token `first`, 16 bytes per lane."""
+    """Pointers to the packed weights of the tile of keys at position `first`, 16 bytes per lane."""
     COUNT: gl.constexpr = (2 * SPEC.KEY_RANK + SPEC.KEY_GATE) * KIND.BLOCKS
     if COUNT > 0:
         tile = global_set(set, sizes, KIND).to(gl.int64) * gl.cdiv(sizes.S, 16) + first // 16
@@ -167,9 +167,9 @@ def key_weights(packed, set, first, sizes, SPEC: gl.constexpr, KIND: gl.constexp
 
 @gluon.jit
 def tile_pointers(workspace, program, KIND: gl.constexpr):
-    """Find the first 16 keys of a query's rows: a pointer, and offsets [8, 2, 16] of each block.
+    """Pointer to the first 16 keys of a query's rows, and offsets [8, 2, 16] per block.
 
-    They are added where a tile is loaded: 64-bit sums for each head would take many registers.
+    They are added when a tile is loaded, because 64-bit pointers for each head would take many registers.
     """
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -179,9 +179,9 @@ def tile_pointers(workspace, program, KIND: gl.constexpr):
 
 @gluon.jit
 def neighbours(masks, sizes, COUNT: gl.constexpr, KIND: gl.constexpr):
-    """Describe the neighbouring queries of a program, one or two. The longest rows come first.
+    """`Program`s of the one or two consecutive queries of a program. The longest rows come first.
 
-    Where a chunk ends, the last query stands for those that there are not: what is done twice gives the same.
+    Missing queries at the end of a chunk are replaced by the last one, which is then computed twice.
     """
     number, set = gl.program_id(0), gl.program_id(1)
     if KIND.IS_CAUSAL and KIND.BAND == 0:
@@ -189,13 +189,13 @@ def neighbours(masks, sizes, COUNT: gl.constexpr, KIND: gl.constexpr):
     first = describe_number(masks, sizes, set, number * COUNT, KIND)
     if COUNT == 1:
         return (first,)
-    else:  # without adding tuples, which loses the names of structures in Triton 3.6
+    else:  # no concatenation of tuples, which loses field names in Triton 3.6
         return first, describe_number(masks, sizes, set, gl.minimum(number * 2 + 1, sizes.num_queries - 1), KIND)
 
 
 @gluon.jit
 def describe_number(masks, sizes, set, number, KIND: gl.constexpr):
-    """Describe a query by its number in the chunk."""
+    """`Program` of a query, by its index in the chunk."""
     if KIND.BAND > 0:
         return describe_query(masks, sizes, set, number // KIND.BAND, number % KIND.BAND, KIND)
     else:
@@ -204,7 +204,7 @@ def describe_number(masks, sizes, set, number, KIND: gl.constexpr):
 
 @gluon.jit
 def common_range(programs, KIND: gl.constexpr):
-    """Return the first column that any of the queries sees, from which on tiles are masked, and the end of all."""
+    """Return the first visible column of any query, the column from which tiles are masked, and the end."""
     low, whole, high = programs[0].low, programs[0].high, programs[0].high
     for n in gl.static_range(1, len(programs)):
         low, whole = gl.minimum(low, programs[n].low), gl.minimum(whole, programs[n].high)
@@ -226,7 +226,7 @@ def compositions(packed, programs, SPEC: gl.constexpr, KIND: gl.constexpr, FORTH
 
 @gluon.jit
 def pointers(workspace, programs, KIND: gl.constexpr):
-    """Point at the first tile of each query; () where there is no workspace."""
+    """Pointers to the first tile of each query; () without a workspace."""
     if workspace is None:
         return ()
     else:
@@ -238,7 +238,7 @@ def pointers(workspace, programs, KIND: gl.constexpr):
 
 @gluon.jit
 def all_statistics(statistics, programs, KIND: gl.constexpr):
-    """Load numbers of the heads of each query."""
+    """Load values of the heads of each query."""
     result = ()
     for n in gl.static_range(len(programs)):
         result = result + (load_statistics(statistics, programs[n].statistics, KIND),)

@@ -1,11 +1,11 @@
-"""The query-side kernels for short rows: what they read again is in the first cache.
+"""The query-side kernels for short rows, whose repeated reads hit the L1 cache.
 
     short_weights       x -> lse, A (in place)
     short_gradients     x, da -> A, gradient of the scores, delta, gradients of the query side of both compositions;
                         the queries' matrices
 
-`short_gradients` goes over its rows twice, as `post_gradients` and `pre_gradients` do. It leaves x and da to
-`key_gradients`.
+`short_gradients` iterates over its rows twice, like `post_gradients` and `pre_gradients`. It does not modify x and da,
+which `key_gradients` reads.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ from .steps import all_offsets
 
 @gluon.jit
 def short_weights(x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr):
-    """Scores of a program's queries to their base-2 log-sum-exp and, in place, composed weights."""
+    """Compute the base-2 log-sum-exp of a program's queries and, in place, their composed weights."""
     forward(x, lse, pre, post, masks, sizes, KIND, PRE, POST, False)
 
 
@@ -28,7 +28,7 @@ def short_gradients(
     x, da, a, dx, lse, delta, matrices, d_pre_query, d_post_query, pre_base, post_base, pre, post, masks, sizes,
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
-    """Composed weights, gradients of the scores and the sums delta of queries, and gradients of their weights."""
+    """Compute composed weights, gradients of the scores, delta, and gradients of the query side."""
     programs = neighbours(masks, sizes, queries_of(KIND.BLOCKS), KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, True)
@@ -37,7 +37,7 @@ def short_gradients(
     deltas = store_deltas(
         x, da, None, a, logs, delta, d_post_query, post_base, post, programs, pres, posts, PRE, POST, KIND
     )  # fmt: skip
-    # built again: registers do not hold them through the loops above
+    # rebuilt, because they do not fit into registers across the loops above
     pres = compositions(pre, programs, PRE, KIND, True, True)
     posts = compositions(post, programs, POST, KIND, False, True)
     store_score_gradients(

@@ -1,7 +1,7 @@
-"""Steps of the kernels' loops: a tile of 16 keys and all heads of each query, composed, weighted, and taken back.
+"""Steps of the kernels' loops: forward and backward composition of a tile of 16 keys and all heads of each query.
 
-The queries of a program share what is loaded and converted of the keys' weights. The offsets of a query are two values
-of each head, [1, 16] of each block: what is taken from a floating mask (() without one), and from composed scores in
+The queries of a program share the loaded and converted weights of the keys. The offsets of a query are two values per
+head, [1, 16] per block: one is subtracted from a floating mask (() without one), the other from composed scores in
 units of log 2.
 """
 
@@ -44,9 +44,10 @@ def load_weights(at, start, programs, KIND: gl.constexpr):
 
 @gluon.jit
 def first_sums(at, low, start, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Take the largest values of a tile as offsets, and begin the sums of exponentials relative to them.
+    """Initialize the offsets with the maxima of a tile, and the sums of exponentials relative to them.
 
-    Of two with a floating mask, the last one and that at `low`: large negative values often hide keys of one side.
+    With a floating mask two tiles are used, the last one and that at `low`, because large negative mask values often
+    hide the keys of one side.
     """
     tiles, vectors = load_tiles(at, start, programs, KIND, True), load_key_vectors(pres[0].key, start, PRE, KIND)
     offsets, totals = (), ()
@@ -71,7 +72,7 @@ def first_sums(at, low, start, programs, pres, PRE: gl.constexpr, KIND: gl.const
 
 @gluon.jit
 def visible_scores(x, start, program, offsets, pre, PRE: gl.constexpr, KIND: gl.constexpr):
-    """Load a tile of a query's scores and compose it: less the offsets, `HIDDEN` where they are."""
+    """Load a tile of a query's scores and compose it: minus the offsets, `HIDDEN` for hidden keys."""
     tile = load_tile(x, start, program.sizes.S - program.first, True, KIND)
     vectors = load_key_vectors(pre.key, start, PRE, KIND)
     return composed_scores(tile, vectors, start, program, offsets, pre, PRE, KIND, True)[0]
@@ -92,7 +93,7 @@ def sums_step(
 
 @gluon.jit
 def softmax_weights(tiles, start, programs, logs, pres, PRE: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Compose a tile of scores of each query, and make softmax weights of them; the tiles as they were taken, too."""
+    """Compute the softmax weights of a tile of each query; also return the masked tiles of scores."""
     vectors = load_key_vectors(pres[0].key, start, PRE, KIND)
     result, taken = (), ()
     for n in gl.static_range(len(programs)):
@@ -106,7 +107,7 @@ def weights_step(
     at, tiles, start, programs, logs, pres, posts, PRE: gl.constexpr, POST: gl.constexpr, KIND: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile of each query to composed weights."""
+    """Convert a tile of scores of each query to composed weights."""
     p, _ = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     store_weights(at, p, vectors, start, programs, posts, POST, KIND)
@@ -117,9 +118,9 @@ def post_step(
     p_at, a_at, tiles, d, start, programs, logs, pres, posts, totals, d_posts, PRE: gl.constexpr, POST: gl.constexpr,
     KIND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of each query brings to delta and the query's post-composition.
+    """Add the contribution of a tile of each query to delta and the gradients of the query's post-composition.
 
-    Softmax weights go to `p_at`, composed ones to `a_at`, unless that is ().
+    Softmax weights are stored at `p_at`, composed weights at `a_at`, unless ().
     """
     p, _ = softmax_weights(tiles, start, programs, logs, pres, PRE, KIND, MASKED)
     if len(p_at) > 0:
@@ -148,10 +149,10 @@ def pre_step(
     p_at, a_at, dx_at, dy_at, tiles, d, start, programs, logs, deltas, pres, posts, d_pres, PRE: gl.constexpr,
     POST: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of a tile of each query, and what it brings to the query's pre-composition.
+    """Compute gradients of the scores of a tile of each query, and add to those of the query's pre-composition.
 
-    Softmax weights are loaded from `p_at`, or computed if that is (). Composed weights go to `a_at`, gradients of
-    composed scores to `dy_at`, unless that is ().
+    Softmax weights are loaded from `p_at`, or computed if it is (). Composed weights are stored at `a_at`, gradients of
+    composed scores at `dy_at`, unless ().
     """
     vectors = load_key_vectors(posts[0].key, start, POST, KIND)
     if len(p_at) > 0:
@@ -177,7 +178,9 @@ def pre_step(
 def composed_scores(
     tile, vectors, start, program, offsets, pre, SPEC: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Compose a tile of scores: accumulators, less the offsets, `HIDDEN` where they are; the tile as taken, too."""
+    """Compose a tile of scores: accumulators minus the offsets, `HIDDEN` for hidden keys; also return the masked
+    tile.
+    """
     tile, bias, visible = apply_mask(tile, start, program, KIND, MASKED)
     sums = weighted_sums(tile, vectors, program.ones, SPEC, KIND, 0)
     y, wide = initial_accumulators(offsets, bias, KIND), widened(tile, program, KIND)
@@ -190,9 +193,9 @@ def composed_scores(
 
 @gluon.jit
 def apply_mask(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Load the mask of a tile. If rows of the batch share the tile, hidden scores become 0.
+    """Load the mask of a tile. If batch rows share the tile, hidden scores are set to 0.
 
-    Returns the tile, the values of a floating mask, and which pairs are visible, of each block; () without a mask.
+    Returns the tile, the values of a floating mask, and which pairs are visible, per block; () without a mask.
     """
     tokens, bias, visible = tokens_of(program, start), (), ()
     if KIND.MASK == 2:
@@ -206,7 +209,7 @@ def apply_mask(tile, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def initial_accumulators(offsets, bias, KIND: gl.constexpr):
-    """Make accumulators of what composed scores are added to: the offsets, negated, and a floating mask."""
+    """Initialize the accumulators of composed scores: the negated offsets plus a floating mask."""
     if KIND.MASK != 2:
         return negative(offsets[1], KIND)
     else:  # large values cancel before others are added
@@ -218,7 +221,7 @@ def initial_accumulators(offsets, bias, KIND: gl.constexpr):
 
 @gluon.jit
 def load_offsets(lse, program, KIND: gl.constexpr):
-    """Load the offsets that make softmax weights of the exponentials of a query's composed scores."""
+    """Load the offsets with which exponentials of a query's composed scores are softmax weights."""
     shift = ()
     if KIND.MASK == 2:
         shift = load_statistics(program.masks.shifts, program.statistics, KIND)
@@ -236,7 +239,9 @@ def all_offsets(lse, programs, KIND: gl.constexpr):
 
 @gluon.jit
 def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Add what softmax weights p and gradients d of composed ones bring to delta and the query's post-composition."""
+    """Add the contribution of softmax weights p and gradients d of composed weights to delta and the
+    post-composition.
+    """
     sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
     d_p = compose(wide, d, wide, post.back, vectors, sums, program.identity, SPEC, KIND, 1)
     added = ()
@@ -249,7 +254,7 @@ def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, K
 
 @gluon.jit
 def gradients_of_weights(p, d, vectors, program, delta, post, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Take gradients of composed weights back to those of composed scores."""
+    """Backpropagate from composed weights to composed scores."""
     sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
     d_p = compose(negative(delta, KIND), d, wide, post.back, vectors, sums, program.identity, SPEC, KIND, 1)
     return products(p, add_operands(d_p, d, program, KIND), KIND)
@@ -257,7 +262,7 @@ def gradients_of_weights(p, d, vectors, program, delta, post, SPEC: gl.constexpr
 
 @gluon.jit
 def score_gradients(tile, d_y, vectors, program, pre, d_pre, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Take gradients of composed scores back to those of scores; add to those of the query's pre-composition."""
+    """Backpropagate from composed scores to scores; add to the gradients of the query's pre-composition."""
     d_left = rounded(d_y, KIND)
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
         d_pre = add_outer(d_pre, tile, d_left, program.left, KIND)
@@ -267,7 +272,7 @@ def score_gradients(tile, d_y, vectors, program, pre, d_pre, SPEC: gl.constexpr,
 
 @gluon.jit
 def composed(p, vectors, start, program, post, SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Compose a tile of softmax weights, and drop some."""
+    """Compose a tile of softmax weights, with dropout."""
     p_left = rounded(p, KIND)
     sums = weighted_sums(p_left, vectors, program.ones, SPEC, KIND, 0)
     a = compose(p, p_left, p, post.matrices, vectors, sums, program.identity, SPEC, KIND, 0)
@@ -288,7 +293,7 @@ def load_gradient(da, start, program, KIND: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def negative(offsets, KIND: gl.constexpr):
-    """Make accumulators of offsets [1, 16] of the heads, negated."""
+    """Accumulators filled with the negated offsets [1, 16] of the heads."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (zeros() - offsets[b],)
@@ -370,7 +375,7 @@ def add_outer(d, x, y, identity, KIND: gl.constexpr):
 
 @gluon.jit
 def finite_maxima(y, KIND: gl.constexpr):
-    """Take the maximum over the keys, [1, 16] of each block; 0 where all are hidden."""
+    """Maximum over the keys, [1, 16] per block; 0 if all are hidden."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         largest = gl.expand_dims(gl.max(y[b], 0), 0)
@@ -389,7 +394,7 @@ def add_exponentials(total, y, KIND: gl.constexpr):
 
 @gluon.jit
 def elementwise_maximum(x, y, KIND: gl.constexpr):
-    """Take the maximum of accumulators elementwise."""
+    """Elementwise maximum of accumulators."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.maximum(x[b], y[b]),)
@@ -398,7 +403,7 @@ def elementwise_maximum(x, y, KIND: gl.constexpr):
 
 @gluon.jit
 def sum_keys(x, KIND: gl.constexpr):
-    """Sum over the keys: [1, 16] of each block."""
+    """Sum over the keys: [1, 16] per block."""
     result = ()
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
         result = result + (gl.expand_dims(gl.sum(x[b], 0), 0),)
@@ -416,7 +421,7 @@ def all_hidden(KIND: gl.constexpr):
 
 @gluon.jit
 def no_matrix_gradients(SPEC: gl.constexpr, KIND: gl.constexpr):
-    """Begin the gradients of a query's matrices."""
+    """Initialize the gradients of a query's matrices."""
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:
         return no_sums(KIND.BLOCKS * KIND.BLOCKS)
     else:

@@ -1,7 +1,8 @@
-"""The key-side kernel for groups of more than 16 heads: gradients of the weights that keys bring to one composition.
+"""The key-side kernel for groups of more than 16 heads: gradients of the key side of one composition.
 
-Registers do not hold what `key_gradients` computes again. So query-side kernels leave what is composed and the gradient
-of the result: softmax weights and gradients of composed weights, or scores and gradients of composed scores.
+The recomputation of `key_gradients` would not fit into registers. Instead, query-side kernels store the input of the
+composition and the gradient of its output: softmax weights and gradients of composed weights, or scores and gradients
+of composed scores.
 """
 
 from typing import NamedTuple
@@ -20,8 +21,8 @@ class Part(NamedTuple):
     """The part of the gradients that a launch computes.
 
     Attributes:
-        FIRST, LAST: Of the blocks of 16 heads from FIRST to LAST.
-        IS_POST: For the post-composition, whose results are dropped.
+        FIRST, LAST: Range of blocks of 16 heads.
+        IS_POST: Whether it is the post-composition, which has dropout.
         SCALE: Factor on the gradients.
     """
 
@@ -36,15 +37,15 @@ def wide_key_gradients(x, d, d_key, weights, masks, sizes, KIND: gl.constexpr, S
     """Gradients of the key side of a composition, of a tile of 16 keys: [B, S, COUNT, H].
 
     Args:
-        x: Workspace of what is composed.
-        d: Workspace of the gradient of the result.
-        d_key: Where the gradients go.
+        x: Workspace with the input of the composition.
+        d: Workspace with the gradient of its output.
+        d_key: Destination of the gradients.
         weights: `Packed` weights of the composition.
         masks: `Masks` of the call.
-        sizes: Numbers of the chunk.
-        KIND: Kind of the call.
+        sizes: Sizes of the chunk.
+        KIND: Configuration of the call.
         SPEC: Branches of the composition.
-        PART: What to compute.
+        PART: The part to compute.
     """
     set, key, split = program_tile(sizes, KIND)
     vectors = load_key_vectors(key_weights(weights, set, key, sizes, SPEC, KIND), 0, SPEC, KIND)
@@ -71,13 +72,13 @@ def add_block(
         d_sums = weighted_sums(d_tile, vectors, program.ones, SPEC, KIND, 1)
         x_wide, d_wide = widened(x_tile, program, KIND), widened(d_tile, program, KIND)
         total = add_key_gradients(total, x_wide, x_sums, d_wide, d_sums, SPEC, PART)
-        x_tile, d_tile = x_next, d_next  # whose loads were under way
+        x_tile, d_tile = x_next, d_next  # loaded in advance
     return total
 
 
 @gluon.jit
 def load_pair(x, d, key, query, set, block, masks, sizes, KIND: gl.constexpr, PART: gl.constexpr):
-    """Load a query's tile of what is composed, and of the gradient of the result."""
+    """Load a query's tile of the composition's input and of the gradient of its output."""
     program = describe_query(masks, sizes, set, block, query, KIND)
     column = key - program.first
     x, d = tile_pointers(x, program, KIND), tile_pointers(d, program, KIND)

@@ -15,7 +15,7 @@ import triton.language as tl
 from .head_mixing import SLOTS, group_sum, load_side, mix, split_range, to_dot, token_matrices
 from .indexing import Sizes, key_step, query_tile
 from .masking import exponents, weights_of
-from .softmax_stats import EMPTY, along_keys, lse_of, empty_stats, update_stats, store_statistics
+from .softmax_stats import EMPTY, along_keys, empty_stats, lse_of, store_statistics, update_stats
 
 
 @triton.jit

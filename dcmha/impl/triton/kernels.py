@@ -58,11 +58,11 @@ from .masking import drop, exponents, weights_of
 from .softmax_stats import (
     EMPTY,
     along_keys,
+    empty_stats,
     load_statistics,
     lse_of,
-    empty_stats,
-    update_stats,
     store_statistics,
+    update_stats,
 )
 
 
