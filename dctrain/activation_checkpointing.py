@@ -1,4 +1,4 @@
-"""Memory for time: what is not kept for the backward pass, and computed again there."""
+"""Activation checkpointing: recomputing activations in the backward pass to save memory."""
 
 from typing import Literal, get_args
 
@@ -12,22 +12,22 @@ Recompute = Literal["none", "attention", "block"]
 
 
 def set_recompute(model: nn.Module, choice: Recompute) -> None:
-    """Choose what a model computes again in the backward pass.
+    """Select what a model recomputes in the backward pass.
 
     Args:
         model: The network.
-        choice: "none"; "attention": of each composed layer keep the input alone; "block": of each block.
+        choice: "none"; "attention": store only the input of each composed attention layer; "block": of each block.
 
     Raises:
-        UserError: If the model cannot.
+        UserError: If the model does not support the choice.
     """
     if choice not in get_args(Recompute):
         raise UserError(f"model.recompute={choice!r}; expected {', '.join(map(repr, get_args(Recompute)))}.")
     layers = [module for module in model.modules() if isinstance(module, ComposedAttentionBase)]
     if choice == "attention" and not layers:
-        raise UserError("model.recompute='attention': the model has no layer of composed attention.")
+        raise UserError("model.recompute='attention': the model has no composed attention layer.")
     if choice == "block" and not hasattr(model, "set_grad_checkpointing"):
-        raise UserError(f"model.recompute='block': {type(model).__name__} does not say what its blocks are.")
+        raise UserError(f"model.recompute='block': {type(model).__name__} does not define its blocks.")
     if hasattr(model, "set_grad_checkpointing"):
         model.set_grad_checkpointing(choice == "block")
     for layer in layers:

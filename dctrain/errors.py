@@ -1,6 +1,6 @@
-"""The exceptions that a user can do something about, and the one place where other libraries' errors become them.
+"""Errors that users can correct, and the conversion of other libraries' errors to them.
 
-The command line prints their message, in one line, without a stack trace.
+The command line prints their message without a stack trace.
 """
 
 import re
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-MAX_CHARACTERS = 2000  # of a message: a parser may quote a whole file
+MAX_CHARACTERS = 2000  # of a message, because a parser may quote a whole file
 
 
 class UserError(Exception):
-    """Something in the configuration, the data or a checkpoint is not as it must be; the message says what."""
+    """The configuration, the data or a checkpoint is invalid; the message says what is expected."""
 
 
 class DivergenceError(UserError):
-    """Training came to numbers that are not finite, and was ended.
+    """Training was stopped because of non-finite numbers.
 
     Args:
-        message: What was not finite, and when.
-        checkpoint: The last checkpoint of finite weights; None if there is none.
+        message: The non-finite quantity and the step.
+        checkpoint: The last checkpoint with finite weights; None if there is none.
     """
 
     def __init__(self, message: str, checkpoint: Path | None = None) -> None:
@@ -36,12 +36,12 @@ class DivergenceError(UserError):
 
 
 class RunStopped(BaseException):
-    """Ends a run after a signal, once its checkpoint is saved. It is a `BaseException`, which the command line alone
-    catches.
+    """Ends a run after a signal, when its checkpoint is saved. A `BaseException`, so that only the command line catches
+    it.
 
     Args:
-        signum: The signal that asked for it.
-        checkpoint: Where the run can be taken up; None if it has not begun.
+        signum: The received signal.
+        checkpoint: Checkpoint to resume from; None if training has not started.
     """
 
     def __init__(self, signum: int, checkpoint: Path | None) -> None:
@@ -53,11 +53,11 @@ class RunStopped(BaseException):
 def as_user_error(
     what: str | None = None, of: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> Iterator[None]:
-    """Turn errors of the body into a `UserError`: "WHAT: the reason", or the reason alone.
+    """Convert errors of the body to a `UserError` with the message "WHAT: reason", or only the reason.
 
     Args:
-        what: What cannot be done.
-        of: Which errors; by default all, for a few lines whose errors can have no other cause than what a user gave.
+        what: Description of the failed operation.
+        of: Exception types to convert; all by default, for bodies in which every error is caused by user input.
     """
     try:
         yield
@@ -69,16 +69,16 @@ def as_user_error(
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Tell whether an error is torch's that a process group has lost a process."""
+    """Whether an error of torch.distributed is caused by the loss of another process."""
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 def reason(error: BaseException) -> str:
-    """Say in one line what an error is about."""
+    """Return a one-line description of an error."""
     if is_of_another_rank(error):
-        return "another process of this run has died or cannot be reached; what it wrote says why, --resume goes on."
+        return "another process of this run has died or cannot be reached; see its output. Continue with --resume."
     if isinstance(error, ConnectionError) and error.strerror:
-        return f"{error.strerror}: a loader process has died (of memory?), or a server is gone"
+        return f"{error.strerror}: a loader worker has died (out of memory?), or a server is unreachable"
     if isinstance(error, OSError) and error.strerror:
         named = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([error.strerror, " -> ".join(named)]) if named else error.strerror
@@ -86,8 +86,8 @@ def reason(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     if isinstance(error, KeyError):
-        return f"it has no {lines[0]}"
-    if re.match(r"Caught \w+ in ", lines[0]):  # an error of a loader process: its message stands behind its stack
+        return f"missing {lines[0]}"
+    if re.match(r"Caught \w+ in ", lines[0]):  # error of a loader worker: the message follows the stack trace
         return re.sub(r"^[\w.]*(Error|Exception|BadImage): ", "", lines[-1])
     said = " ".join(lines)
     return said if len(said) <= MAX_CHARACTERS else f"{said[:MAX_CHARACTERS]} ..."

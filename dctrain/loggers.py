@@ -1,13 +1,13 @@
-"""The loggers of a run. They write into its folder or beside it, under its name, and continue when it is resumed.
+"""Loggers of a run: they write into its folder, use its name, and continue when it is resumed.
 
-| logger | where it writes |
+| logger | destination |
 |---|---|
 | TensorBoardLogger, CSVLogger | the run's folder; with a `save_dir`, `SAVE_DIR/NAME/version_N` |
 | WandbLogger | `wandb` in the run's folder, or in its `save_dir`; a resumed run keeps its id |
 | MLFlowLogger | `mlruns` in `trainer.default_root_dir`, or its `tracking_uri`; a resumed run keeps its id |
-| others | where they are told to; they start anew when a run is resumed |
+| others | as configured; they start anew when a run is resumed |
 
-No logger can move the folder of the run.
+No logger changes the folder of the run.
 """
 
 import csv
@@ -26,24 +26,24 @@ from .errors import UserError, as_user_error
 from .run_dir import LOGGERS, RunDir
 from .utils.files import atomic_write, write_json
 
-IN_RUN = ""  # the `save_dir` of a logger of files that stands for the run's folder
+IN_RUN = ""  # value of `save_dir` for the run's folder
 DEFAULT = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
     "init_args": {"save_dir": IN_RUN, "default_hp_metric": False},
 }
-OF_LIGHTNING = "lightning_logs"  # Lightning's own name of all experiments
+OF_LIGHTNING = "lightning_logs"  # Lightning's default name
 
 
 def configure_loggers(loggers: object, run: RunDir) -> list[Namespace] | bool:
-    """Tell configured loggers where and under which name to write.
+    """Set the destination and name of configured loggers.
 
     Args:
-        loggers: `trainer.logger` as it is parsed: class paths and their arguments, one or a list; None and True stand
-            for TensorBoard, False for none.
+        loggers: The parsed `trainer.logger`: one or several class paths with arguments; None and True mean
+            TensorBoard, False none.
         run: The run.
 
     Returns:
-        The same, with arguments that were left to their defaults filled in.
+        The loggers, with default arguments filled in.
     """
     if loggers is False:
         return False
@@ -84,7 +84,7 @@ def _configure_wandb(options: Namespace, run: RunDir) -> None:
 def _configure_mlflow(options: Namespace, run: RunDir) -> None:
     _fill(options, "save_dir", str(run.root / "mlruns"), (None, "./mlruns"))
     if options.get("tracking_uri") is None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's later versions ask for it
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by later versions of MLflow
     _fill(options, "experiment_name", run.experiment, (None, OF_LIGHTNING))
     _fill(options, "run_name", run.version, (None,))
     _fill(options, "run_id", _recorded(run, MLFlowLogger), (None,))
@@ -96,22 +96,22 @@ CONFIGURE: dict[type[Logger], Callable[[Namespace, RunDir], None]] = {
     WandbLogger: _configure_wandb,
     MLFlowLogger: _configure_mlflow,
 }
-WITH_ID = {WandbLogger: "version", MLFlowLogger: "run_id"}  # the attribute that tells a logger's id of the run
+WITH_ID = {WandbLogger: "version", MLFlowLogger: "run_id"}  # attribute with the run's id
 
 
 def _fill(options: Namespace, name: str, value: object, defaults: tuple) -> None:
-    """Set an option that has one of the default values."""
+    """Set an option that has a default value."""
     if options.get(name) in defaults:
         options[name] = value
 
 
 def _recorded(run: RunDir, kind: type[Logger]) -> str | None:
-    """Read the id that a logger of this kind gave the run when it began."""
+    """Read the recorded id of a resumed run for a class of loggers."""
     return _read_ids(run.path / LOGGERS).get(kind.__name__) if run.is_resumed else None
 
 
 def _read_ids(path: Path) -> dict[str, str]:
-    """Read the ids of a run's loggers, by their classes; none if it has no file of them.
+    """Read the ids of a run's loggers by class; empty if it has no such file.
 
     Raises:
         UserError: If the file is damaged.
@@ -121,35 +121,34 @@ def _read_ids(path: Path) -> dict[str, str]:
     with as_user_error(f"{path} is damaged"):
         found = json.loads(path.read_text())
         if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
-            raise ValueError("it holds no ids by the classes of loggers.")
+            raise ValueError("expected a mapping of logger classes to ids.")
     return found
 
 
 @rank_zero_only
 def record_ids(loggers: Iterable[Logger], folder: Path) -> None:
-    """Write the ids that loggers gave the run to `loggers.json`, for a resume to continue them."""
+    """Write the ids that loggers assigned to the run to `loggers.json`, for resuming."""
     found = [(kind, getattr(one, name)) for kind, name in WITH_ID.items() for one in loggers if isinstance(one, kind)]
     if found:
         path = folder / LOGGERS
-        before = _read_ids(path)  # of loggers that this resume goes without, too
+        before = _read_ids(path)  # includes loggers that this resume does not use
         write_json(path, before | {kind.__name__: run_id for kind, run_id in found})
 
 
 @rank_zero_only
 def truncate_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
-    """Let the curves of a resumed run go on from its step.
+    """Remove logged rows and points after the step of a resumed run.
 
-    CSV loggers append to their rows of before, which they would remove. TensorBoard leaves out the points behind the
-    step, which a kill has left.
+    CSV loggers append to their earlier rows, which Lightning would delete. TensorBoard hides points after the step.
 
     Args:
         loggers: All loggers.
         step: The step that the run is resumed from.
-        is_due: Whether that step is validated again.
+        is_due: Whether the validation of that step is repeated.
     """
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger) and logger._kwargs.get("purge_step") is None:
-            logger._kwargs["purge_step"] = step + 1  # of its writer, which is not made yet
+            logger._kwargs["purge_step"] = step + 1  # for its writer, which does not exist yet
         if isinstance(logger, CSVLogger):
             path = Path(logger.log_dir) / "metrics.csv"
             names, rows = _rows_until(path, step, is_due)
@@ -165,40 +164,40 @@ def truncate_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
 
 
 def _rows_until(path: Path, step: int, is_due: bool) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the whole rows of a CSV log up to a step, without its validation if that is due.
+    """Read the complete rows of a CSV log up to a step, without its validation if that is repeated.
 
-    A kill can tear the last row.
+    After a kill the last row can be incomplete.
 
     Raises:
-        UserError: If the log is damaged otherwise.
+        UserError: If the log is damaged in another way.
     """
     if not path.is_file():
         return [], []
     with as_user_error(f"{path} is damaged"):
         whole, end, _ = path.read_text().rpartition("\n")
         table = csv.DictReader(io.StringIO(whole + end))
-        last = {True: step, False: step - is_due}  # of rows of training, and of validations
+        last = {True: step, False: step - is_due}  # for training rows, and for validations
         rows = [row for row in table if not row["step"] or int(row["step"]) <= last[_is_of_training(row)]]
         if any(None in row for row in rows):
-            raise ValueError("a row is longer than its head.")
+            raise ValueError("a row is longer than the header.")
     return list(table.fieldnames or []), rows
 
 
 def _is_of_training(row: dict[str, str]) -> bool:
-    """Tell whether a row was logged by a step, and not by a validation."""
+    """Whether a row was logged by a training step, not by a validation."""
     return any(value for name, value in row.items() if name is not None and name.startswith("train/"))
 
 
 @rank_zero_only
 def finish(loggers: Iterable[Logger]) -> None:
-    """Let Weights & Biases end its runs: a run that goes on would be taken for that of the next one in this process."""
+    """Finish runs of Weights & Biases; otherwise the next run in this process would continue them."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger) and logger._experiment is not None:  # `experiment` would begin a run
+        if isinstance(logger, WandbLogger) and logger._experiment is not None:  # `experiment` would start a run
             logger.experiment.finish()
 
 
 def describe(logger: Logger, shorten: Callable[[str], Path]) -> str:
-    """Tell where a logger's curves are, or the command that shows them.
+    """Return the location of a logger's results, or the command that shows them.
 
     Args:
         logger: The logger.

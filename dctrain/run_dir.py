@@ -1,11 +1,11 @@
-"""The folder of a run: claimed by one process, locked while it trains, and removed if nothing came of it.
+"""The folder of a run: created by one process, locked during training, and removed if the run fails at its start.
 
     ROOT/NAME/version_N/
         checkpoints/       the newest and the best state
         config.yaml, environment.json, costs.json, loggers.json
-        validate/, test/, predict/      what these commands write of the run's checkpoints
+        validate/, test/, predict/      results of these commands for the run's checkpoints
 
-It depends on `trainer.default_root_dir` and `--name` alone; loggers write into it (`dctrain.loggers`).
+It depends only on `trainer.default_root_dir` and `--name`; loggers write into it (`dctrain.loggers`).
 """
 
 import shutil
@@ -21,7 +21,7 @@ from torch.distributed import is_initialized
 
 from .callbacks.costs import COSTS
 from .distributed.rendezvous import watch_start
-from .utils.files import held
+from .utils.files import file_lock
 
 LOCK = ".lock"
 CONFIG, RESUMED_CONFIG, ENVIRONMENT = "config.yaml", "config-resumed.yaml", "environment.json"
@@ -34,19 +34,19 @@ OF_THE_START = (
     ENVIRONMENT,
     LOGGERS,
     "hparams.yaml",
-)  # files that every run begins with
-WANDB = "wandb"  # the folder that Weights & Biases makes
+)  # files that exist at the start of every run
+WANDB = "wandb"  # folder of Weights & Biases
 
 
 class RunDir(NamedTuple):
     """The folder of a run.
 
     Attributes:
-        path: The folder; of ranks but the first, a path that does not exist.
+        path: The folder; a path that does not exist on ranks other than the first.
         root: Folder of all experiments.
-        experiment: The name of the experiment.
-        version: The name of the run within it.
-        is_resumed: Whether an earlier process has begun the run.
+        experiment: Name of the experiment.
+        version: Name of the run within the experiment.
+        is_resumed: Whether the run is resumed.
     """
 
     path: Path
@@ -57,14 +57,14 @@ class RunDir(NamedTuple):
 
 
 class RunTrainer(L.Trainer):
-    """A trainer that writes to the folder of its run, whatever its loggers are.
+    """A trainer whose `log_dir` is the folder of its run, independent of its loggers.
 
     Attributes:
-        run_dir: The folder; None leaves the choice to Lightning.
+        run_dir: The folder; None for Lightning's default.
     """
 
     run_dir: RunDir | None = None
-    _log_dir: str | None = None  # once the ranks know each other
+    _log_dir: str | None = None  # set after the process group is initialized
 
     def _run(self, *args, **kwargs):
         watch_start(self)
@@ -72,7 +72,7 @@ class RunTrainer(L.Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the run, of the first rank. The first time it is a broadcast: all ranks must ask."""
+        """The first rank's folder of the run. The first access is a collective operation: required on all ranks."""
         if self.run_dir is None:
             return super().log_dir
         if self._log_dir is None:
@@ -85,10 +85,10 @@ class RunTrainer(L.Trainer):
 
 @contextmanager
 def new_run(experiment: Path, has_trained: Callable[[], bool] = lambda: False) -> Iterator[Path]:
-    """Claim `experiment/version_N` for the body, with the first N that is free, and lock it.
+    """Create and lock `experiment/version_N` for the body, with the first free N.
 
-    If the body fails before anything was trained or written, or ends without a trace, the folder is removed. Of several
-    ranks the first alone claims; the others ask it where it logs.
+    The folder is removed if the body fails before any training or writing, or writes nothing. Only the first rank
+    creates it; the others receive its path later.
     """
     if rank_zero_only.rank:
         yield experiment / "version_of_rank_0"
@@ -106,13 +106,13 @@ def new_run(experiment: Path, has_trained: Callable[[], bool] = lambda: False) -
 
 
 def _is_of_the_start(folder: Path, path: Path) -> bool:
-    """Tell whether a file is one that every run has before it does anything."""
+    """Whether a file exists at the start of every run."""
     is_of_wandb = path.relative_to(folder).parts[0] == WANDB
     return is_of_wandb or path.name in OF_THE_START or path.name.startswith("events.")
 
 
 def _claim(experiment: Path) -> Path:
-    """Make the first version that does not exist yet: making a folder succeeds for one process alone."""
+    """Create the first free version folder; mkdir succeeds in one process only."""
     taken = [path.name.removeprefix("version_") for path in experiment.glob("version_*")]
     for number in count(max((int(name) for name in taken if name.isdecimal()), default=-1) + 1):
         try:
@@ -123,15 +123,15 @@ def _claim(experiment: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a run, and the folder of its experiment if it was the only one."""
+    """Remove a run, and its experiment's folder if it is empty."""
     shutil.rmtree(folder)
-    with suppress(OSError):  # other runs are in it, or another process has removed it
+    with suppress(OSError):  # it has other runs, or was removed by another process
         folder.parent.rmdir()
 
 
 @contextmanager
 def locked_run(folder: Path) -> Iterator[None]:
-    """Lock a run's folder: a second process that wants it is refused. The lock of a dead process does not count.
+    """Lock a run's folder during the body. The lock of a dead process is released by the system.
 
     Raises:
         UserError: If another process has locked it.
@@ -139,5 +139,5 @@ def locked_run(folder: Path) -> Iterator[None]:
     if rank_zero_only.rank:
         yield
         return
-    with held(folder / LOCK, f"the run {folder} is being trained by another process."):
+    with file_lock(folder / LOCK, f"the run {folder} is being trained by another process."):
         yield

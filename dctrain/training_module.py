@@ -1,4 +1,4 @@
-"""TrainingModule: the optimiser, its schedule and the step's random numbers, for every network trained here."""
+"""TrainingModule: optimiser, learning-rate schedule and random numbers of a step, shared by all trainers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,8 +26,8 @@ from .evaluation.items import ItemRecorder
 from .plan.flops import forward_flops
 from .run_length import count_run_steps, is_set
 
-WARMUP_OF_SHORT_RUNS = 10  # which part of a run is warm-up where it has fewer steps than its recipe's warm-up
-MAX_SKIPPED = 5  # steps in a row that may be skipped for not being finite
+WARMUP_OF_SHORT_RUNS = 10  # 1/10 of a run is warm-up if the run is shorter than the configured warm-up
+MAX_SKIPPED = 5  # maximum consecutive steps skipped because of non-finite values
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
@@ -38,12 +38,12 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-MAX_RATE = 1e6  # of learning and of decay; the optimiser computes in 32 bits
-CHECKED_ELSEWHERE = ("num_workers", "batch_size")  # of the data: without effect, and told as a global batch
+MAX_RATE = 1e6  # of learning rate and weight decay; the optimiser computes in 32 bits
+CHECKED_ELSEWHERE = ("num_workers", "batch_size")  # data settings without effect, or reported as the global batch
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Name the settings that are others than before, with both values."""
+    """Describe changed settings, with both values."""
     return [
         f"{prefix}{name} {before[name]!r} -> {now[name]!r}"
         for name in before
@@ -52,28 +52,28 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object], prefix: st
 
 
 def _plain(value: object) -> object:
-    """Make of a setting what a checkpoint holds of it."""
+    """Convert a setting to the form in which a checkpoint stores it."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check the state of an optimiser that a checkpoint has filled.
+    """Check an optimiser state loaded from a checkpoint.
 
     Raises:
-        UserError: If a tensor is missing, or of another shape than its parameter.
+        UserError: If a tensor is missing, or its shape differs from its parameter's.
     """
     for parameter, state in optimizer.state.items():
         for name in ("exp_avg", "exp_avg_sq"):
             found = getattr(state.get(name), "shape", None) if isinstance(state, Mapping) else None
             if found != parameter.shape:
                 shapes = f"{None if found is None else list(found)}, not {list(parameter.shape)}"
-                raise UserError(f"the checkpoint cannot be resumed from: {name} of a parameter is of shape {shapes}.")
+                raise UserError(f"the checkpoint cannot be resumed: {name} of a parameter is of shape {shapes}.")
         if not torch.is_tensor(state.get("step")):
-            raise UserError("the checkpoint cannot be resumed from: the optimiser's step of a parameter is missing.")
+            raise UserError("the checkpoint cannot be resumed: the optimiser's step of a parameter is missing.")
 
 
 class Example(NamedTuple):
-    """Inputs of a network on the meta device, and how many units (images, tokens) they are."""
+    """Inputs of a network on the meta device, and their number of units (images, tokens)."""
 
     args: tuple
     kwargs: dict[str, torch.Tensor]
@@ -81,21 +81,21 @@ class Example(NamedTuple):
 
 
 class TrainingModule(L.LightningModule):
-    """AdamW with warm-up and cosine by steps, for the network in `self.model`.
+    """LightningModule with AdamW, warm-up and cosine schedule per step, for the network in `self.model`.
 
-    A subclass saves the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction`,
-    `compile` and `seed`, sets `forward_flops` (of one unit), and says what it counts in `speed_unit` and `count_units`.
+    Subclasses save the hyperparameters `model`, `lr`, `weight_decay`, `betas`, `decay_all`, `final_lr_fraction`,
+    `compile` and `seed`, set `forward_flops` (per unit), and define `speed_unit` and `count_units`.
 
-    Random numbers of a step are a function of (seed, step, rank), so that a resumed run draws the same; ranks of the
-    same data draw the same.
+    Random numbers of a step are a function of (seed, step, rank), so that a resumed run has the same ones; ranks with
+    the same data have the same random numbers.
 
-    A step whose loss or gradient is not finite, on whichever rank, changes nothing: it is counted, logged and skipped.
-    After `MAX_SKIPPED` of them in a row the run ends with `DivergenceError`.
+    A step with a non-finite loss or gradient on any rank is counted, logged and skipped. After `MAX_SKIPPED`
+    consecutive skipped steps the run ends with `DivergenceError`.
 
     Attributes:
-        skipped: Steps skipped so far.
-        skipped_in_a_row: The last of them, up to now.
-        items: What the newest evaluation found of each item.
+        skipped: Number of skipped steps.
+        skipped_in_a_row: Number of consecutive skipped steps up to now.
+        items: Per-item results of the last evaluation.
     """
 
     speed_unit: str
@@ -105,53 +105,53 @@ class TrainingModule(L.LightningModule):
         super().__init__()
         self.skipped = self.skipped_in_a_row = 0
         self.items = ItemRecorder()
-        self._trained: dict[str, object] = {}  # hyperparameters of the checkpoint that was loaded
-        self._trained_data: dict[str, object] = {}  # those of its data
-        self._initial: dict[str, torch.Tensor] = {}  # weights for a model that has none before it is sharded
+        self._trained: dict[str, object] = {}  # hyperparameters of the loaded checkpoint
+        self._trained_data: dict[str, object] = {}  # hyperparameters of its data module
+        self._initial: dict[str, torch.Tensor] = {}  # initial weights, loaded after sharding
 
     def count_units(self, batch) -> int:
-        """Count the units (images, tokens) that one rank trains on in a batch."""
+        """Count the units (images, tokens) in a batch of one rank."""
         raise NotImplementedError
 
     def example(self, batch_size: int) -> Example:
-        """Make inputs of `self.model` of a batch, on the meta device."""
+        """Create a batch of inputs of `self.model` on the meta device."""
         raise NotImplementedError
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Tell how many optimiser steps the warm-up takes."""
+        """Return the number of warm-up steps."""
         raise NotImplementedError
 
     def read_initial(self, source: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Read the weights that `self.model` is to start from, and the names of those that are drawn anew.
+        """Read initial weights for `self.model`, and the names of parameters that keep their random initialization.
 
         Raises:
-            UserError: If there are none, or they do not fit.
+            UserError: If there are none, or they do not match.
         """
         raise NotImplementedError
 
     def start_from(self, source: str) -> None:
-        """Take other weights for those that were drawn, before training begins.
+        """Load initial weights before training.
 
         Args:
-            source: Where they are.
+            source: Location of the weights.
 
         Raises:
-            UserError: If there are none, or they do not fit.
+            UserError: If there are none, or they do not match.
         """
         weights, drawn = self.read_initial(source)
         if any(parameter.is_meta for parameter in self.model.parameters()):
             self._initial = weights
         else:
             self.model.load_state_dict(weights, strict=False)
-        said = f"; {len(drawn)} tensors are drawn anew, the first is {drawn[0]}" if drawn else ""
-        rank_zero_only(print)(f"starts from {source}{said}", flush=True)
+        said = f"; {len(drawn)} tensors are randomly initialized, the first is {drawn[0]}" if drawn else ""
+        rank_zero_only(print)(f"initial weights from {source}{said}", flush=True)
 
     def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
-        """Tell `self.model` to compute a rank's share of each layer; return how it is split then."""
+        """Change `self.model` to compute a rank's share of each layer; return how it is split."""
         raise UserError(f"trainer.strategy.tensor_parallel={ranks}: model {self.hparams.model!r} cannot be split.")
 
     def check_ranges(self) -> None:
-        """Check the hyperparameters that every module has.
+        """Check the hyperparameters common to all modules.
 
         Raises:
             UserError: If one is out of range.
@@ -160,7 +160,7 @@ class TrainingModule(L.LightningModule):
         check_types(type(self).__init__, hp)
         for name in ("lr", "weight_decay"):
             if not 0 <= hp[name] <= MAX_RATE:
-                raise UserError(f"{name}={hp[name]} must not be negative, and be finite, at most {MAX_RATE:g}.")
+                raise UserError(f"{name}={hp[name]} must be in [0, {MAX_RATE:g}].")
         if not 0 <= hp.final_lr_fraction <= 1:
             raise UserError(f"final_lr_fraction={hp.final_lr_fraction} must be in [0, 1].")
         is_pair = isinstance(hp.betas, list | tuple) and len(hp.betas) == 2
@@ -170,17 +170,17 @@ class TrainingModule(L.LightningModule):
             raise UserError(f"seed={hp.seed} must be in [0, 2^32).")
 
     def count_flops(self, model: nn.Module, *example: object) -> int:
-        """Count the FLOPs of a forward pass, and check that the model takes the example and runs on this device.
+        """Count the FLOPs of a forward pass, and check that the model accepts the example and runs on this device.
 
         Args:
             model: The network.
             *example: Its arguments, on the meta device; the first is a tensor.
 
         Raises:
-            UserError: If it does not.
+            UserError: If not.
         """
         name = self.hparams.get("model", type(self.model).__name__)
-        with as_user_error(f"model {name!r} cannot take inputs of shape {list(example[0].shape)}"):
+        with as_user_error(f"model {name!r} does not accept inputs of shape {list(example[0].shape)}"):
             flops = forward_flops(model, *example)
         device = self.trainer.strategy.root_device
         for layer in self.model.modules():
@@ -190,8 +190,8 @@ class TrainingModule(L.LightningModule):
         return flops
 
     def shard_and_compile(self, blocks: Iterable[nn.Module]) -> None:
-        """Shard `self.model` under FSDP2, block by block, and compile it in place if that was asked for; where
-        parameters are gathered between the blocks, those alone.
+        """Shard `self.model` by block under FSDP2, and compile it in place if requested; under FSDP2 only its blocks
+        are compiled.
         """
         compiled = [self.model]
         if isinstance(self.trainer.strategy, FSDP2Strategy):
@@ -205,13 +205,15 @@ class TrainingModule(L.LightningModule):
             module.compile()
 
     def _refuse_batch_norm(self) -> None:
-        """Refuse a model whose ranks would each keep statistics of their own, which FSDP2 does not bring together."""
+        """Raise UserError for models with batch norm, whose statistics FSDP2 does not synchronize."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-                raise UserError(f"trainer.strategy: {name} of the model is a batch norm, which FSDP2 lacks; use ddp.")
+                raise UserError(
+                    f"trainer.strategy: {name} of the model is a batch norm, which FSDP2 does not support; use ddp."
+                )
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
-        """Seed this step's random numbers, and tell the loggers its number, which Lightning counts one too high after
+        """Seed the random numbers of this step, and correct the loggers' step, which Lightning sets one too high after
         some resumes.
         """
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
@@ -220,14 +222,14 @@ class TrainingModule(L.LightningModule):
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     def on_train_start(self) -> None:
-        """Let the settings of a resumed run hold where they are others than before, and say so."""
+        """Apply and print the changed settings of a resumed run."""
         if not self._trained:
             return
         others = _changed(self._trained, self.hparams)
         if self.trainer.datamodule is not None:
             others += _changed(self._trained_data, self.trainer.datamodule.hparams, "data.")
         if others and self.trainer.is_global_zero:
-            print(f"resumed with other settings: {', '.join(others)}", flush=True)
+            print(f"resumed with changed settings: {', '.join(others)}", flush=True)
         optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
         _check_moments(optimizer)
         for group, ours in zip(optimizer.param_groups, self._parameter_groups(), strict=True):
@@ -238,24 +240,24 @@ class TrainingModule(L.LightningModule):
         schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def on_validation_start(self) -> None:
-        """Forget what the evaluation before found of items."""
+        """Clear the items of the previous evaluation."""
         self.items.clear()
 
     def on_test_start(self) -> None:
-        """Forget it too."""
+        """Clear the items of the previous evaluation."""
         self.items.clear()
 
     def log_step(self, loss: torch.Tensor, batch_size: int) -> torch.Tensor:
-        """Log the loss and the learning rate of a training step, and return the loss to be differentiated.
+        """Log the loss and the learning rate of a training step, and return the loss for the backward pass.
 
-        One that is not finite makes all gradients so, by which all ranks know of it.
+        A non-finite loss makes all gradients non-finite, which all ranks detect.
         """
         self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
         self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=batch_size)
         return loss * (1 + 0 * loss.detach())
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clip the global norm (`trainer.gradient_clip_val`) and log what it was; skip the step if it is not finite."""
+        """Clip the global norm (`trainer.gradient_clip_val`) and log it; skip the step if it is not finite."""
         if gradient_clip_algorithm not in (None, "norm"):
             got = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
             raise UserError(f"trainer.gradient_clip_algorithm={got!r}; expected 'norm'.")
@@ -270,31 +272,31 @@ class TrainingModule(L.LightningModule):
         self.log("train/skipped_steps", float(self.skipped))
 
     def _is_rescaling(self) -> bool:
-        """Tell whether a gradient scaler will skip this step by itself, for its factor was too large."""
+        """Whether a gradient scaler will skip this step, because its factor is too large."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return scaler is not None and scaler.get_scale() > 1
 
     def _skip_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave nothing to step with, count it, and end the run after too many.
+        """Skip the step: clear gradients and count it; end the run after too many.
 
         Raises:
-            Diverged: If it is so.
+            DivergenceError: After too many consecutive skipped steps.
         """
         optimizer.zero_grad(set_to_none=True)
         self.skipped += 1
         self.skipped_in_a_row += 1
         said = f"step {self.trainer.global_step}: the loss or its gradient is not finite"
         if self.skipped_in_a_row > MAX_SKIPPED:
-            raise DivergenceError(f"{said}, nor were those of the {MAX_SKIPPED} steps before; training has diverged.")
+            raise DivergenceError(f"{said}, as in the {MAX_SKIPPED} steps before; training has diverged.")
         if self.trainer.is_global_zero:
             print(f"{said}; the step is skipped ({self.skipped_in_a_row} in a row, at most {MAX_SKIPPED}).", flush=True)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Keep the counts of skipped steps."""
+        """Save the counts of skipped steps."""
         checkpoint["skipped_steps"] = [self.skipped, self.skipped_in_a_row]
 
     def configure_optimizers(self) -> dict:
-        """AdamW; warm-up and cosine per step."""
+        """AdamW with warm-up and cosine schedule per step."""
         hp = self.hparams
         total_steps = self._total_steps()
         warmup_steps = self.warmup_steps(total_steps)
@@ -312,19 +314,19 @@ class TrainingModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _is_fused(self) -> bool:
-        """Tell whether the optimiser's step is one kernel: on a GPU, unless a gradient scaler unscales before it."""
+        """Whether to use the fused optimiser: on a GPU, without a gradient scaler."""
         has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return self.trainer.strategy.root_device.type == "cuda" and not has_scaler
 
     def _total_steps(self) -> int:
-        """Count the optimiser steps of the whole run.
+        """Count the optimiser steps of the run.
 
-        Not by `trainer.estimated_stepping_batches`: it starts the training loader before a checkpoint's position is
-        known.
+        `trainer.estimated_stepping_batches` is not used, because it creates the training loader before a checkpoint's
+        position is restored.
         """
         trainer, steps_per_epoch = self.trainer, None
         if is_set(trainer.max_epochs):
-            if trainer.datamodule is None:  # loaders of others have no position
+            if trainer.datamodule is None:  # loaders without a position
                 return int(trainer.estimated_stepping_batches)
             steps_per_epoch = -(-trainer.datamodule.steps_per_epoch // trainer.accumulate_grad_batches)
         return count_run_steps(trainer.max_steps, trainer.max_epochs, steps_per_epoch)
@@ -343,9 +345,7 @@ class TrainingModule(L.LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        """Refuse a checkpoint of another architecture with one message, before torch lists every key; take up the
-        counts of skipped steps.
-        """
+        """Check the architecture before torch reports every key, and restore the counts of skipped steps."""
         self.skipped, self.skipped_in_a_row = checkpoint.get("skipped_steps", (0, 0))
         trained = checkpoint.get("hyper_parameters", {})
         self._trained = {name: trained[name] for name in self.hparams if name in trained}
@@ -353,14 +353,14 @@ class TrainingModule(L.LightningModule):
         self._trained_data = {name: data[name] for name in data if name not in CHECKED_ELSEWHERE}
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
-            raise UserError(f"decay_all={self.hparams.decay_all} cannot change in the middle of a run.")
+            raise UserError(f"decay_all={self.hparams.decay_all} cannot change when a run is resumed.")
         if is_resumed:
             self._check_averaging("averaging_state" in checkpoint)
-        if "state_dict" in checkpoint:  # else it is sharded, and has been compared
+        if "state_dict" in checkpoint:  # sharded checkpoints were already compared
             self.check_architecture({key: x.shape for key, x in checkpoint["state_dict"].items()}, trained)
 
     def _check_averaging(self, was_averaged: bool) -> None:
-        """Refuse to resume with weight averaging a run without, or without it a run with: weights would be lost."""
+        """Raise UserError if weight averaging was added or removed on a resume, because weights would be lost."""
         averages = any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks)
         if averages != was_averaged:
             names = ("without", "with") if averages else ("with", "without")
@@ -374,7 +374,7 @@ class TrainingModule(L.LightningModule):
             trained: Its hyperparameters.
 
         Raises:
-            UserError: If they are of another architecture.
+            UserError: If the architecture differs.
         """
         ours = {key: x.shape for key, x in self.state_dict().items()}
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(key for key in ours if ours[key] != theirs[key])
@@ -382,6 +382,6 @@ class TrainingModule(L.LightningModule):
             others = {name: value for name, value in self.hparams.items() if _plain(trained.get(name)) != _plain(value)}
             said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
             raise UserError(
-                f"the checkpoint is of another architecture: {len(different)} tensors differ, the first is "
+                f"the checkpoint has a different architecture: {len(different)} tensors differ, the first is "
                 f"{different[0]}; it was trained with {said or 'the same hyperparameters'}."
             )

@@ -1,1 +1,1 @@
-"""Trainer callbacks: the newest and the best checkpoint, a graceful stop on signals, speed in TensorBoard."""
+"""Trainer callbacks: newest and best checkpoint, graceful stop on signals, speed, records of the run."""

@@ -1,4 +1,4 @@
-"""The newest and the best checkpoint of a run."""
+"""Callbacks for the newest and the best checkpoint of a run."""
 
 import re
 from pathlib import Path
@@ -13,17 +13,17 @@ from ..utils.files import remove_atomically
 
 
 class LastCheckpoint(Callback):
-    """Keeps the full state of the newest step: at the start, every so many steps, at the end, and at a stop.
+    """Saves the full state at the start, every n steps, at the end, and on a stop.
 
-    It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes those before, so that a whole
-    checkpoint exists at any moment. While steps are skipped for not being finite it saves only if the run is stopped,
-    and weights that are not finite never, so that a run that diverges leaves the last checkpoint it was well at.
+    It writes `checkpoints/last-step=N.ckpt` in the run's folder and then removes earlier ones, so that a complete
+    checkpoint exists at any time. While steps are skipped because of non-finite gradients, it saves only on a stop.
+    Non-finite weights are never saved, so that a diverging run keeps its last finite checkpoint.
 
     Args:
         every_n_steps: Optimiser steps between checkpoints.
 
     Attributes:
-        newest: The checkpoint that a run can be taken up from; None before the first.
+        newest: The newest checkpoint, to resume from; None before the first.
     """
 
     def __init__(self, every_n_steps: int = 500) -> None:
@@ -34,20 +34,20 @@ class LastCheckpoint(Callback):
         self._outdated: set[Path] = set()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
-        """Take what a resumed run comes from for the newest; what its folder has goes when the next is saved."""
+        """Use the resumed checkpoint as the newest; older ones in the folder are removed after the next save."""
         self.newest = Path(trainer.ckpt_path)
         self._outdated = _of_before(trainer, r"last-step=\d+\.ckpt")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save before the first step of a run that is not resumed."""
+        """Save before the first step of a new run."""
         if trainer.ckpt_path is None:
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Save every so many optimiser steps.
+        """Save every n optimiser steps.
 
-        The last of `max_steps` is saved at the end alone, after its validation: Lightning does nothing more for a run
-        whose steps are done, so a kill in that validation would lose it.
+        The last step of `max_steps` is saved only at the end, after its validation: a run resumed from its last step
+        would not be validated, so a kill during that validation would lose it.
         """
         if trainer.global_step % self.every_n_steps or is_accumulating(trainer, batch_idx):
             return
@@ -57,7 +57,7 @@ class LastCheckpoint(Callback):
             self.save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the end, and wait until it is there."""
+        """Save the final state, and wait for asynchronous saving."""
         newest = self.save(trainer)
         if isinstance(trainer.strategy, FSDP2Strategy):
             trainer.strategy.folders.finish()
@@ -67,14 +67,14 @@ class LastCheckpoint(Callback):
         return Path(trainer.log_dir) / "checkpoints" / f"last-step={trainer.global_step}.ckpt"
 
     def save(self, trainer: L.Trainer, again: bool = False) -> Path:
-        """Save now, on all ranks together, unless this step is saved already; return the file.
+        """Save now, on all ranks, unless this step is already saved; return the path.
 
         Args:
             trainer: The trainer.
-            again: Save even if this step is saved.
+            again: Save even if this step is already saved.
 
         Raises:
-            Diverged: If a weight is not finite.
+            DivergenceError: If a weight is not finite.
         """
         path = self._path(trainer)
         if again or path != self.newest:
@@ -83,7 +83,7 @@ class LastCheckpoint(Callback):
                     f"step {trainer.global_step}: weights are not finite; nothing was saved.", self.newest
                 )
             for logger in trainer.loggers:
-                logger.save()  # curves are at least as new as the checkpoint, whatever ends the process
+                logger.save()  # logs are at least as new as the checkpoint
             trainer.save_checkpoint(path, weights_only=False)
             is_saving = isinstance(trainer.strategy, FSDP2Strategy) and trainer.strategy.folders.is_saving
             self._outdated.add(path)
@@ -97,15 +97,13 @@ class LastCheckpoint(Callback):
         self._outdated &= kept
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Tell who diverged where to go back to."""
+        """Add the newest checkpoint to the error of a diverged run."""
         if isinstance(exception, DivergenceError):
             exception.checkpoint = self.newest
 
 
 def _of_before(trainer: L.Trainer, name: str) -> set[Path]:
-    """Find the checkpoints of a name that a run has in its folder when it is resumed from there, and what a kill has
-    left of such.
-    """
+    """Return the checkpoints of a name in the folder of a resumed run, including partially written ones."""
     folder = Path(trainer.log_dir) / "checkpoints"
     if Path(trainer.ckpt_path).parent.resolve() != folder.resolve():
         return set()
@@ -114,13 +112,13 @@ def _of_before(trainer: L.Trainer, name: str) -> set[Path]:
 
 
 def _has_finite_weights(trainer: L.Trainer) -> bool:
-    """Tell whether the weights of all ranks are finite."""
+    """Whether the weights of all ranks are finite."""
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in trainer.lightning_module.parameters())
     return trainer.strategy.reduce_boolean_decision(all(bool(part.isfinite().all()) for part in parts), all=True)
 
 
 def is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Tell whether gradients are waiting for their step; a checkpoint would lose them."""
+    """Whether gradients are being accumulated; a checkpoint would lose them."""
     return bool((batch_idx + 1) % trainer.accumulate_grad_batches) and not trainer.is_last_batch
 
 
@@ -128,9 +126,9 @@ PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, that knows its files again in a run's folder that was moved or named otherwise.
+    """Lightning's `ModelCheckpoint`, which also finds its files after the run's folder was moved or renamed.
 
-    A score that is not finite is never best.
+    A non-finite score is never the best.
     """
 
     _outdated: set[Path] = frozenset()
@@ -146,13 +144,13 @@ class BestCheckpoint(ModelCheckpoint):
             self._outdated = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See what was best in this folder before a resume, and is not known to the checkpoint it comes from."""
+        """Find best checkpoints in this folder that the resumed checkpoint does not know."""
         super().on_train_start(trainer, pl_module)
         if trainer.ckpt_path is not None:
             self._outdated = _of_before(trainer, r"best-(epoch|step)=\d+-(top1|loss)=[\d.]+\.ckpt")
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take up what was best so far; forget it if its file does not lie in this run's folder."""
+        """Restore the best checkpoint, unless its file is not in this run's folder."""
 
         def here(path: str) -> str:
             return str(Path(self.dirpath) / Path(path).name) if path else path

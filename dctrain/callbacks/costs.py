@@ -1,4 +1,4 @@
-"""What a model costs, beside the run that trains it."""
+"""Record of a model's parameters and FLOPs."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ COSTS = "costs.json"
 
 
 class CostRecord(Callback):
-    """Writes parameters, the FLOPs of a forward pass of one unit (image, token), and the units of an optimiser step to
-    `costs.json` of the run, and prints the first two.
+    """Writes the number of parameters, the forward FLOPs per unit (image, token), and the units per optimiser step to
+    the run's `costs.json`, and prints the first two.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write, where anything is written and the data are of a module of ours."""
-        folder = trainer.log_dir  # a broadcast: all ranks ask
+        """Write the record, if the run has a folder and a `ResumableDataModule`."""
+        folder = trainer.log_dir  # a collective operation: called on all ranks
         if folder is None or not isinstance(trainer.datamodule, ResumableDataModule) or not trainer.is_global_zero:
             return
         samples = trainer.datamodule.batch_size * data_rank(trainer).ranks * trainer.accumulate_grad_batches

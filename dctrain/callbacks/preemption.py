@@ -1,4 +1,4 @@
-"""A graceful stop on signals."""
+"""Graceful stop on signals, such as a preemption."""
 
 import math
 import signal
@@ -14,21 +14,21 @@ from ..errors import RunStopped
 from .checkpoints import LastCheckpoint, is_accumulating
 from .validation import DueValidation
 
-STOP_CHECK_STEPS = 10  # ranks agree on stopping every so many steps: agreeing costs a synchronisation
+STOP_CHECK_STEPS = 10  # ranks agree on a stop every n steps, because it needs a synchronization
 
 
 class GracefulStop(Callback):
-    """On SIGTERM (SLURM's SIGUSR1, or the first Ctrl-C) finish the step, save a checkpoint and end the run.
+    """Finishes the step, saves a checkpoint and ends the run on SIGTERM, SLURM's SIGUSR1, or the first Ctrl-C.
 
-    In a validation it ends behind the batch at hand; the resumed run takes that validation again. What follows the last
-    of `max_steps` is finished. Before the first step there is nothing to save: the run ends at once.
+    A validation is ended after the current batch; the resumed run repeats it. The validation after the last step of
+    `max_steps` is completed. Before the first step the run ends immediately, because there is nothing to save.
 
-    Ranks agree on the step to stop at, so a signal may reach one of them or all. It takes the place of Lightning's own
-    SIGTERM handler, which waits for the other ranks inside the signal handler and can hang.
+    Ranks agree on the step, so the signal may reach one or all of them. It replaces Lightning's SIGTERM handler, which
+    waits for the other ranks within the signal handler and can hang.
 
     Args:
-        last: Saves the checkpoint; among the callbacks it comes behind this one.
-        due: Knows which validation is to come; among the callbacks it comes before this one.
+        last: Callback that saves the checkpoint; must come after this one.
+        due: Callback that tracks pending validations; must come before this one.
     """
 
     def __init__(self, last: LastCheckpoint, due: DueValidation) -> None:
@@ -45,36 +45,36 @@ class GracefulStop(Callback):
         self._signum = signum
 
     def _take_signals(self, trainer: L.Trainer) -> None:
-        """Take over the signals, after Lightning did."""
-        self._has_nothing_to_save = trainer.world_size == 1  # of several ranks the others would wait
+        """Install the signal handlers, after Lightning's."""
+        self._has_nothing_to_save = trainer.world_size == 1  # with several ranks the others would wait
         for signum in () if self._previous else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._previous[signum] = signal.signal(signum, self._note)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over the signals."""
+        """Install the signal handlers."""
         self._take_signals(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over the signals, and only then the validation that the run before did not end."""
+        """Install the signal handlers, then run the validation that was interrupted before the resume."""
         self._take_signals(trainer)
         if self.due.take(trainer):
             self.last.save(trainer, again=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Stop the run if any rank was told to, once no gradient is waiting."""
+        """Stop the run if any rank received a signal and no gradients are being accumulated."""
         self._has_nothing_to_save = False
         if is_accumulating(trainer, batch_idx):
             return
         if trainer.world_size > 1 and trainer.global_step % STOP_CHECK_STEPS:
             return
         if self._is_told_to_stop(trainer):
-            trainer._logger_connector.update_train_step_metrics()  # the trainer would log this step only now
+            trainer._logger_connector.update_train_step_metrics()  # else logged after this hook
             self._stop(trainer)
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx, dataloader_idx=0
     ) -> None:
-        """Stop the run if any rank was told to; ranks that cannot know that they take equally many batches go on."""
+        """Stop the run if any rank received a signal, unless ranks may have different numbers of batches."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         if trainer.world_size > 1 and (batch_idx % STOP_CHECK_STEPS or any(map(math.isinf, trainer.num_val_batches))):
@@ -84,7 +84,7 @@ class GracefulStop(Callback):
                 self._stop(trainer)
 
     def _is_told_to_stop(self, trainer: L.Trainer) -> bool:
-        if 0 < trainer.max_steps <= trainer.global_step:  # a run that is done cannot be resumed for its last validation
+        if 0 < trainer.max_steps <= trainer.global_step:  # a finished run cannot be resumed for its last validation
             return False
         return trainer.strategy.reduce_boolean_decision(self._signum is not None, all=False)
 
@@ -92,7 +92,7 @@ class GracefulStop(Callback):
         raise RunStopped(self._signum or signal.SIGTERM, self.last.save(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
@@ -100,7 +100,7 @@ class GracefulStop(Callback):
 
 @contextmanager
 def _as_before_validation(trainer: L.Trainer) -> Iterator[None]:
-    """Let the loops be for the body as they were when the step before a validation had ended."""
+    """Set the loops' state during the body to the end of the step before the validation."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress, loop.val_loop.batch_progress
     before = [part.state_dict() for part in progress]

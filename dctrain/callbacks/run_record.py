@@ -1,4 +1,4 @@
-"""What a run was configured with and where it runs, written into its folder."""
+"""Record of a run's configuration and environment in its folder."""
 
 from pathlib import Path
 
@@ -14,17 +14,17 @@ from ..utils.files import atomic_write
 
 
 class RunRecord(Callback):
-    """Writes what a run is into its folder.
+    """Writes the record of a run into its folder.
 
-    - `config.yaml`, which serves every subcommand;
-    - `environment.json`, a list of where the run was trained, as a resumed run may continue elsewhere;
-    - `loggers.json`, the ids that loggers gave the run;
-    - at the end `items-rankN.npz`, what the last validation found of each item, for comparisons of models.
+    - `config.yaml`, the configuration, accepted by every subcommand;
+    - `environment.json`, a list of environments, because a resumed run may continue on another machine;
+    - `loggers.json`, the ids that loggers assigned to the run;
+    - at the end `items-rankN.npz`, results of the last validation per item, for comparisons of models.
 
     Args:
         parser: Parser of the configuration.
-        config: The configuration as it was given; the one-off `resume` is left out.
-        is_resumed: Whether the run has a configuration already, which is kept.
+        config: The given configuration; `resume` is not recorded.
+        is_resumed: Whether the run already has a configuration, which is kept.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, is_resumed: bool) -> None:
@@ -45,9 +45,9 @@ class RunRecord(Callback):
         add_environment(folder / ENVIRONMENT, place)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the ids of loggers."""
+        """Write the loggers' ids."""
         record_ids(trainer.loggers, Path(trainer.log_dir))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the items of the last validation; every rank writes its own."""
+        """Write the items of the last validation, on every rank."""
         pl_module.items.write(Path(trainer.log_dir), trainer.global_rank, trainer.world_size)

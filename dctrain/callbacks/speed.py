@@ -1,4 +1,4 @@
-"""Speed in TensorBoard."""
+"""Logging of training speed."""
 
 import time
 
@@ -11,19 +11,19 @@ from ..distributed.strategy import data_rank
 from ..plan.flops import peak_flops
 from .checkpoints import is_accumulating
 
-PER_SECOND = "_per_second"  # ends the name of the curve
+PER_SECOND = "_per_second"  # suffix of the metric
 
 
 def logged_speeds(log: EventAccumulator) -> list[float]:
-    """Return the units/s that a run logged to TensorBoard; the log has been loaded."""
+    """Return the units/s in a run's loaded TensorBoard log."""
     tags = [tag for tag in log.Tags()["scalars"] if tag.endswith(PER_SECOND)]
     return [event.value for tag in tags for event in log.Scalars(tag)]
 
 
 class SpeedMonitor(Callback):
-    """Logs units/s (images, tokens) over all ranks and model FLOPs utilisation, of the whole steps between logs.
+    """Logs units/s (images, tokens) over all ranks and model FLOPs utilization, of the steps between two logs.
 
-    A step counts as three forward passes; recomputing for memory is not counted.
+    A step counts as three forward passes; recomputation is not counted.
     """
 
     def __init__(self) -> None:
@@ -33,29 +33,29 @@ class SpeedMonitor(Callback):
         self._peak = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find out what the device could do."""
+        """Determine the peak FLOP/s of the device."""
         low = torch.float16 if "16-" in trainer.precision and "bf16" not in trainer.precision else torch.bfloat16
         dtype = low if "16" in trainer.precision and pl_module.device.type == "cuda" else torch.float32
         self._peak = peak_flops(pl_module.device, dtype)
         self._restart()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave what is between epochs out of the measurement."""
+        """Restart the measurement, which excludes the time between epochs."""
         self._restart()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock."""
+        """Pause the measurement."""
         self._paused = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let it go on."""
+        """Continue the measurement."""
         self._start += time.perf_counter() - self._paused
 
     def _restart(self) -> None:
         self._units, self._start = 0, time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Count; log where the trainer logs."""
+        """Count units, and log at the trainer's interval."""
         self._units += pl_module.count_units(batch)
         is_logged = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
         if not is_logged or is_accumulating(trainer, batch_idx):

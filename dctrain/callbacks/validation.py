@@ -1,4 +1,4 @@
-"""The validations that Lightning leaves out: the one that a run was in when it ended, and that of the last step."""
+"""Validations that Lightning omits: one interrupted by the end of a run, and that of the last step."""
 
 from pathlib import Path
 
@@ -9,42 +9,43 @@ from ..checkpointing.checkpoint import map_checkpoint
 
 
 class DueValidation(Callback):
-    """Knows whether the last step's validation is still to come, and keeps that in every checkpoint.
+    """Tracks whether the validation after the last step is pending, and saves this in every checkpoint.
 
-    A resumed run takes it first, so that neither a stop nor a kill in a validation loses it. A run whose last step is
-    no multiple of the interval is validated at its end, so that its final score is logged and may be the best.
+    A resumed run starts with the pending validation, so that neither a stop nor a kill during a validation loses it. A
+    run whose last step is not a multiple of the interval is validated at its end, so that its final score is logged and
+    can be the best.
     """
 
     def __init__(self) -> None:
-        self._due_in_epoch: int | None = None  # the epoch of the validation that follows the last step
+        self._due_in_epoch: int | None = None  # epoch of the pending validation
         self._validated_step = 0
-        self._completed: int | None = None  # epochs completed, while the validation of one of them is made up for
+        self._completed: int | None = None  # completed epochs, during the pending validation of one of them
 
     def take(self, trainer: L.Trainer) -> bool:
-        """Run the validation that a resumed run has not had; tell whether there was one."""
+        """Run the pending validation of a resumed run; return whether there was one."""
         if self._due_in_epoch is None:
             return False
         self._validate(trainer, self._due_in_epoch)
         return True
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Note whether a validation follows."""
+        """Record whether a validation follows."""
         loop = trainer.fit_loop
         is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         self._due_in_epoch = trainer.current_epoch if is_due else None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing is due any more."""
+        """Clear the pending validation."""
         if not trainer.sanity_checking:
             self._due_in_epoch, self._validated_step = None, trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Validate the last step, unless that is done."""
+        """Validate the last step, unless it was validated."""
         if self._validated_step != trainer.global_step:
             self._validate(trainer, trainer.fit_loop.epoch_progress.current.processed - 1)
 
     def _validate(self, trainer: L.Trainer, epoch: int) -> None:
-        """Run the validation that belongs behind the last step, in its epoch."""
+        """Run the validation of the last step, in its epoch."""
         loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
         self._completed, epochs.completed = epochs.completed, epoch
         loop.val_loop.restarting = False
@@ -56,21 +57,21 @@ class DueValidation(Callback):
         epochs.completed, self._completed = self._completed, None
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
-        """Let a checkpoint that is saved meanwhile count the epochs that are behind the run."""
+        """Set the completed epochs in a checkpoint saved during the validation."""
         if self._completed is not None:
             checkpoint["epoch"] = self._completed
             checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] = self._completed
 
     def state_dict(self) -> dict:
-        """Save what is due and what is done."""
+        """Save the pending validation and the last validated step."""
         return {"due_in_epoch": self._due_in_epoch, "validated_step": self._validated_step}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take it up."""
+        """Restore the state."""
         self._due_in_epoch, self._validated_step = state_dict["due_in_epoch"], state_dict["validated_step"]
 
 
 def is_validation_due(path: Path) -> bool:
-    """Tell whether a run that is resumed from a checkpoint validates its step again."""
+    """Whether a run resumed from a checkpoint starts with a pending validation."""
     state = map_checkpoint(path).get("callbacks", {}).get(DueValidation.__qualname__, {})
     return isinstance(state, dict) and state.get("due_in_epoch") is not None

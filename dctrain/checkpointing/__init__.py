@@ -1,1 +1,1 @@
-"""Checkpoints: writing, finding, checking and reading them; single files and sharded folders; weights to start from."""
+"""Checkpoints: writing, finding, checking and reading them, as single files and sharded folders; initial weights."""

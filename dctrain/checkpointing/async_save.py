@@ -1,4 +1,4 @@
-"""Saving and opening checkpoints of many ranks, whole or not at all."""
+"""Atomic saving, optionally in the background, and opening of sharded checkpoints."""
 
 import io
 import shutil
@@ -20,10 +20,10 @@ from .training_state import flatten
 
 
 class ShardedCheckpointWriter:
-    """Saves checkpoints of all ranks: aside, and then renamed.
+    """Saves checkpoints of all ranks to a temporary folder, which is then renamed.
 
     Args:
-        in_background: Go on training while a copy, in the memory of the host, is written.
+        in_background: Continue training while a copy in host memory is written.
     """
 
     def __init__(self, in_background: bool = False) -> None:
@@ -32,13 +32,13 @@ class ShardedCheckpointWriter:
         self._pending: Future | None = None
 
     def save(self, path: Path, parts: Mapping[str, LocalShard], meta: dict) -> None:
-        """Save a checkpoint, the one before being finished; all ranks call it.
+        """Save a checkpoint after finishing the previous one; called on all ranks.
 
         Raises:
-            OSError: If a rank cannot write, this checkpoint or in the background the one before.
+            OSError: If a rank cannot write this checkpoint or, in the background, the previous one.
         """
         self.finish()
-        pickled = io.BytesIO()  # now: what callbacks gave is theirs to change
+        pickled = io.BytesIO()  # now, because callbacks may change their state later
         torch.save(meta, pickled)
         if self._thread is None:
             _save(path, parts, pickled.getvalue(), None)
@@ -50,11 +50,11 @@ class ShardedCheckpointWriter:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint may still be on its way."""
+        """Whether a checkpoint may still be being written."""
         return self._pending is not None
 
     def finish(self) -> None:
-        """Wait until what is being saved is there.
+        """Wait until the checkpoint is written.
 
         Raises:
             OSError: If a rank cannot write.
@@ -84,12 +84,12 @@ def _begin(aside: Path, meta: bytes) -> None:
 
 
 def _on_first_rank(function: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Call a function on the first rank; the others wait, and raise what it raises."""
+    """Call a function on the first rank; all ranks raise its error."""
     failed: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             function()
-        except Exception as error:  # whatever it is, the others must not wait for more
+        except Exception as error:  # any error, because the other ranks are waiting
             failed = [error]
     dist.broadcast_object_list(failed, src=0, group=group)
     if failed[0] is not None:
@@ -100,10 +100,10 @@ class StoredCheckpoint(NamedTuple):
     """An open checkpoint.
 
     Attributes:
-        meta: What it holds beside tensors of model and optimiser.
-        groups: The optimiser's groups.
-        shapes: Its tensors, by name.
-        fill: Reads the parts that a rank holds; all ranks call it.
+        meta: Its content other than the tensors of model and optimiser.
+        groups: Parameter groups of the optimiser.
+        shapes: Shapes of its tensors by name.
+        fill: Reads the shards of a rank; called on all ranks.
     """
 
     meta: dict
@@ -113,14 +113,14 @@ class StoredCheckpoint(NamedTuple):
 
 
 def open_checkpoint(path: Path, groups: list[dict]) -> StoredCheckpoint:
-    """Open a checkpoint of either kind, without keeping tensors; all ranks call it.
+    """Open a single-file or sharded checkpoint without loading its tensors; called on all ranks.
 
     Args:
-        path: A folder, or a file, which is mapped to memory.
-        groups: The optimiser's, as of `named_groups`, by which a file's numbers are named; [] to leave it out.
+        path: A folder, or a file, which is memory-mapped.
+        groups: The optimiser's groups from `named_groups`, which name the indices in a file; [] to skip the optimiser.
 
     Raises:
-        UserError: If it is no whole checkpoint, or damaged.
+        UserError: If it is incomplete or damaged.
     """
     if is_sharded(path):
         shapes = {name: stored.size for name, stored in read_index(path).state_dict_metadata.items()}

@@ -1,4 +1,4 @@
-"""Starting from weights: `fit --init`. What must be there, what is drawn anew, and what does not fit."""
+"""Initial weights of a run (`fit --init`): comparison with the model's parameters."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,22 +6,22 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 
-NUM_NAMED = 3  # tensors of a kind that a message names
+NUM_NAMED = 3  # maximum tensors of a kind named in a message
 
 
 def check_initial(
     source: str, given: Mapping[str, Tensor], model: nn.Module, may_be_drawn: Callable[[str], bool]
 ) -> list[str]:
-    """Compare the weights that a model is to start from with its own.
+    """Compare initial weights with the parameters of a model.
 
     Args:
-        source: What the messages call the weights.
+        source: Name of the weights in messages.
         given: The weights.
         model: The model.
-        may_be_drawn: Tells of a parameter's name whether it may be missing.
+        may_be_drawn: Whether a parameter, by name, may be missing and keep its random initialization.
 
     Returns:
-        The names that are missing, which stay as they are drawn.
+        Names of the missing parameters, which keep their random initialization.
 
     Raises:
         UserError: If others are missing, some are unknown, or shapes differ.
@@ -31,7 +31,7 @@ def check_initial(
     problems = {
         "missing": [name for name in missing if not may_be_drawn(name)],
         "unknown": [name for name in given if name not in ours],
-        "of another shape": [
+        "of a different shape": [
             f"{name} {list(given[name].shape)}, here {list(ours[name].shape)}"
             for name in ours
             if name in given and given[name].shape != ours[name].shape
@@ -43,10 +43,10 @@ def check_initial(
         if names
     ]
     if said:
-        raise UserError(f"init={source} does not fit the model: of its tensors {'; '.join(said)}.")
+        raise UserError(f"init={source} does not match the model: of its tensors {'; '.join(said)}.")
     return missing
 
 
 def is_of_composition(name: str) -> bool:
-    """Tell whether a parameter belongs to composition, which a plain model lacks."""
+    """Whether a parameter, by name, belongs to a composition, which plain models lack."""
     return ".compose." in name

@@ -1,4 +1,4 @@
-"""How Lightning writes and reads checkpoints of one process."""
+"""Lightning plugin that writes and reads single-process checkpoints."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from .single_file import write_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint of one process whole or not at all, and reads either kind.
+    """Writes single-process checkpoints atomically, and reads single-file and sharded ones.
 
     Args:
-        reads_optimizer: Read the optimiser's state too.
+        reads_optimizer: Whether to load the optimiser's state.
     """
 
     def __init__(self, *, reads_optimizer: bool = True) -> None:

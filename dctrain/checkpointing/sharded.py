@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: a folder to which each writes what it holds, by `torch.distributed.checkpoint`.
+"""Sharded checkpoints: a folder to which each rank writes its shards, by `torch.distributed.checkpoint`.
 
 Tensors are stored with the shape and order of unsharded parameters, so a different mesh, or one process, can read them.
 The folder also holds the index of the tensors (`sharded_index`) and `meta.pt`, with everything that is not a tensor of
@@ -38,12 +38,12 @@ META = "meta.pt"
 
 
 class LocalShard(NamedTuple):
-    """What a rank holds of a stored tensor.
+    """A rank's part of a stored tensor.
 
     Attributes:
         local: The rank's tensor.
-        shape: Shape of the whole.
-        blocks: Where it lies in the whole.
+        shape: Shape of the full tensor.
+        blocks: Positions of the rank's tensor in the full one.
     """
 
     local: Tensor
@@ -52,18 +52,18 @@ class LocalShard(NamedTuple):
 
 
 def as_local_shard(x: Tensor) -> LocalShard:
-    """All of a tensor."""
+    """A tensor that is not sharded."""
     start = (0,) * x.dim()
     return LocalShard(x, x.shape, [ShardBlock(start, start, tuple(x.shape))])
 
 
 def is_sharded(path: Path) -> bool:
-    """Tell whether a folder is a checkpoint of many ranks."""
+    """Whether a path is a sharded checkpoint."""
     return (path / INDEX).is_file()
 
 
 def write_shards(folder: Path, parts: Mapping[str, LocalShard], group: dist.ProcessGroup | None = None) -> None:
-    """Write what this rank holds; all ranks of the group call it.
+    """Write this rank's shards; called on all ranks of the group.
 
     Raises:
         OSError: If a rank cannot write.
@@ -76,7 +76,7 @@ def write_shards(folder: Path, parts: Mapping[str, LocalShard], group: dist.Proc
 
 
 def read_shards(folder: Path, parts: Mapping[str, LocalShard], *, alone: bool = False) -> None:
-    """Fill this rank's tensors; all ranks call it, unless each reads `alone`.
+    """Read into this rank's tensors; called on all ranks, unless `alone`.
 
     Raises:
         OSError: If a rank cannot read.
@@ -94,7 +94,7 @@ def read_shards(folder: Path, parts: Mapping[str, LocalShard], *, alone: bool = 
 
 
 def read_unsharded(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read whole tensors, in a process of its own accord.
+    """Read full tensors, in one process.
 
     Raises:
         UserError: If the folder is no whole checkpoint.
@@ -106,10 +106,10 @@ def read_unsharded(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _check_sums(folder: Path, stored: list, alone: bool) -> None:
-    """Compare the checksums of stored entries, for torch does not look at them; ranks share the work.
+    """Verify the checksums of stored entries, which torch does not do; the ranks share the work.
 
     Raises:
-        UserError: If something is not what was written.
+        UserError: If an entry is damaged.
     """
     rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     entries = sorted(stored, key=lambda entry: (entry.relative_path, entry.offset))
@@ -123,13 +123,13 @@ def _check_sums(folder: Path, stored: list, alone: bool) -> None:
 
 
 def _first_damaged(folder: Path, entries: list) -> str | None:
-    """Tell which file has the first entry, a zip archive by itself, that cannot be read or whose CRC-32 is another."""
+    """Return the first file with an unreadable or damaged entry; each entry is a zip archive with CRC-32."""
     for entry in entries:
         try:
             with open(folder / entry.relative_path, "rb") as file:
                 file.seek(entry.offset)
                 content = io.BytesIO(file.read(entry.length))
-        except OSError as error:  # told, not raised: the other ranks wait for what this one has found
+        except OSError as error:  # returned, not raised, because the other ranks wait for the result
             return f"{entry.relative_path} cannot be read ({error.strerror})"
         try:
             with zipfile.ZipFile(content) as archive:
@@ -137,12 +137,12 @@ def _first_damaged(folder: Path, entries: list) -> str | None:
         except zipfile.BadZipFile:
             is_damaged = True
         if is_damaged:
-            return f"{entry.relative_path} is not what was written"
+            return f"{entry.relative_path} does not match its checksum"
     return None
 
 
 def read_meta(folder: Path) -> dict:
-    """Read what lies beside the tensors.
+    """Read the content other than tensors.
 
     Raises:
         UserError: If it cannot be read.
@@ -150,11 +150,11 @@ def read_meta(folder: Path) -> dict:
     try:
         return torch.load(folder / META, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's message advises to load it unsafely
-        raise UserError(f"{folder / META} is no readable part of a checkpoint ({type(error).__name__}).") from error
+        raise UserError(f"{folder / META} cannot be read ({type(error).__name__}).") from error
 
 
 def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
-    """Find what went wrong first, on whichever rank."""
+    """Return the first error of any rank."""
     first = next(iter(error.failures.values()))[0]
     if isinstance(first, OSError):
         return OSError(first.errno, first.strerror, first.filename or str(folder))
@@ -162,7 +162,7 @@ def _cause(error: dcp.api.CheckpointException, folder: Path) -> Exception:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads our index; torch's is a pickle, which can run code."""
+    """Reads the JSON index; torch's index is a pickle, which can run code."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Read the index."""
@@ -170,10 +170,10 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes our index, and raises torch's error of a full disk as the system's."""
+    """Writes the JSON index, and raises the OSError of a full disk."""
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
-        """Write what this rank was given."""
+        """Write this rank's items."""
         with restoring_os_errors(Path(self.path)):
             return super().write_data(plan, planner)
 
@@ -184,7 +184,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Stores the blocks of parts."""
+    """Stores the blocks of shards."""
 
     def __init__(self, parts: Mapping[str, LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -203,19 +203,19 @@ class _SavePlanner(DefaultSavePlanner):
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Find a block to write."""
+        """Return a block to write."""
         return self.views[index]
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Fills the blocks of parts."""
+    """Loads the blocks of shards."""
 
     def __init__(self, parts: Mapping[str, LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.views = _views(parts)
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read each block, from whatever blocks are stored."""
+        """Plan to read each block from the stored blocks."""
         return LoadPlan([item for index, view in self.views.items() for item in self._items(index, view)])
 
     def _items(self, index: MetadataIndex, view: Tensor) -> list[ReadItem]:
@@ -223,12 +223,12 @@ class _LoadPlanner(DefaultLoadPlanner):
         return create_read_items_for_chunk_list(index.fqn, stored, [ChunkStorageMetadata(index.offset, view.shape)])
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Find a block to fill."""
+        """Return a block to read into."""
         return self.views[index]
 
 
 def _views(parts: Mapping[str, LocalShard]) -> dict[MetadataIndex, Tensor]:
-    """View each block in the rank's tensors."""
+    """Views of the blocks in the rank's tensors."""
     return {
         MetadataIndex(name, torch.Size(block.offset)): block.of_local(part.local)
         for name, part in parts.items()

@@ -1,6 +1,6 @@
-"""The index of a sharded checkpoint: which tensors it holds, and where each block of them is stored.
+"""Index of a sharded checkpoint: its tensors, and where their blocks are stored.
 
-torch writes its index as a pickle, and a pickle can run code when it is read. This index is JSON:
+The index of torch is a pickle, which can run code when it is read. This index is JSON:
 
     {"version": 1, "tensors": {NAME: {"dtype": "float32", "shape": [6, 4], "blocks": [
         {"offset": [0, 0], "shape": [3, 4], "file": "__0_0.distcp", "start": 0, "length": 1234}, ...]}}}
@@ -32,7 +32,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KNOWN}
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:
-    """Write the index of a checkpoint, whole or not at all."""
+    """Write the index of a checkpoint atomically."""
     tensors = {name: _encode(name, tensor, metadata) for name, tensor in metadata.state_dict_metadata.items()}
     write_json(folder / INDEX, {"version": VERSION, "tensors": tensors})
 
@@ -48,7 +48,7 @@ def _encode(name: str, tensor: TensorStorageMetadata, metadata: Metadata) -> dic
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of a checkpoint, and check that all files exist and are as long as it says.
+    """Read the index of a checkpoint, and check that all files exist and have the indexed length.
 
     Raises:
         UserError: If the index is malformed, or a file is missing or too short.
@@ -63,9 +63,9 @@ def read_index(folder: Path) -> Metadata:
             _decode(name, tensor, metadata)
     except OSError:
         raise
-    except Exception as error:  # malformed content raises many types
-        said = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is no readable index of a checkpoint ({said}).") from error
+    except Exception as error:  # malformed content raises many types of errors
+        said = f"missing {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is not a valid index of a checkpoint ({said}).") from error
     _check_files(folder, metadata)
     return metadata
 
@@ -98,30 +98,32 @@ def _sizes(values: list) -> torch.Size:
 def _check_block(
     name: str, shape: torch.Size, dtype: torch.dtype, chunk: ChunkStorageMetadata, stored: _StorageInfo
 ) -> None:
-    """Check that a block lies in its tensor, and that its file lies in the folder and is large enough for it.
+    """Check that a block is within its tensor, and that its file is in the folder and large enough.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If not.
     """
     ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
-        raise ValueError(f"a block of {name} lies outside its shape {list(shape)}")
+        raise ValueError(f"a block of {name} is outside of its shape {list(shape)}")
     if not isinstance(stored.relative_path, str) or Path(stored.relative_path).name != stored.relative_path:
         raise ValueError(f"file={stored.relative_path!r}: expected a file name without a folder")
     if math.prod(chunk.sizes) * dtype.itemsize > stored.length:
-        raise ValueError(f"a block of {name} is larger than the {stored.length} bytes that are stored of it")
+        raise ValueError(f"a block of {name} is larger than its {stored.length} stored bytes")
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
     """Check that all files exist and are long enough.
 
     Raises:
-        UserError: If one does not, or is not.
+        UserError: If a file is missing or too short.
     """
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     for stored in metadata.storage_data.values():
         name = stored.relative_path
         if name not in sizes:
-            raise UserError(f"{folder} is no whole checkpoint: its file {name} is missing.")
+            raise UserError(f"{folder} is not a complete checkpoint: its file {name} is missing.")
         if sizes[name] < stored.offset + stored.length:
-            raise UserError(f"{folder} is no whole checkpoint: its file {name} is cut off at {sizes[name]:,} bytes.")
+            raise UserError(
+                f"{folder} is not a complete checkpoint: its file {name} is truncated at {sizes[name]:,} bytes."
+            )

@@ -1,4 +1,4 @@
-"""Checkpoints of one process: one file, a zip archive as `torch.save` writes it."""
+"""Single-process checkpoints: one file, a zip archive written by `torch.save`."""
 
 import zipfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from ..utils.files import atomic_write, replace_dir, restoring_os_errors
 
 
 def write_file(content: dict, path: Path) -> None:
-    """Write a checkpoint whole or not at all; a folder that has its name is there, whole, until then."""
+    """Write a checkpoint atomically; an existing folder of this name is complete until it is replaced."""
     aside = path.with_name(f"{path.name}.0.partial") if path.is_dir() else path
     with restoring_os_errors(path), atomic_write(aside) as file:
         torch.save(content, file)
@@ -19,10 +19,10 @@ def write_file(content: dict, path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Compare the CRC-32 that torch writes with every tensor, and does not look at.
+    """Verify the CRC-32 of all tensors, which torch writes but does not verify.
 
     Raises:
-        UserError: If something is not what was written.
+        UserError: If the file is damaged.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -30,7 +30,7 @@ def check_file(path: Path) -> None:
     except Exception as error:
         raise _unreadable(path, error) from error
     if damaged:
-        raise UserError(f"{path} is damaged: {damaged} in it is not what was written.")
+        raise UserError(f"{path} is damaged: its entry {damaged} does not match its checksum.")
 
 
 def read_file(path: Path, *, mmap: bool) -> dict:
@@ -38,19 +38,19 @@ def read_file(path: Path, *, mmap: bool) -> dict:
 
     Args:
         path: The file.
-        mmap: Map its tensors to memory, so that what is not used is not read.
+        mmap: Memory-map its tensors, so that unused ones are not read.
 
     Raises:
-        UserError: If it is no checkpoint.
+        UserError: If it is not a checkpoint.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch's message advises to load it unsafely
         raise _unreadable(path, error) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
+        raise UserError(f"{path} is not a checkpoint: it holds a {type(content).__name__}.")
     return content
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is no readable checkpoint ({type(error).__name__}).")
+    return UserError(f"{path} is not a readable checkpoint ({type(error).__name__}).")

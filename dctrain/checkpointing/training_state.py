@@ -1,7 +1,7 @@
-"""The state of a training, model and optimiser, as named tensors: those of a rank, and those of a whole checkpoint.
+"""State of model and optimiser as named tensors, of a rank or of a full checkpoint.
 
-Named are `state_dict.KEY` and, of the optimiser, `optimizer_states.PARAMETER.KEY`. In a checkpoint of one process the
-optimiser numbers its parameters; in one of many ranks its groups name them.
+Names are `state_dict.KEY` and, for the optimiser, `optimizer_states.PARAMETER.KEY`. In a single-process checkpoint the
+optimiser's parameters are numbered; in a sharded one they are named in its groups.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from ..distributed.layout import Layout
 from .sharded import LocalShard, as_local_shard
 
 MODEL, OPTIMIZER = "state_dict.", "optimizer_states."
-NETWORK = "model."  # what is sharded, within the module
+NETWORK = "model."  # prefix of the sharded network within the module
 
 
 def local_shards(module: nn.Module, optimizer: Optimizer | None, layout: Layout) -> dict[str, LocalShard]:
-    """Name what this rank holds of a module and of its optimiser."""
+    """Return this rank's shards of a module and of its optimiser, by name."""
     parts = {f"{MODEL}{key}": _part(key, x, layout) for key, x in module.state_dict().items()}
     if optimizer is not None:
         for name, states in _named_states(module, optimizer):
@@ -40,7 +40,7 @@ def _named_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str
 
 
 def make_states(module: nn.Module, optimizer: Optimizer, stored: Mapping[str, torch.Size]) -> None:
-    """Make the optimiser's state empty, of what there is in a checkpoint.
+    """Allocate the optimiser states that a checkpoint has.
 
     Args:
         module: The module.
@@ -69,23 +69,23 @@ def _name_and_key(full: str) -> list[str]:
 
 
 def named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict]:
-    """Copy the optimiser's groups, with the names of their parameters."""
+    """Copy the optimiser's groups with parameter names in place of parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def set_groups(optimizer: Optimizer, groups: list[dict]) -> None:
-    """Take over the settings of groups, but not their parameters, nor by which kernels this device steps."""
+    """Restore the settings of groups, except their parameters and the device-dependent choice of kernels."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in stored.items() if key not in ("params", "fused", "foreach")})
 
 
 def flatten(checkpoint: dict, groups: list[dict]) -> dict[str, Tensor]:
-    """Name the tensors of a checkpoint of one process.
+    """Return the tensors of a single-process checkpoint by name.
 
     Args:
-        checkpoint: What it holds.
-        groups: As of `named_groups`: of the same parameters, in the same order.
+        checkpoint: Content of the checkpoint.
+        groups: Result of `named_groups` for the same parameters in the same order.
     """
     tensors = {f"{MODEL}{key}": x for key, x in checkpoint["state_dict"].items()}
     names = [name for group in groups for name in group["params"]]
@@ -96,11 +96,11 @@ def flatten(checkpoint: dict, groups: list[dict]) -> dict[str, Tensor]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], groups: list[dict]) -> dict:
-    """Make of named tensors what a checkpoint of one process holds of model and optimiser.
+    """Convert named tensors to model and optimiser states of a single-process checkpoint.
 
     Args:
-        tensors: By name.
-        groups: As of `named_groups`.
+        tensors: Tensors by name.
+        groups: Result of `named_groups`.
     """
     number_of = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     states: dict[int, dict[str, Tensor]] = {}

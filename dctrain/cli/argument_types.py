@@ -1,6 +1,4 @@
-"""Checks of arguments that several entry points share: their types, which a call from Python leaves unchecked, and the
-number of loader processes.
-"""
+"""Argument checks shared by several entry points: types, which Python does not check, and numbers of loader workers."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,7 +8,7 @@ from typing import Union, get_args, get_origin
 
 from ..errors import UserError
 
-MAX_WORKERS = 512  # loader processes of a rank
+MAX_WORKERS = 512  # loader workers per rank
 ACCEPTS: dict[type, Callable[[object], bool]] = {
     NoneType: lambda value: value is None,
     bool: lambda value: isinstance(value, bool),
@@ -21,14 +19,14 @@ ACCEPTS: dict[type, Callable[[object], bool]] = {
 
 
 def check_types(function: Callable, values: Mapping[str, object]) -> None:
-    """Check arguments against the annotations of a function's parameters: those of plain types, and unions of them.
+    """Check arguments against the annotations of a function's parameters. Only plain types and unions are checked.
 
     Args:
         function: The function.
         values: Arguments by name.
 
     Raises:
-        UserError: If one is of another type.
+        UserError: If an argument has the wrong type.
     """
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = parameter.annotation
@@ -42,10 +40,10 @@ def check_types(function: Callable, values: Mapping[str, object]) -> None:
 
 
 def check_workers(num_workers: int) -> None:
-    """Check the number of loader processes.
+    """Check the number of loader workers.
 
     Raises:
-        UserError: If it is negative, or more than any machine has a use for.
+        UserError: If it is negative or unreasonably large.
     """
     if not 0 <= num_workers <= MAX_WORKERS:
         raise UserError(f"num_workers={num_workers}: expected 0 to {MAX_WORKERS}.")

@@ -1,4 +1,4 @@
-"""Entry points of the installed programs: `--help` without the imports of a trainer, which take seconds."""
+"""Entry points of the installed programs. `--help` does not import the trainers, which takes seconds."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-HELP = "help.txt"  # in the package of each program
+HELP = "help.txt"  # file in each program's package
 INTERRUPTED = 130  # exit status
 
 
 def start(program: str) -> None:
-    """Run a program with the arguments of the process.
+    """Run a program with the command-line arguments of the process.
 
     Args:
-        program: The name of its package.
+        program: Name of its package.
     """
     if sys.argv[1:] in (["-h"], ["--help"]):
         return print(help_path(program).read_text(), end="")
@@ -26,13 +26,13 @@ def start(program: str) -> None:
 
 
 def _end(signum: int, frame: object) -> None:
-    """End at once: libraries turn a KeyboardInterrupt during their imports into other errors."""
+    """Exit immediately, because libraries convert a KeyboardInterrupt during import to other errors."""
     print("interrupted", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
 
 
 def help_path(program: str) -> Path:
-    """Find the help of a program, without importing its package."""
+    """Return the path of a program's help text without importing its package."""
     return Path(find_spec(program).origin).with_name(HELP)
 
 

@@ -1,4 +1,4 @@
-"""The command line both trainers share: LightningCLI with `--resume`, our logger, checkpoints, and one-line errors."""
+"""The trainers' common command line: LightningCLI with `--resume`, this project's loggers, checkpoints and errors."""
 
 import gc
 import inspect
@@ -60,11 +60,11 @@ from .trainer_args import check_callbacks, check_devices, check_environment, che
 RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 PLAN = "plan"
 NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
-OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # what a parser says of the alternatives that were not meant
-NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that name files or folders
+OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # the parser's messages about alternatives that were not meant
+NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that are paths
 LIMITS = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
 OF_FILES = ("CSVLogger", "TensorBoardLogger")
-A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, of which the newest counts"
+A_CHECKPOINT = "a checkpoint (NAME.ckpt), or the folder of a run, whose newest checkpoint is used"
 
 
 class TrainerParser(UserErrorParser, LightningArgumentParser):
@@ -89,17 +89,17 @@ class TrainerCLI(LightningCLI):
 
     def __init__(self, module_class, datamodule_class, args: list[str]) -> None:
         check_environment()
-        self._is_init_given = any(arg.split("=")[0] == "--init" for arg in args)  # and not by a run's config.yaml
+        self._is_init_given = any(arg.split("=")[0] == "--init" for arg in args)  # not in config.yaml
         self.resume_from: Path | None = None
         self.resumed_step = 0
-        with ExitStack() as self._held:  # the run's folder, until it has ended
+        with ExitStack() as self._held:  # lock of the run's folder
             super().__init__(
                 module_class,
                 datamodule_class,
                 args=_with_folders(args),
                 parser_class=TrainerParser,
                 trainer_class=RunTrainer,
-                save_config_callback=None,  # `RunRecord` does it
+                save_config_callback=None,  # `RunRecord` saves it
                 seed_everything_default=0,
                 auto_configure_optimizers=False,
                 trainer_defaults={
@@ -116,30 +116,30 @@ class TrainerCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """List the subcommands; `--resume` and `--checkpoint` take the place of Lightning's `--ckpt_path`."""
+        """Subcommands with their excluded options; `--resume` and `--checkpoint` replace Lightning's `--ckpt_path`."""
         return {name: skipped | {"ckpt_path", "weights_only"} for name, skipped in LightningCLI.subcommands().items()}
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         option, said = ("--checkpoint", f"evaluate {A_CHECKPOINT}")
         if subcommand == "fit":
-            option, said = "--resume", f"go on exactly from {A_CHECKPOINT}; {LATEST!r}: of --name's runs, or a new run"
+            option, said = "--resume", f"Continue from {A_CHECKPOINT}. {LATEST!r}: newest run of --name, or a new run."
         parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=said)
         return parser
 
     def add_arguments_to_parser(self, parser) -> None:
-        """Add the run's own arguments and link what model and data must agree on."""
+        """Add the run's arguments, and link arguments shared by model and data."""
         parser.add_argument("--name", type=str, default=self.program.name, help="Folder of the experiment's runs.")
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=500, help="Optimiser steps between full checkpoints."
         )
-        said = f"Weights that a new run starts from: {self.init_sources}."
+        said = f"Initial weights of a new run: {self.init_sources}."
         parser.add_argument("--init", type=str | None, default=None, metavar="WEIGHTS", help=said)
         for name in self.linked:
             parser.link_arguments(f"data.{name}", f"model.{name}")
 
     def instantiate_classes(self) -> None:
-        """Open the run's folder, and build trainer, model and data; of a callback's error keep the error alone."""
+        """Open the run's folder, and build trainer, model and data."""
         self.config = plain_values(self.config)
         trainer = self._get(self.config, "trainer")
         check_trainer(trainer)
@@ -157,10 +157,10 @@ class TrainerCLI(LightningCLI):
             raise _told_of_instance(error) from error
 
     def check_named(self) -> None:
-        """Check the name of the run, and refuse empty paths.
+        """Check the name of the run, and that no path is empty.
 
         Raises:
-            UserError: If its folder would not lie below the root, or a path is empty.
+            UserError: If its folder would not be below the root folder, or a path is empty.
         """
         check_not_empty({name: self._get(self.config, name, default=None) for name in NAMED})
         for group in ("data", "trainer"):
@@ -169,10 +169,10 @@ class TrainerCLI(LightningCLI):
         _check_name(self._get(self.config, "name"))
         root = str(self._get(self.config, "trainer").default_root_dir or "")
         if "://" in root:
-            raise UserError(f"trainer.default_root_dir={root}: expected a folder of this machine, such as a mount.")
+            raise UserError(f"trainer.default_root_dir={root}: expected a local folder, such as a mount point.")
 
     def _open_run(self, root: Path) -> RunDir:
-        """Find or claim the folder of the run: of `fit` the run itself, of evaluations a folder in their run."""
+        """Find or create the folder of the run: for `fit` the run itself, for evaluations a folder within their run."""
         name = self._get(self.config, "name")
         if self.subcommand != "fit":
             named = self._get(self.config, "checkpoint", default=None)
@@ -183,7 +183,7 @@ class TrainerCLI(LightningCLI):
             return RunDir(run, root, name, run.name)
         self.resume_from = self._find_resumed(root)
         if self.resume_from is not None:
-            # fail now, with one message, rather than on every rank
+            # fail here, with one message, rather than on every rank
             self.resumed_step = check_resumable(self.resume_from)
         run = None if self.resume_from is None else run_folder(self.resume_from)
         if run is None:
@@ -194,15 +194,15 @@ class TrainerCLI(LightningCLI):
 
     def _set_seed(self) -> None:
         if isinstance(self._get(self.config, "seed_everything"), bool):
-            raise UserError("seed_everything: expected a number, which the run's config.yaml then records.")
+            raise UserError("seed_everything: expected a number, which is recorded in the run's config.yaml.")
         with as_user_error("seed_everything"):
             super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the configuration alone: Lightning would let the checkpoint's hyperparameters override it."""
+        """Do nothing: Lightning would override the configuration with the checkpoint's hyperparameters."""
 
     def instantiate_trainer(self, **kwargs) -> L.Trainer:
-        """Build the trainer with our checkpoint writer and callbacks."""
+        """Build the trainer with this project's checkpoint writer and callbacks."""
         config = self._get(self.config_init, "trainer")
         check_strategy(config.get("strategy") or "auto")
         root = config.get("default_root_dir") or "runs"
@@ -223,29 +223,30 @@ class TrainerCLI(LightningCLI):
         return trainer
 
     def _placed(self, callbacks: list[Callback]) -> list[Callback]:
-        """Let a user's `ModelCheckpoint` without a folder write beside ours: Lightning would ask the first logger."""
+        """Set the folder of a user's `ModelCheckpoint` to the run's; Lightning would use the first logger's."""
         for callback in callbacks if self.run_dir is not None else ():
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str((self.run_dir.path / CHECKPOINTS).resolve())
         return callbacks
 
     def _find_resumed(self, root: Path) -> Path | None:
-        """Find the checkpoint that `--resume` names."""
+        """Return the checkpoint selected by `--resume`."""
         named = self._get(self.config, "resume", default=None)
         if named != LATEST:
             return None if named is None else find_checkpoint(named).resolve()
         found = newest_checkpoint(root / self._get(self.config, "name"))
         if found is None:
-            self.config[self.subcommand]["resume"] = None  # a new run, with a configuration of its own
+            self.config[self.subcommand]["resume"] = None  # a new run with its own configuration
         return found
 
     def _has_trained(self) -> bool:
         return getattr(self, "trainer", None) is not None and self.trainer.global_step > self.resumed_step
 
     def _callbacks(self, config: dict, of_user: list[Callback]) -> list[Callback]:
-        """List the callbacks.
+        """Return all callbacks, in order.
 
-        The last step is validated before others end the run; its place in the curves is set before a stop logs it.
+        The last step is validated before other callbacks end the run, and its step is logged before a stop logs
+        metrics.
         """
         if self.subcommand != "fit":
             return [*of_user, ExitOnSignal()]
@@ -266,42 +267,40 @@ class TrainerCLI(LightningCLI):
                     filename=self.best_name,
                     auto_insert_metric_name=False,
                     enable_version_counter=False,
-                    save_on_train_epoch_end=False,  # but when a validation ends, wherever in an epoch that is
+                    save_on_train_epoch_end=False,  # save after each validation, at any position in an epoch
                 )
             )
         return callbacks
 
     def describe_score(self, score: float) -> str:
-        """Write the best value of the monitored metric for the last line of a run."""
+        """Format the best value of the monitored metric for the summary line of a run."""
         raise NotImplementedError
 
     def fit(self, model: L.LightningModule, **kwargs) -> None:
-        """Train, from where `--resume` says, from the weights of `--init`, or from random ones."""
+        """Train: from the checkpoint of `--resume`, from the weights of `--init`, or from random weights."""
         source = self._get(self.config, "init")
         if source is not None and self.resume_from is None:
             self.check_init(source)
             model.start_from(source)
         elif source is not None and self.trainer.is_global_zero:
-            print(f"init={source} is not used: the run goes on from {relative(self.resume_from)}", flush=True)
+            print(f"init={source} is not used: the run continues from {relative(self.resume_from)}", flush=True)
         if self.resume_from is not None:
             self._check_position(self.resume_from)
         with reading(self.resume_from):
             self.trainer.fit(model, ckpt_path=self.resume_from, **kwargs)
 
     def check_init(self, source: str) -> None:
-        """Refuse weights that do not go with the data; a subclass knows which."""
+        """Raise UserError if initial weights do not match the data; implemented by subclasses."""
 
     def _check_position(self, checkpoint: Path) -> None:
-        """Refuse to resume from a checkpoint whose place in the data is not known: they would begin anew."""
+        """Raise UserError for a checkpoint without a position in the data, because training would restart the data."""
         name = type(self.datamodule).__qualname__
         if name not in map_checkpoint(checkpoint):
-            raise UserError(
-                f"{checkpoint} cannot be resumed from: it has no {name}, which tells the place in the data."
-            )
+            raise UserError(f"{checkpoint} cannot be resumed: it has no state of {name}, the position in the data.")
 
     def after_fit(self) -> None:
-        """Say in one line what came out and where it is."""
-        log_dir = self.trainer.log_dir  # a broadcast: all ranks ask
+        """Print the results and where they are in one line."""
+        log_dir = self.trainer.log_dir  # a collective operation: called on all ranks
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:
             return
         best = next((one for one in self.trainer.checkpoint_callbacks if isinstance(one, BestCheckpoint)), None)
@@ -310,7 +309,7 @@ class TrainerCLI(LightningCLI):
             result = f"best {self.monitor} {self.describe_score(float(best.best_model_score))} | "
             result += f"checkpoint {relative(best.best_model_path)} | "
         if self.trainer.global_step == self.resumed_step > 0:
-            print(f"nothing was trained: the run has come to its end, step {self.resumed_step}, before")
+            print(f"nothing was trained: the run had already finished at step {self.resumed_step}")
         shown = [describe_logger(logger, relative) for logger in self.trainer.loggers] or [f"run {relative(log_dir)}"]
         print(f"{result}{' | '.join(shown)}")
 
@@ -327,20 +326,20 @@ class TrainerCLI(LightningCLI):
             self.trainer.test(model, ckpt_path=path, **kwargs)
 
     def has_weights(self) -> bool:
-        """Tell whether the configured model brings trained weights of its own."""
+        """Whether the configured model has pretrained weights."""
         return False
 
     def evaluated_checkpoint(self) -> Path | None:
-        """Find what `--checkpoint` names; refuse to evaluate random weights, or a file that is no checkpoint."""
+        """Return the checkpoint of `--checkpoint`; raise UserError for random weights or an invalid checkpoint."""
         named = self._get(self.config, "checkpoint", default=None)
         init = self._get(self.config, "init", default=None)
         if init is not None and self._is_init_given:
-            raise UserError(f"init={init}: {self.subcommand} takes its weights from --checkpoint; accepted with fit.")
+            raise UserError(f"init={init}: only fit accepts it; {self.subcommand} uses the weights of --checkpoint.")
         limit = LIMITS[self.subcommand]
         if self._get(self.config, "trainer").get(limit) == 0:
-            raise UserError(f"trainer.{limit}=0 leaves nothing to {self.subcommand}.")
+            raise UserError(f"trainer.{limit}=0 leaves no data to {self.subcommand}.")
         if named is None and not self.has_weights():
-            raise UserError(f"--checkpoint must name {A_CHECKPOINT} (or the model bring weights of its own).")
+            raise UserError(f"--checkpoint: expected {A_CHECKPOINT}, or a model with pretrained weights.")
         if named is None:
             return None
         path = find_checkpoint(named)
@@ -349,28 +348,26 @@ class TrainerCLI(LightningCLI):
 
 
 class VocabularyCLI(TrainerCLI):
-    """The command line of a model of text: the data tell how many embedding rows it has, and there is nothing to
-    `predict`.
-    """
+    """Command line of models with text: the data determine the number of embedding rows; there is no `predict`."""
 
-    vocabulary_rows: Callable[..., int]  # counts them; its parameters are options of the data
+    vocabulary_rows: Callable[..., int]  # returns their number; its parameters are options of the data
 
     def add_arguments_to_parser(self, parser) -> None:
-        """Also give the model as many embedding rows as the tokenizer needs."""
+        """Also link the model's vocabulary size to the tokenizer's."""
         super().add_arguments_to_parser(parser)
         sources = tuple(f"data.{name}" for name in inspect.signature(self.vocabulary_rows).parameters)
         parser.link_arguments(sources, "model.vocab_size", compute_fn=self.vocabulary_rows)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """List the subcommands."""
+        """Subcommands with their excluded options."""
         commands = TrainerCLI.subcommands()
         del commands["predict"]
         return commands
 
 
 def _told_of_instance(error: ValueError) -> Exception:
-    """Find what a class said when it could not be made of its arguments, among what the parser says of all types."""
+    """Return the error of the class's constructor from the parser's message about all accepted types."""
     listed = str(error).partition("Errors:\n")[2].partition("\nGiven value")[0]
     found = [" ".join(said.split()) for said in re.split(r"^  - ", listed, flags=re.M)]
     found = [said for said in found if said and not said.startswith(OF_UNIONS)]
@@ -381,7 +378,7 @@ def _check_name(name: str) -> None:
     """Check the name of an experiment.
 
     Raises:
-        UserError: If its folder would not lie below the root.
+        UserError: If its folder would not be below the root folder.
     """
     if not name or Path(name).is_absolute() or {".", ".."} & set(name.split("/")):
         raise UserError(f"name={name!r} must be the name of a folder below trainer.default_root_dir.")
@@ -389,7 +386,7 @@ def _check_name(name: str) -> None:
 
 @contextmanager
 def reading(checkpoint: Path | None) -> Iterator[None]:
-    """Turn errors while Lightning restores a checkpoint into a `UserError`: the file's content is malformed."""
+    """Convert errors while Lightning restores a checkpoint to a `UserError`: the file is malformed."""
     try:
         yield
     except UserError:
@@ -402,7 +399,7 @@ def reading(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _with_folders(args: list[str]) -> list[str]:
-    """Let loggers of files write into the run's folder: `save_dir` is required; a later argument may set another."""
+    """Add the required `save_dir` of file loggers, which is the run's folder unless a later argument changes it."""
     completed = []
     for before, arg in zip(["", *args], args, strict=False):
         completed.append(arg)
@@ -420,17 +417,17 @@ def _as_list(value) -> list:
 
 
 def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
-    """Run a Lightning subcommand and end its process groups."""
+    """Run a Lightning subcommand and destroy its process groups."""
     for noise in (
         *(".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"),
         ".*callbacks used to create the checkpoint need to be provided.*",
-        ".*your dataloader is not resumable.*",  # it has no state because it needs none: steps tell its position
+        ".*your dataloader is not resumable.*",  # it needs no state: its position follows from the steps
     ):
         warnings.filterwarnings("ignore", noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     make_cli()
     if torch.distributed.is_initialized():
-        gc.collect()  # sharded parameters hold their process groups, whose threads must end before the interpreter does
+        gc.collect()  # sharded parameters reference process groups, whose threads must end before the interpreter
         torch.distributed.destroy_process_group()
 
 
@@ -439,7 +436,7 @@ def _is_no_advertisement(record: logging.LogRecord) -> bool:
 
 
 def run_trainer(program: Program, args: list[str]) -> None:
-    """Run what needs Lightning: a subcommand of its own, `plan`, or the help that lists all subcommands.
+    """Run a command that needs Lightning: one of its subcommands, `plan`, or the help of all subcommands.
 
     Args:
         program: The program.
@@ -450,7 +447,7 @@ def run_trainer(program: Program, args: list[str]) -> None:
     """
     cli = import_function(program.trainer)
     trained = {name: summary_line(getattr(cli, name)) for name in cli.subcommands()}
-    trained[PLAN] = "Tell what `fit` would need, and train nothing."
+    trained[PLAN] = "Show the memory, time and cost of `fit` without training."
     if args in (["-h"], ["--help"]):
         commands = trained | summaries(program.functions)
         return print(format_help(program.name, program.description, commands), end="")
@@ -462,6 +459,6 @@ def run_trainer(program: Program, args: list[str]) -> None:
 
 def _check_subcommand(program: Program, names: list[str], args: list[str]) -> None:
     if not args:
-        raise UserError(f"{program.name} needs a subcommand; expected {', '.join(names)}. --help says more.")
+        raise UserError(f"{program.name} requires a subcommand; expected {', '.join(names)}. See --help.")
     if not args[0].startswith("-") and args[0] not in names:
-        raise UserError(f"{args[0]!r} is no subcommand of {program.name}; expected {', '.join(names)}.")
+        raise UserError(f"{args[0]!r} is not a subcommand of {program.name}; expected {', '.join(names)}.")

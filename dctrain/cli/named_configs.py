@@ -1,4 +1,4 @@
-"""The configurations that come with the package, by name: `--config vision/digits`, from any folder."""
+"""Configurations included in the package, selected by name from any folder: `--config vision/digits`."""
 
 import os
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from .safe_yaml import check_yaml_file
 FOLDER = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = "experiments"
 EXPERIMENT = "--experiment"
-OPTIONS = ("--config", "-c", EXPERIMENT)  # take a file or a name
+OPTIONS = ("--config", "-c", EXPERIMENT)  # options that take a file or a name
 
 
 def find_config(name: str) -> str:
     """Resolve a file, or a name such as "vision/digits" or "configs/vision/digits.yaml", to a path.
 
-    What is neither is returned as it is, for the parser to refuse.
+    Anything else is returned unchanged, and the parser raises an error.
     """
-    if os.path.isfile(name):  # False, not an error, for a whole configuration on the command line
+    if os.path.isfile(name):  # False, rather than an error, for a configuration given as text
         return name
     for candidate in (FOLDER / name.removeprefix("configs/"), FOLDER / f"{name}.yaml"):
         if candidate.resolve().is_relative_to(FOLDER.resolve()) and os.path.isfile(candidate):
@@ -27,7 +27,7 @@ def find_config(name: str) -> str:
 
 
 def with_config_paths(args: list[str]) -> list[str]:
-    """Replace the names of configurations among the arguments of a command by paths, and check the files.
+    """Replace configuration names in command-line arguments by paths, and check the files.
 
     Raises:
         UserError: If a file is not safe to parse.
@@ -54,15 +54,15 @@ def _checked(option: str, name: str) -> str:
 
 
 def listing(program: str, folder: str) -> Callable[[], None]:
-    """Make the subcommand `configs` of a program.
+    """Create the subcommand `configs` of a program.
 
     Args:
-        program: Its name.
-        folder: Where its configurations lie.
+        program: Name of the program.
+        folder: Folder of its configurations.
     """
 
     def configs() -> None:
-        """List the configurations that come with the package: what `--config` takes by name."""
+        """List the included configurations, which `--config` accepts by name."""
         for path in sorted((FOLDER / folder).glob("*.yaml")):
             print(f"{folder}/{path.stem:28} {_headline(path)}")
         print("\nexperiments, for compare --experiment:")

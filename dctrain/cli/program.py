@@ -1,4 +1,4 @@
-"""Running a program: one of its functions, or Lightning, which is imported only then, for it takes seconds."""
+"""Running a program: one of its functions, or Lightning, which is imported only when needed."""
 
 import logging
 import os
@@ -21,11 +21,11 @@ OF_LIGHTNING, OF_LOGGERS = "lightning.", ("wandb.", "mlflow.")
 def run_program(program: Program, args: list[str] | None) -> None:
     """Run a program: one of its functions, or a Lightning subcommand.
 
-    Mistakes that a user can mend end in one message and exit status 2.
+    User errors print one message and exit with status 2.
 
     Args:
         program: The program.
-        args: The arguments; those of the process if None.
+        args: Command-line arguments; those of the process if None.
     """
     args = sys.argv[1:] if args is None else args
     try:
@@ -40,13 +40,13 @@ def run_program(program: Program, args: list[str] | None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except RunStopped as stop:
-        go_on = "nothing was trained yet"
+        go_on = "nothing has been trained yet"
         if stop.checkpoint is not None and stop.checkpoint.exists():
-            go_on = f"go on with --resume {relative(stop.checkpoint)}"
+            go_on = f"continue with --resume {relative(stop.checkpoint)}"
         print(f"{stop}; {go_on}")
     except Exception as error:
         if not _is_user_error(error):
@@ -57,7 +57,7 @@ def run_program(program: Program, args: list[str] | None) -> None:
 
 @contextmanager
 def _logging_implementation() -> Iterator[None]:
-    """Let the first process say which implementation of attention runs, and what is compiled for it."""
+    """Log the selected attention implementation and its compilation, in the first process only."""
     logger, handler = logging.getLogger("dcmha"), logging.StreamHandler()
     if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
         logger.addHandler(handler)
@@ -69,8 +69,8 @@ def _logging_implementation() -> Iterator[None]:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Tell whether a user can do something about an error: ours, those of files, disks and memory, the death of a
-    loader process or of another rank, and what Lightning itself says of its arguments.
+    """Whether an error is printed as one message: `UserError`, errors of files, disks and memory, the death of a loader
+    worker or another rank, and Lightning's errors about its arguments.
     """
     is_of_others = str(error).startswith("DataLoader worker (pid") or is_of_another_rank(error)
     if isinstance(error, USER_ERRORS) or is_of_others or type(error).__module__.startswith((OF_LIGHTNING, *OF_LOGGERS)):

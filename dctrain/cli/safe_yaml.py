@@ -1,4 +1,4 @@
-"""Refusing YAML that is small as a file and without bound once it is read."""
+"""Rejecting YAML files whose content expands without bound, and malformed configurations."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ MAX_BYTES, MAX_NODES, MAX_DEPTH, MAX_DIGITS = 2**20, 100_000, 100, 300
 
 
 def check_yaml_file(path: Path) -> None:
-    """Check that a YAML file can be read by parsers that copy what aliases repeat.
+    """Check that a YAML file is safe for parsers that expand aliases.
 
     Raises:
-        UserError: If it is too large, too deep, refers to itself, or grows without bound by aliases.
+        UserError: If it is too large, too deep, refers to itself, or expands without bound by aliases.
     """
     if path.stat().st_size > MAX_BYTES:
         raise UserError(f"{path} has {path.stat().st_size:,} bytes; expected a configuration of at most {MAX_BYTES:,}.")
@@ -23,14 +23,14 @@ def check_yaml_file(path: Path) -> None:
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply; expected at most {MAX_DEPTH} levels.") from error
     except yaml.YAMLError:
-        return  # the parser says where
+        return  # the parser reports the position
     if root is not None:
         _count(root, path, {}, 0)
         _check_groups(root, path)
 
 
 def _check_groups(root: yaml.Node, path: Path) -> None:
-    """Refuse a group of settings that is no mapping, which the parser would pass over.
+    """Check that groups of settings are mappings; the parser would ignore others.
 
     Raises:
         UserError: If there is one.
@@ -42,7 +42,7 @@ def _check_groups(root: yaml.Node, path: Path) -> None:
 
 
 def _check_keys(node: yaml.MappingNode, path: Path) -> None:
-    """Refuse a key that stands twice, of which the parser would drop the first.
+    """Check that keys are unique; the parser would ignore all but the last.
 
     Raises:
         UserError: If there is one.
@@ -50,18 +50,18 @@ def _check_keys(node: yaml.MappingNode, path: Path) -> None:
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise UserError(f"{path}, line {node.start_mark.line + 1}: {twice!r} stands twice.")
+        raise UserError(f"{path}, line {node.start_mark.line + 1}: {twice!r} is given twice.")
 
 
 def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> int:
-    """Count the nodes below and with one, each as often as it is repeated.
+    """Count the nodes of a subtree, with aliases expanded.
 
     Raises:
         UserError: As `check_yaml_file`.
     """
     if id(node) in known:
         return known[id(node)]
-    if depth > MAX_DEPTH:  # a node that refers to itself has no end
+    if depth > MAX_DEPTH:  # a node that refers to itself
         raise UserError(f"{path} is nested too deeply; expected at most {MAX_DEPTH} levels.")
     if isinstance(node, yaml.ScalarNode):
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -75,6 +75,6 @@ def _count(node: yaml.Node, path: Path, known: dict[int, int], depth: int) -> in
     for part in parts:
         total += _count(part, path, known, depth + 1)
         if total > MAX_NODES:
-            raise UserError(f"{path} has more than {MAX_NODES:,} values once its aliases are read; expected fewer.")
+            raise UserError(f"{path} has more than {MAX_NODES:,} values after expanding aliases; expected fewer.")
     known[id(node)] = total
     return total

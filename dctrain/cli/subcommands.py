@@ -1,4 +1,4 @@
-"""Subcommands that are functions: arguments are the function's own, their help its docstring."""
+"""Subcommands that are plain functions: options are the function's parameters, the help is its docstring."""
 
 import argparse
 import inspect
@@ -12,22 +12,22 @@ from jsonargparse import ActionConfigFile, ArgumentParser
 
 from ..errors import UserError, as_user_error
 
-EXTRA = "extra"  # the parameter that takes what stands after --
+EXTRA = "extra"  # parameter that receives the arguments after --
 CONFIG = "config"
 SAID = ("true", "false")
-MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # texts, not names or paths
+MAY_BE_EMPTY = ("prompt", "text", "stop", "target", "prefix", EXTRA)  # free text, not names or paths
 
-Functions = Mapping[str, "str | Functions"]  # each as "module:function"; of mappings, the second word says which
+Functions = Mapping[str, "str | Functions"]  # "module:function", or a mapping for subcommands of two words
 
 
 class Program(NamedTuple):
     """A program.
 
     Attributes:
-        name: What it is called.
-        description: What it is for.
-        functions: Its subcommands that are functions.
-        trainer: Its `TrainerCLI`, for the subcommands of Lightning, as "module:name".
+        name: Name of the program.
+        description: One-sentence description.
+        functions: Subcommands that are functions.
+        trainer: Its `TrainerCLI` for Lightning's subcommands, as "module:name".
     """
 
     name: str
@@ -37,34 +37,34 @@ class Program(NamedTuple):
 
 
 class UserErrorParser:
-    """A parser whose errors are one message, without the usage before it."""
+    """Parser mixin that raises errors as one message, without the usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise what the command line prints: of what the parser says of a `UserError`, that alone."""
+        """Raise the parser's error, or the `UserError` that caused it."""
         while ex is not None and not isinstance(ex, UserError):
             ex = ex.__cause__ or ex.__context__
         raise UserError(message) if ex is None else ex
 
 
 class FunctionParser(UserErrorParser, ArgumentParser):
-    """Parses the arguments of a function."""
+    """Parser for the arguments of a function."""
 
 
 class Once(argparse.Action):
-    """Takes the values of an option that may stand once; of two argparse would drop the first."""
+    """Action of an option that may be given once; argparse would ignore all but the last."""
 
     is_given = False
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        """Keep the values, unless the option has stood before."""
+        """Store the values, unless the option was given before."""
         if self.is_given:
-            raise UserError(f"{option_string} is given twice; give its values one after the other.")
+            raise UserError(f"{option_string} is given twice; give all values after one option.")
         self.is_given = True
         setattr(namespace, self.dest, values)
 
 
 def run_subcommand(program: str, functions: Functions, args: list[str]) -> None:
-    """Call the function that the first word of the arguments names, or the first two.
+    """Call the function selected by the first word of the arguments, or by the first two.
 
     Raises:
         UserError: As `run_function`, or if a second word is missing or unknown.
@@ -76,22 +76,22 @@ def run_subcommand(program: str, functions: Functions, args: list[str]) -> None:
     if rest and rest[0] in ("-h", "--help"):
         return print(format_help(f"{program} {name}", "", summaries(named)), end="")
     if not rest or rest[0] not in named:
-        got = f"{program} {name} needs a second word" if not rest else f"{rest[0]!r} is none of {program} {name}"
+        got = f"{program} {name} requires a second word" if not rest else f"{rest[0]!r} is unknown to {program} {name}"
         raise UserError(f"{got}; expected {', '.join(named)}.")
     return run_subcommand(f"{program} {name}", named, rest)
 
 
 def run_function(program: str, name: str, function: Callable[..., None], args: list[str]) -> None:
-    """Call a function with arguments of the command line: `PROGRAM NAME --parameter value ...`.
+    """Call a function with command-line arguments: `PROGRAM NAME --parameter value ...`.
 
-    `--config FILE` reads arguments from YAML, unless it is a parameter of the function itself; what stands after it on
-    the command line counts more.
+    `--config FILE` reads arguments from YAML, unless the function has a parameter of this name; later arguments on the
+    command line take precedence.
 
-    A parameter that is a sequence takes its values one after the other, each as plain text; one that is a switch may
-    stand without "true". One called `extra` takes what stands after `--`.
+    A sequence parameter takes several values, each as plain text; a boolean one may be given without "true". A
+    parameter named `extra` receives the arguments after `--`.
 
     Raises:
-        UserError: If the arguments do not fit, or a file cannot be read or written.
+        UserError: If the arguments are invalid, or a file cannot be read or written.
     """
     parser = FunctionParser(prog=f"{program} {name}", description=summary_line(function), allow_abbrev=False)
     parameters = inspect.signature(function).parameters
@@ -101,7 +101,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
         at = args.index("--")
         args, extra = args[:at], args[at + 1 :]
     if CONFIG not in parameters:
-        parser.add_argument(f"--{CONFIG}", action=ActionConfigFile, help="A YAML file of these arguments.")
+        parser.add_argument(f"--{CONFIG}", action=ActionConfigFile, help="YAML file with these arguments.")
     parser.add_function_arguments(function, as_group=False, skip=set(sequences))
     helps = _parameter_docs(function)
     for key in (key for key in sequences if key != EXTRA):
@@ -117,7 +117,7 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             help=helps[key],
         )
     switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
-    with as_user_error("the arguments cannot be read", (RuntimeError, TypeError, AttributeError)):  # of malformed YAML
+    with as_user_error("the arguments cannot be read", (RuntimeError, TypeError, AttributeError)):  # malformed YAML
         options = parser.parse_args(_completed(args, switches)).as_dict()
     for key in (key for key in sequences if key != EXTRA):
         if not isinstance(options[key], list):
@@ -129,21 +129,21 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
 
 
 def check_not_empty(options: Mapping[str, object]) -> None:
-    """Refuse empty names and paths: an empty path would be the working directory.
+    """Check that names and paths are not empty: an empty path would be the working directory.
 
     Args:
-        options: Names of options and their values; lists of values too.
+        options: Options by name; values may be lists.
 
     Raises:
         UserError: If a value is empty.
     """
     for name, value in options.items():
         if value == "" or (isinstance(value, Sequence) and "" in list(value)):
-            raise UserError(f"{name}='': expected a name or a path; an unset variable of a shell is empty.")
+            raise UserError(f"{name}='': expected a name or a path (an unset shell variable is empty).")
 
 
 def _completed(args: list[str], switches: set[str]) -> list[str]:
-    """Add the "true" that a switch alone means."""
+    """Add "true" after boolean options without a value."""
     completed = []
     for arg, after in zip_longest(args, args[1:], fillvalue=""):
         completed += [arg, "true"] if arg in switches and after.lower() not in SAID else [arg]
@@ -151,23 +151,23 @@ def _completed(args: list[str], switches: set[str]) -> list[str]:
 
 
 def _item_type(annotation) -> type | None:
-    """Return what a sequence holds; None for other types."""
+    """Return the item type of a sequence annotation; None for other types."""
     return get_args(annotation)[0] if get_origin(annotation) is Sequence else None
 
 
 def _parameter_docs(function: Callable[..., None]) -> dict[str, str]:
-    """Read what a docstring says of each parameter."""
+    """Return the descriptions of a function's parameters from its docstring."""
     return {parameter.arg_name: parameter.description for parameter in parse(inspect.getdoc(function)).params}
 
 
 def import_function(name: str) -> Callable:
-    """Import what is written as "module:name"."""
+    """Import a function given as "module:name"."""
     module, _, found = name.partition(":")
     return getattr(import_module(module), found)
 
 
 def summaries(functions: Functions) -> dict[str, str]:
-    """Take of each function the first line of its docstring; of a group of functions their names."""
+    """Return the first docstring line of each function, or the names of a group of functions."""
     return {
         name: ", ".join(function) if isinstance(function, Mapping) else summary_line(import_function(function))
         for name, function in functions.items()
@@ -180,12 +180,12 @@ def summary_line(function: Callable) -> str:
 
 
 def format_help(program: str, description: str, commands: Mapping[str, str]) -> str:
-    """Write the help of a program that lists all its subcommands.
+    """Format the help of a program with all its subcommands.
 
     Args:
-        program: Its name.
-        description: What it is for.
-        commands: What each subcommand does, in a line.
+        program: Name of the program.
+        description: Its description.
+        commands: One-line descriptions of the subcommands.
     """
     parser = argparse.ArgumentParser(prog=program, description=description, epilog="Each subcommand has --help.")
     listed = parser.add_subparsers(title="Available subcommands", metavar="SUBCOMMAND")

@@ -1,4 +1,4 @@
-"""What Lightning's trainer takes, and would then fail with, or ignore."""
+"""Checks of trainer arguments that Lightning accepts but would ignore, or fail with later."""
 
 import math
 import os
@@ -17,8 +17,8 @@ MINIMUMS = {
 
 
 def plain_values(value: object) -> object:
-    """Replace enumerated values of a configuration, as which Lightning declares some defaults, by their text: the
-    parser cannot write the others.
+    """Replace enum values of a configuration, which are the defaults of some Lightning arguments, by their text,
+    because the parser cannot write them.
     """
     if isinstance(value, Namespace):
         return Namespace({key: plain_values(part) for key, part in vars(value).items()})
@@ -32,14 +32,14 @@ UNSUPPORTED = {
     LearningRateFinder: "it changes the learning rate of the configuration; compare runs of several --model.lr",
     BackboneFinetuning: "it adds parameter groups that a resumed run lacks; use --init and --model.lr",
 }
-MAX_CPU_DEVICES = 8  # processes, or one for each core if there are more
+MAX_CPU_DEVICES = 8  # maximum processes, or one per core if there are more cores
 
 
 def check_devices(config: dict) -> None:
-    """Check the number of processes of a run on a CPU, where nothing else limits it.
+    """Check the number of processes of a run on a CPU.
 
     Raises:
-        UserError: If there are too many.
+        UserError: If it is too large.
     """
     devices, accelerator = str(config.get("devices")), config.get("accelerator")
     is_on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
@@ -49,10 +49,10 @@ def check_devices(config: dict) -> None:
 
 
 def check_callbacks(callbacks: list[Callback]) -> None:
-    """Refuse callbacks of Lightning that change what a run was configured with, and could not be resumed.
+    """Reject Lightning callbacks that change the configuration of a run, because it could not be resumed.
 
     Raises:
-        UserError: If there is one.
+        UserError: If there is such a callback.
     """
     for callback in callbacks:
         for kind, said in UNSUPPORTED.items():
@@ -61,15 +61,15 @@ def check_callbacks(callbacks: list[Callback]) -> None:
 
 
 def check_environment() -> None:
-    """Check the variables by which launchers number processes.
+    """Check the environment variables in which launchers set ranks.
 
     Raises:
-        UserError: If one is no number.
+        UserError: If a value is not a number.
     """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         value = os.environ.get(name)
         if value is not None and not value.isdecimal():
-            raise UserError(f"{name}={value!r} of the environment: expected a number, as launchers set it.")
+            raise UserError(f"{name}={value!r} in the environment: expected a number, as set by launchers.")
 
 
 def _check_part(name: str, part: int | float | None) -> None:
@@ -82,7 +82,7 @@ def check_trainer(config: dict) -> None:
     """Check the trainer's arguments.
 
     Raises:
-        UserError: If one is out of range.
+        UserError: If an argument is out of range.
     """
     if config.get("gradient_clip_algorithm") not in (None, "norm"):
         got = getattr(config["gradient_clip_algorithm"], "value", config["gradient_clip_algorithm"])
@@ -99,6 +99,6 @@ def check_trainer(config: dict) -> None:
     limit = config.get("limit_train_batches")
     _check_part("limit_train_batches", limit)
     if limit == 0:
-        raise UserError(f"trainer.limit_train_batches={limit} leaves nothing to train on.")
+        raise UserError(f"trainer.limit_train_batches={limit} leaves no data to train on.")
     if config.get("max_steps") == 0:
-        raise UserError("trainer.max_steps=0 must be at least 1, or -1 for as many as trainer.max_epochs has.")
+        raise UserError("trainer.max_steps=0 must be at least 1, or -1 to use trainer.max_epochs.")

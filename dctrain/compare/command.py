@@ -10,7 +10,7 @@ from threading import Event
 
 from ..checkpointing.checkpoint import make_folder
 from ..errors import UserError
-from ..utils.files import held
+from ..utils.files import file_lock
 from .experiment import Experiment, Run, experiment_of, read_experiment
 from .report import write_report
 from .results import RESULTS, Results
@@ -70,7 +70,7 @@ def compare_command(program: str, metrics: dict[str, str]) -> Callable[..., None
             _report(what, Results(root, what), root)
             return
         make_folder(str(root / "runs"))
-        with held(root / ".lock", f"{root} is being compared by another process."):
+        with file_lock(root / ".lock", f"{root} is being compared by another process."):
             _compare(program, what, root, jobs)
 
     return compare

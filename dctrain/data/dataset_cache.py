@@ -1,6 +1,7 @@
-"""Folders that a preparation fills: a plan says what from, a manifest what came out; both are written whole.
+"""Prepared data sets in folders: a plan file records the inputs, a manifest the result; both are written atomically.
 
-The same preparation again goes on where it stopped, or changes nothing; another one into the same folder is refused.
+Repeating the same preparation continues where it stopped, or changes nothing; a different one in the same folder raises
+an error.
 """
 
 import hashlib
@@ -14,18 +15,18 @@ from tqdm import tqdm
 
 from ..checkpointing.checkpoint import make_folder
 from ..errors import UserError, as_user_error
-from ..utils.files import held, write_json
+from ..utils.files import file_lock, write_json
 
 
 class Preparation:
-    """What a folder, or the files of one prefix in it, are made from.
+    """State of a preparation: a folder, or the files with one prefix in it.
 
     Args:
         out: The folder.
-        plan: What decides the content.
-        plan_name: File of the plan.
-        manifest_name: File of the manifest.
-        products: What it makes, as patterns of file names: while there is none, another plan may take the place.
+        plan: Settings and inputs that determine the content.
+        plan_name: File name of the plan.
+        manifest_name: File name of the manifest.
+        products: File name patterns of the results. While there are none, a different plan may replace this one.
     """
 
     def __init__(self, out: Path, plan: dict, plan_name: str, manifest_name: str, products: tuple[str, ...]) -> None:
@@ -34,12 +35,12 @@ class Preparation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this very preparation was begun before."""
+        """Whether the same preparation was started before."""
         return self.plan_path.is_file()
 
     def check(self) -> None:
-        """Refuse a folder that was made from something else; forget a plan that nothing came of, and what a kill left
-        half-written.
+        """Raise UserError if the folder was prepared from different inputs; remove a plan without results, and
+        partially written files.
         """
         for pattern in self.products:
             for path in self.out.glob(f"{pattern}.*partial"):
@@ -50,16 +51,16 @@ class Preparation:
             before = self._read(self.plan_path)
             changed = [name for name in self.plan if self.plan[name] != before.get(name)]
             if changed:
-                said = "nothing was overwritten. Remove it to make it again, or name another folder."
-                raise UserError(f"{self.out} was made with other {', '.join(changed)}; {said}")
+                said = "nothing was overwritten. Remove it to prepare it again, or use another folder."
+                raise UserError(f"{self.out} was prepared with different {', '.join(changed)}; {said}")
         elif self.manifest_path.exists():
             raise UserError(
-                f"{self.out} holds {self.manifest_path.name}, but not what it was made from ({self.plan_path.name}); "
+                f"{self.out} has {self.manifest_path.name}, but no {self.plan_path.name}, the record of its inputs; "
                 "nothing was overwritten."
             )
 
     def forget(self) -> None:
-        """Remove what was made, of which nothing can come, so that another plan may take the place."""
+        """Remove all results, so that a different plan can be used."""
         for pattern in (*self.products, self.plan_path.name):
             for path in self.out.glob(pattern):
                 path.unlink()
@@ -69,18 +70,18 @@ class Preparation:
         write_json(self.plan_path, self.plan)
 
     def manifest(self) -> dict | None:
-        """Return what came out; None if it is not finished."""
+        """Return the manifest; None if the preparation is not finished."""
         return self._read(self.manifest_path) if self.manifest_path.is_file() else None
 
     def _read(self, path: Path) -> dict:
-        with as_user_error(f"{path} is damaged; remove what was made of {self.plan_path.name} and make it again"):
+        with as_user_error(f"{path} is damaged; remove the files of {self.plan_path.name} and prepare them again"):
             content = json.loads(path.read_text())
             if not isinstance(content, dict):
-                raise UserError(f"{path} is damaged: it holds no JSON object.")
+                raise UserError(f"{path} is damaged: expected a JSON object.")
             return content
 
     def finish(self, manifest: dict) -> dict:
-        """Record what came out, and return it."""
+        """Write the manifest, and return it."""
         write_json(self.manifest_path, manifest)
         return manifest
 
@@ -94,19 +95,19 @@ def preparing(
     plan_name: str = "plan.json",
     manifest_name: str = "manifest.json",
 ) -> Iterator[Preparation]:
-    """Hold a folder, made if missing, for a preparation; arguments are those of `Preparation`.
+    """Create and lock a folder for a preparation; arguments as in `Preparation`.
 
     Raises:
-        UserError: If the folder was made from something else, or another process is at it.
+        UserError: If the folder was prepared from different inputs, or another process is preparing it.
     """
     make_folder(str(out))
     try:
         preparation = Preparation(out, plan, plan_name, manifest_name, products)
-        with held(preparation.plan_path.with_suffix(".lock"), f"{out} is being prepared by another process."):
+        with file_lock(preparation.plan_path.with_suffix(".lock"), f"{out} is being prepared by another process."):
             preparation.check()
             yield preparation
     except KeyboardInterrupt:
-        print("\nthe same command goes on from here", file=sys.stderr)
+        print("\nrun the same command again to continue", file=sys.stderr)
         raise
 
 
@@ -117,17 +118,17 @@ def file_digest(path: Path) -> str:
 
 
 def verify_files(folder: Path, entries: list[dict]) -> None:
-    """Compare files with what a manifest says of them; reads all of them, at the speed of the disk or of SHA-256.
+    """Compare files with the checksums of a manifest; reads all files.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the files.
         entries: Entries of a manifest, with `file` and `sha256`.
 
     Raises:
-        UserError: If files are missing or were changed; all of them are named.
+        UserError: If files are missing or changed; the message names all of them.
     """
     if not entries or not all(isinstance(entry, dict) and {"file", "sha256"} <= entry.keys() for entry in entries):
-        raise UserError(f"{folder}: its manifest lists no files with their sha256; nothing was verified.")
+        raise UserError(f"{folder}: the manifest has no files with sha256; nothing was verified.")
     sizes = {
         entry["file"]: (folder / entry["file"]).stat().st_size
         for entry in entries
@@ -142,11 +143,11 @@ def verify_files(folder: Path, entries: list[dict]) -> None:
                 bar.update(sizes[entry["file"]])
     if problems:
         raise UserError(
-            f"{folder}: {len(problems)} of {len(entries)} files are not as they were made: {', '.join(problems)}."
+            f"{folder}: {len(problems)} of {len(entries)} files are missing or changed: {', '.join(problems)}."
         )
-    print(f"{folder}: all {len(entries)} files are as they were made")
+    print(f"{folder}: all {len(entries)} files match their checksums")
 
 
 def digest_lines(lines: Iterable[str]) -> str:
-    """Return the SHA-256 of lines of text, names of files with undecodable bytes among them."""
+    """Return the SHA-256 of lines of text, which may be file names with undecodable bytes."""
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()

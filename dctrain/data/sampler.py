@@ -1,8 +1,8 @@
-"""Which sample comes when: the order of an epoch is a function of (seed, epoch) alone, a rank takes its slice of it.
+"""Deterministic sampling: the order of an epoch is a function of (seed, epoch), of which each rank takes a slice.
 
-Training: every rank takes as many batches as every other; the last samples of an epoch, fewer than one global batch,
-are left out (others each epoch). Evaluation: every sample once, over all ranks. No order is ever held in memory: any
-part of it is computed when it is wanted, whatever the number of samples.
+Training: all ranks have the same number of batches; the last samples of an epoch, fewer than one global batch, are
+dropped (different ones in each epoch). Evaluation: every sample once, over all ranks. An order is never stored in
+memory: any part of it is computed on demand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-SHARD_WINDOW = 64  # samples are shuffled within this many shards, so that reading stays near-sequential
+SHARD_WINDOW = 64  # samples are shuffled within this many shards, so that reading is nearly sequential
 ROUNDS = 8
-ORDER = 2  # which function of (seed, epoch) this is; checkpoints tell theirs
+ORDER = 2  # version of the order, recorded in checkpoints
 
 
 class SampleRef(NamedTuple):
-    """What a worker needs to make a sample: its index, the epoch (for augmentation), and whether it counts."""
+    """Reference to a sample for a worker: its index, the epoch (for augmentation), and whether it is padding."""
 
     index: int
     epoch: int
@@ -25,7 +25,7 @@ class SampleRef(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place in training: the pass over the data, and how many of its samples all ranks have taken together."""
+    """Position in training: the epoch, and the number of its samples that all ranks together have consumed."""
 
     epoch: int
     consumed: int
@@ -35,14 +35,14 @@ START = Position(0, 0)
 
 
 class Permutation:
-    """A permutation of 0, ..., n - 1 of which any part is computed by itself.
+    """A permutation of 0, ..., n - 1 with random access.
 
-    A Feistel network permutes the numbers of as many bits as n needs, or one more; what falls beyond n goes through it
-    again until it does not.
+    A Feistel network permutes the integers with as many bits as n needs, or one more; results of n or more are passed
+    through it again.
 
     Args:
-        n: How many numbers.
-        key: Chooses the permutation.
+        n: Number of elements.
+        key: Selects the permutation.
     """
 
     def __init__(self, n: int, key: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class Permutation:
         self.keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """Tell what stands at some places, int64."""
+        """Return the elements at some positions, int64."""
         numbers = self._network(places.astype(np.uint64))
         while (beyond := numbers >= self.n).any():
             numbers[beyond] = self._network(numbers[beyond])
@@ -66,7 +66,7 @@ class Permutation:
 
 
 def _hashed(x: np.ndarray) -> np.ndarray:
-    """Mix 64 bits: the finaliser of SplitMix64."""
+    """Mix 64 bits with the finalizer of SplitMix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -76,24 +76,24 @@ class EpochOrder:
     """The order of an epoch: shards shuffled, then samples within windows of shards.
 
     Args:
-        shard_sizes: Samples of each shard; one entry shuffles everything with everything.
+        shard_sizes: Samples of each shard; a single shard is fully shuffled.
         seed: Seed of the run.
-        epoch: Number of the pass.
-        window: Shards shuffled together.
+        epoch: Index of the epoch.
+        window: Number of shards shuffled together.
     """
 
     def __init__(self, shard_sizes: Sequence[int], seed: int, epoch: int, window: int = SHARD_WINDOW) -> None:
         sizes = np.asarray(shard_sizes, dtype=np.int64)
         shards = Permutation(len(sizes), [seed, epoch])(np.arange(len(sizes)))
-        self.firsts = (np.cumsum(sizes) - sizes)[shards]  # by place in the order: the first sample of the shard there
-        self.ends = np.cumsum(sizes[shards])  # and the place behind its window's share of the order
+        self.firsts = (np.cumsum(sizes) - sizes)[shards]  # by position in the order: the first sample of the shard
+        self.ends = np.cumsum(sizes[shards])  # and the end of the shard in the order
         self.key, self.window = (seed, epoch), window
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Compute a part of the order: indices of samples, int64."""
+        """Compute a slice of the order: indices of samples, int64."""
         start, stop, _ = part.indices(len(self))
         found = [np.empty(0, np.int64)]
         while start < stop:
@@ -108,20 +108,20 @@ class EpochOrder:
         return np.concatenate(found)
 
     def _bounds(self, number: int) -> tuple[int, np.ndarray]:
-        """Tell where a window begins in the order, and where each of its shards would end if they were not mixed."""
+        """Return the start of a window in the order, and the ends of its shards before shuffling."""
         begin = number * self.window
         return int(self.ends[begin - 1]) if begin else 0, self.ends[begin : begin + self.window]
 
 
 class Progress:
-    """Turns the number of batches trained so far into a position in the data.
+    """Maps the number of batches trained so far to a position in the data.
 
     Args:
-        num_samples: Samples of one pass.
-        global_batch: Samples that all ranks take together in one step.
-        start: Where batch number `first_batch` began; later ones follow from it.
-        first_batch: Batches trained before `start`.
-        limit: Most batches of a pass (the trainer's `limit_train_batches`); later ones of its order are left out.
+        num_samples: Samples per epoch.
+        global_batch: Samples per step over all ranks.
+        start: Position of batch `first_batch`; later positions follow from it.
+        first_batch: Number of batches trained before `start`.
+        limit: Maximum batches per epoch (the trainer's `limit_train_batches`); the rest of the order is skipped.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Progress:
         self.remaining = max(0, self.usable - start.consumed) // global_batch
 
     def position(self, num_batches: int) -> Position:
-        """Tell where batch number `num_batches` (from 0, of the whole training) begins."""
+        """Return the position of batch `num_batches`, counted from 0 over the whole training."""
         step = num_batches - self.first_batch
         if step < self.remaining:
             return Position(self.start.epoch, self.start.consumed + step * self.global_batch)
@@ -150,16 +150,16 @@ class Progress:
 
 
 class TrainBatches(Sampler[list[SampleRef]]):
-    """One rank's batches from the current position to the end of the pass. Iterating twice gives the same batches.
+    """One rank's batches from the current position to the end of the epoch. Iterating twice gives the same batches.
 
     Args:
         shard_sizes: Samples of each shard.
-        batch_size: Samples of this rank in a step.
-        rank: This process.
+        batch_size: Samples per rank and step.
+        rank: Rank of this process.
         world_size: Number of processes.
         seed: Seed of the run.
-        progress: Maps batch numbers to positions.
-        num_trained: Called at each iteration: how many batches have been trained so far.
+        progress: Maps batch indices to positions.
+        num_trained: Returns the number of batches trained so far; called at the start of each iteration.
     """
 
     def __init__(
@@ -181,14 +181,14 @@ class TrainBatches(Sampler[list[SampleRef]]):
 
 
 class EvalBatches(Sampler[list[SampleRef]]):
-    """One rank's share of samples, in order. Ranks get equally many; the surplus ones are marked as padding.
+    """One rank's share of the samples, in order. All ranks get the same number; surplus ones are marked as padding.
 
     Args:
-        num_samples: How many samples.
-        batch_size: Samples of this rank in a step.
-        rank: This process.
+        num_samples: Number of samples.
+        batch_size: Samples per rank and step.
+        rank: Rank of this process.
         world_size: Number of processes.
-        mixed: Puts the set into another order, of which the first samples are taken; None leaves its own.
+        mixed: Permutation whose first samples are taken; None for the order of the data set.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Training over several processes: FSDP2, tensor parallelism, deferred initialization, SLURM, rendezvous."""
+"""Training over several processes: FSDP2, tensor parallelism, meta-device initialization, SLURM, rendezvous."""

@@ -1,4 +1,4 @@
-"""The norm of gradients of which ranks have parts."""
+"""Norm of sharded gradients."""
 
 import torch
 import torch.distributed as dist
@@ -7,13 +7,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Compute the 2-norm of all gradients together, a scalar, the same on all ranks.
+    """Compute the total 2-norm of all gradients, a scalar, equal on all ranks.
 
-    Of DTensors it takes one sum over the ranks; torch's own takes one for each tensor where tensors are split in
-    different ways.
+    DTensors need a single all-reduce; `torch.nn.utils.get_total_norm` needs one per tensor if placements differ.
 
     Args:
-        gradients: Of any shapes; tensors, or DTensors of one mesh of all ranks.
+        gradients: Tensors, or DTensors on one mesh of all ranks, of any shapes.
     """
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
@@ -24,7 +23,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _is_counted_here(gradient: DTensor) -> bool:
-    """Tell whether this rank is the first of those that have the same part."""
+    """Whether this rank is the first of those with the same shard."""
     mesh = gradient.device_mesh
     axes = [axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Replicate)]
     return all(mesh.get_local_rank(axis) == 0 for axis in axes)

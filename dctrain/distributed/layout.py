@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds."""
+"""Layout of sharded parameters: the part that each rank holds."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -14,12 +14,12 @@ WHOLE = ShardedDim()
 
 
 class ShardBlock(NamedTuple):
-    """A block of a parameter, which a rank holds.
+    """A block of a parameter held by a rank.
 
     Attributes:
-        local: Where it starts in the rank's tensor.
-        offset: Where it starts in the whole parameter.
-        sizes: Its shape.
+        local: Start in the rank's tensor.
+        offset: Start in the full parameter.
+        sizes: Shape of the block.
     """
 
     local: tuple[int, ...]
@@ -31,7 +31,7 @@ class ShardBlock(NamedTuple):
         return _narrow(x, self.local, self.sizes)
 
     def of_whole(self, x: Tensor) -> Tensor:
-        """View the block in the whole parameter."""
+        """View the block in the full parameter."""
         return _narrow(x, self.offset, self.sizes)
 
 
@@ -42,7 +42,7 @@ def _narrow(x: Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tenso
 
 
 class ShardSpan(NamedTuple):
-    """Consecutive rows or columns: the first in a rank's tensor, the first in the whole one, how many."""
+    """Consecutive rows or columns: start in a rank's tensor, start in the full one, size."""
 
     local: int
     offset: int
@@ -50,19 +50,19 @@ class ShardSpan(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """Which of so many ranks."""
+    """Index of a rank and the number of ranks."""
 
     rank: int
     ranks: int
 
     def of(self, size: int) -> tuple[int, int]:
-        """Return the start and the end of its part of a size, cut as `torch.chunk` cuts."""
+        """Return start and end of the rank's part of a size, as in `torch.chunk`."""
         each = -(-size // self.ranks)
         return min(size, self.rank * each), min(size, (self.rank + 1) * each)
 
 
 def split_blocks(shape: torch.Size, split: ShardedDim, heads: RankShare) -> list[ShardBlock]:
-    """List the blocks of a parameter of a shape that tensor parallelism leaves to a rank."""
+    """Return the blocks of a parameter of a given shape that a rank has under tensor parallelism."""
     return list(_blocks(shape, _spans(shape, split, heads), split.dim or 0))
 
 
@@ -73,7 +73,7 @@ def _blocks(shape: torch.Size, spans: list[ShardSpan], dim: int) -> Iterator[Sha
 
 
 def _spans(shape: torch.Size, split: ShardedDim, heads: RankShare) -> list[ShardSpan]:
-    """List what tensor parallelism leaves to a rank of the split axis; of the first, if none is split."""
+    """Return a rank's spans of the split axis; of the first axis, if none is split."""
     if split.dim is None:
         return [ShardSpan(0, 0, shape[0])]
     spans, unit, local, offset = [], shape[split.dim] // sum(split.parts), 0, 0
@@ -85,7 +85,7 @@ def _spans(shape: torch.Size, split: ShardedDim, heads: RankShare) -> list[Shard
 
 
 def _cut_rows(block: ShardBlock, start: int, end: int) -> ShardBlock | None:
-    """Cut a block to the rows of a rank's tensor that a shard of it has; None if it has none of them."""
+    """Restrict a block to the rows of a shard of the rank's tensor; None if they do not overlap."""
     first = max(start, block.local[0])
     rows = min(end, block.local[0] + block.sizes[0]) - first
     if rows <= 0:
@@ -95,11 +95,11 @@ def _cut_rows(block: ShardBlock, start: int, end: int) -> ShardBlock | None:
 
 
 class Layout:
-    """The parts of all parameters of a model that one rank holds: its share of heads, and of that a shard of the rows.
+    """Parts of a model's parameters held by one rank: its share of the heads, and a shard of the rows of that.
 
     Args:
-        mesh: Of the axes `HEADS`, `SHARDS` and `REPLICAS`, those there are.
-        splits: How tensor parallelism splits parameters, by name; those that are not named it leaves whole.
+        mesh: Mesh with some of the axes `HEADS`, `SHARDS` and `REPLICAS`.
+        splits: How tensor parallelism splits parameters, by name; parameters without an entry are not split.
     """
 
     def __init__(self, mesh: DeviceMesh, splits: Mapping[str, ShardedDim]) -> None:
@@ -107,7 +107,7 @@ class Layout:
         self.heads, self.shard = (_share(mesh, axis) for axis in (HEADS, SHARDS))
 
     def blocks(self, name: str, shape: torch.Size) -> list[ShardBlock]:
-        """List the blocks that this rank holds of a parameter of a shape."""
+        """Return the blocks of a parameter of a given shape that this rank holds."""
         blocks = split_blocks(shape, self.splits.get(name, WHOLE), self.heads)
         rows = max(block.local[0] + block.sizes[0] for block in blocks)
         cut = (_cut_rows(block, *self.shard.of(rows)) for block in blocks)

@@ -1,4 +1,4 @@
-"""Weights that are drawn late: a model too large for one process is built without any, sharded, and drawn in parts."""
+"""Initialization of large models: built on the meta device, sharded, and then initialized shard by shard."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,15 +14,15 @@ _IS_META = ContextVar("is_deferred", default=False)
 
 
 class ModulewiseInit(Protocol):
-    """A model that can draw the weights of one of its modules at a time."""
+    """A model that can initialize one of its modules at a time."""
 
     def init_module(self, name: str, module: nn.Module) -> None:
-        """Draw what `module`, called `name` in the model, holds itself."""
+        """Initialize the direct parameters of `module`, whose name in the model is `name`."""
 
 
 @contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Let models of the body that can be drawn by module be built on the meta device."""
+    """Build models that support `ModulewiseInit` on the meta device within the body."""
     token = _IS_META.set(True)
     try:
         yield
@@ -31,25 +31,25 @@ def on_meta_device() -> Iterator[None]:
 
 
 def weights_device() -> str | None:
-    """Where a model that can be drawn by module is to be built; None for the default device."""
+    """Device to build `ModulewiseInit` models on; None for the default device."""
     return "meta" if _IS_META.get() else None
 
 
 def init_shards(model: ModulewiseInit, layout: Layout, device: torch.device) -> None:
-    """Give a sharded model of the meta device its weights: the numbers that one process would draw.
+    """Initialize a sharded model on the meta device with the same values as in one process.
 
-    Every rank draws all of them, a module at a time, and keeps its parts.
+    Every rank initializes one full module at a time, and keeps its shards.
 
     Args:
-        model: Its parameters are DTensors on the meta device.
-        layout: Which parts this rank has.
-        device: Where they shall lie.
+        model: Model whose parameters are DTensors on the meta device.
+        layout: Layout of this rank.
+        device: Device of the initialized shards.
     """
     model.to_empty(device=device)
     for name, module in model.named_modules():
         parts = dict(module.named_parameters(recurse=False))
         for key, part in parts.items():
-            dtype = torch.float32 if part.dtype == torch.float64 else part.dtype  # widened since it was built
+            dtype = torch.float32 if part.dtype == torch.float64 else part.dtype  # converted after the model was built
             module._parameters[key] = nn.Parameter(torch.empty(part.shape, dtype=dtype))
         model.init_module(name, module)
         for key, part in parts.items():
@@ -62,7 +62,7 @@ def init_shards(model: ModulewiseInit, layout: Layout, device: torch.device) -> 
 
 @torch.no_grad()
 def load_shards(model: nn.Module, layout: Layout, weights: Mapping[str, Tensor]) -> None:
-    """Copy a rank's parts of whole tensors into a sharded model; parameters that are not named stay as they are."""
+    """Copy a rank's parts of full tensors into a sharded model; parameters without an entry are unchanged."""
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():
         local = parameters[name].to_local()

@@ -1,4 +1,4 @@
-"""Watches the start of a distributed run: a process that waits for the others says so, and ends after a limit."""
+"""Watchdog for the start of a distributed run: waiting processes print a message, and exit after a time limit."""
 
 import os
 import sys
@@ -10,23 +10,23 @@ import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed import is_initialized
 
-LAUNCHER = "DCTRAIN_LAUNCHER"  # process id of the process that starts the others of its machine
+LAUNCHER = "DCTRAIN_LAUNCHER"  # process id of the process that starts the others on its machine
 NOTICE_SECONDS, LIMIT_SECONDS, INTERVAL = 60.0, 900.0, 0.5
 
 
 def mark_launcher() -> None:
-    """Leave this process' id to the processes that Lightning starts, unless it is one of them."""
+    """Store this process's id in the environment of processes that Lightning starts, unless it is one of them."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.environ[LAUNCHER] = str(os.getpid())
 
 
 def watch_start(trainer: L.Trainer) -> None:
-    """Watch, in a thread, that the processes of a run find each other; it ends when they have.
+    """Watch in a thread until the processes of a run are connected.
 
     The process ends with status 2 and a message if the process that started it has died, or after `LIMIT_SECONDS`.
 
     Args:
-        trainer: Its strategy has not set up its process group.
+        trainer: Trainer whose process group is not set up yet.
     """
     if trainer.world_size == 1 or is_initialized():
         return
@@ -53,20 +53,20 @@ def watch(
     """Wait until a process group is ready.
 
     Args:
-        name: Of this process, in messages.
-        launcher: Process id of the process that started this one; None if that is not watched.
+        name: Name of this process in messages.
+        launcher: Process id of the process that started this one; None to not watch it.
         is_ready: Returns whether the process group is ready.
         say: Prints a message.
         end: Ends the process with a message.
-        notice_seconds: After this time a message says that the process is waiting.
-        limit_seconds: After this time the process ends.
-        interval: Seconds between looks.
+        notice_seconds: Time after which the message that the process is waiting is printed.
+        limit_seconds: Time after which the process ends.
+        interval: Seconds between checks.
     """
     start, is_said = time.monotonic(), False
     while not is_ready():
         waited = time.monotonic() - start
         if launcher is not None and os.getppid() != launcher:
-            return end(f"{name}: the process that started it has died before all processes of the run had started.")
+            return end(f"{name}: the process that started it died before all processes of the run had started.")
         if waited > limit_seconds:
             return end(f"{name}: the other processes of the run have not started within {limit_seconds:.0f} s.")
         if waited > notice_seconds and not is_said:
@@ -81,4 +81,4 @@ def _say(message: str) -> None:
 
 def _end(message: str) -> None:
     _say(f"error: {message}")
-    os._exit(2)  # the main thread is inside of the process group's start, which does not return
+    os._exit(2)  # the main thread is blocked in the start of the process group

@@ -1,4 +1,4 @@
-"""SLURM: Lightning's environment of a job, without its own way to requeue it."""
+"""SLURM: Lightning's cluster environment without its automatic requeueing."""
 
 from pathlib import Path
 
@@ -9,22 +9,24 @@ from ..errors import UserError
 
 
 def cluster_plugins(chosen: list, root: Path, is_resumed: bool) -> list[ClusterEnvironment]:
-    """Make the plugin that a job of SLURM needs; none elsewhere, or where the user chose one.
+    """Create the plugin for a SLURM job; none outside of SLURM or if the user selected one.
 
-    Lightning would save `hpc_ckpt_N.ckpt` beside all runs on SIGUSR1, and load it silently in any later run. Here that
-    signal stops a run as others do, and `--resume latest` goes on.
+    On SIGUSR1 Lightning would save `hpc_ckpt_N.ckpt` in the root folder, and silently load it in any later run. Here
+    the signal stops the run like others, and `--resume latest` continues it.
 
     Args:
         chosen: The user's plugins.
         root: Folder of all experiments.
-        is_resumed: Whether a checkpoint is named.
+        is_resumed: Whether a checkpoint is given.
 
     Raises:
-        UserError: If such a file lies there, and Lightning would load it.
+        UserError: If such a file exists and Lightning would load it.
     """
     if not SLURMEnvironment.detect() or any(isinstance(plugin, ClusterEnvironment) for plugin in chosen):
         return []
     left = sorted(root.glob("hpc_ckpt_*.ckpt"))
     if left and not is_resumed:
-        raise UserError(f"{left[-1]} would be loaded; go on from it with --resume={left[-1]}, or move it away.")
+        raise UserError(
+            f"{left[-1]} would be loaded by Lightning; continue from it with --resume={left[-1]}, or move it."
+        )
     return [SLURMEnvironment(auto_requeue=False)]

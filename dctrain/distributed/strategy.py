@@ -1,6 +1,4 @@
-"""FSDP2Strategy: weights, gradients and optimiser state sharded over all ranks, or over groups of them, and layers
-split over heads.
-"""
+"""FSDP2Strategy: sharding of weights, gradients and optimiser state (FSDP, HSDP), and tensor parallelism over heads."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +28,12 @@ from .layout import HEADS, REPLICAS, SHARDS, Layout, RankShare
 from .meta_init import init_shards
 from .tensor_parallel import TensorParallelPlan, split_model
 
-POPEN = "popen"  # how Lightning starts the processes of a machine: each runs the command again
+POPEN = "popen"  # Lightning's launcher in which each process runs the command again
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def mesh_axes(world: int, *, replicas: int = 1, tensor_parallel: int = 1) -> dict[str, int]:
-    """Size the axes of a mesh of all ranks; what replicas and heads leave are shards.
+    """Compute the sizes of the mesh axes; the shards axis has the ranks that replicas and heads leave.
 
     Raises:
         UserError: If the sizes do not divide the world.
@@ -53,7 +51,7 @@ def mesh_axes(world: int, *, replicas: int = 1, tensor_parallel: int = 1) -> dic
 
 
 def make_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
-    """Arrange ranks as [replicas, shards, heads]; an axis of one rank is left out, but for that of shards."""
+    """Create the mesh [replicas, shards, heads]; axes of size 1, except shards, are omitted."""
     names = tuple(name for name, size in axes.items() if name == SHARDS or size > 1)
     return init_device_mesh(device_type, tuple(map(axes.get, names)), mesh_dim_names=names)
 
@@ -61,7 +59,7 @@ def make_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
 def shard_blocks(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None
 ) -> None:
-    """Shard a model in place, each block by itself, so that one block at a time is gathered."""
+    """Shard a model in place, each block separately, so that one block at a time is gathered."""
     mesh = mesh[tuple(axis for axis in mesh.mesh_dim_names if axis != HEADS)]
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
@@ -78,18 +76,18 @@ def shard_model(
     split: SplitsModel,
     device: torch.device,
 ) -> Layout:
-    """Split a model over heads and shard it, in place, and draw its weights if it has none yet.
+    """Apply tensor parallelism and sharding in place, and initialize the weights of a model on the meta device.
 
     Args:
         model: The network.
-        blocks: Its blocks, each of which is gathered by itself.
-        mesh: Of `make_mesh`.
-        precision: A trainer's. Autocast says what a forward pass does in 32 bits; inputs stay as they come.
-        split: Tells the model to compute the share of a rank, of so many, and how it is split then.
-        device: Where the parts shall lie.
+        blocks: Its blocks, which are gathered separately.
+        mesh: Mesh from `make_mesh`.
+        precision: The trainer's precision. Autocast selects the operations in 32 bits; inputs are not cast.
+        split: Changes the model to compute the share of a rank, given the number of ranks, and returns how it is split.
+        device: Device of the shards.
 
     Returns:
-        Which parts this rank has.
+        Layout of this rank.
     """
     splits = {}
     if HEADS in mesh.mesh_dim_names:
@@ -107,15 +105,15 @@ def shard_model(
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards over all ranks (`fully_shard`): `--trainer.strategy fsdp2`.
 
-    Under a mixed precision parameters are gathered in 16 bits and gradients reduced in 32, once a step: an accumulated
-    step keeps whole gradients until then. A checkpoint is a folder to which each rank writes what it holds; any mesh,
-    and one process, go on from it.
+    With mixed precision, parameters are gathered in 16 bits and gradients reduced in 32 bits, once per step: with
+    gradient accumulation full gradients are kept until then. A checkpoint is a folder to which each rank writes its
+    shards; it can be resumed on any mesh, and by one process.
 
     Args:
-        replicas: Groups of ranks that each hold the whole model, sharded within (HSDP); 1 shards over all ranks.
-        tensor_parallel: Neighbouring ranks that split each layer among them, by groups of heads (paper, section 3.2),
-            and take the same data. What is left of the world size are shards; each takes its own part of the data.
-        async_save: Go on training while a checkpoint is written, from a copy in the memory of the host.
+        replicas: Number of replicas of the model, each sharded over its ranks (HSDP); 1 shards over all ranks.
+        tensor_parallel: Number of consecutive ranks that split each layer by head groups (paper, section 3.2) and
+            process the same data. The remaining factor of the world size is sharded; each shard processes its own data.
+        async_save: Continue training while a checkpoint is written from a copy in host memory.
     """
 
     def __init__(self, replicas: int = 1, tensor_parallel: int = 1, async_save: bool = False) -> None:
@@ -124,7 +122,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.folders = ShardedCheckpointWriter(async_save)
 
     def setup_environment(self) -> None:
-        """Connect the processes."""
+        """Initialize the process group."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         axes = mesh_axes(self.world_size, replicas=self.replicas, tensor_parallel=self.tensor_parallel)
@@ -132,17 +130,17 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Over how many ranks the data are split, and which of them this is."""
+        """Number of ranks that the data are split over, and the index of this rank."""
         ranks = self.world_size // self.tensor_parallel
         return {"num_replicas": ranks, "rank": self.global_rank // self.tensor_parallel}
 
     def shard(self, model: nn.Module, blocks: Iterable[nn.Module], precision: str, split: SplitsModel) -> None:
-        """Split a model over heads and shard it, in place; arguments as of `shard_model`."""
+        """Apply tensor parallelism and sharding in place; arguments as in `shard_model`."""
         self.layout = shard_model(model, blocks, self.mesh, precision, split, self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce no gradients for the body, which is a batch whose step is still to come."""
+        """Skip the reduction of gradients in the body, a batch before the last of an accumulated step."""
         sharded = [module for module in self.lightning_module.children() if isinstance(module, FSDPModule)]
         for module in sharded:
             module.set_requires_gradient_sync(False)
@@ -153,29 +151,31 @@ class FSDP2Strategy(ModelParallelStrategy):
                 module.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:
-        """Leave the weights to `save_checkpoint`; let go of those that validation has gathered."""
+        """Return nothing, as `save_checkpoint` saves the weights; free those gathered by a validation."""
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, list[dict]]:
-        """Leave the optimiser's tensors to `save_checkpoint`."""
+        """Return nothing, as `save_checkpoint` saves the optimiser's tensors."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         return {"param_groups": named_groups(self.lightning_module, optimizer)}
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
-        """Save the folder `filepath`: each rank what it holds. An error of one is an error of all."""
+        """Save the folder `filepath`: each rank writes its shards. An error of one rank is raised on all."""
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
         self.folders.save(Path(filepath), local_shards(self.lightning_module, optimizer, self.layout), checkpoint)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, once what is being saved is there."""
+        """Remove a checkpoint, after pending saves are finished."""
         self.folders.finish()
         super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
-        """Fill the shards of weights and optimiser from a checkpoint of either kind; return what else it holds."""
+        """Load the shards of weights and optimiser from a single-file or sharded checkpoint; return its other
+        content.
+        """
         module, optimizer = self.lightning_module, next(iter(self.optimizers), None)
         groups = [] if optimizer is None else named_groups(module, optimizer)
         stored = open_checkpoint(Path(checkpoint_path), groups)
@@ -188,27 +188,27 @@ class FSDP2Strategy(ModelParallelStrategy):
         return stored.meta
 
     def teardown(self) -> None:
-        """Finish saving, and end."""
+        """Finish pending saves, and tear down."""
         self.folders.finish()
         super().teardown()
 
     def training_step(self, *args, **kwargs) -> STEP_OUTPUT:
-        """Take a training step; a loss over a split vocabulary is computed in parts."""
+        """Run a training step; with a split vocabulary the loss is computed in parts."""
         with loss_parallel():
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args, **kwargs) -> STEP_OUTPUT:
-        """Validate a batch, likewise."""
+        """Run a validation step, likewise."""
         with loss_parallel():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args, **kwargs) -> STEP_OUTPUT:
-        """Test a batch, likewise."""
+        """Run a test step, likewise."""
         with loss_parallel():
             return super().test_step(*args, **kwargs)
 
     def backward(self, *args, **kwargs) -> torch.Tensor:
-        """Differentiate, likewise."""
+        """Run the backward pass, likewise."""
         with loss_parallel():
             return super().backward(*args, **kwargs)
 
@@ -217,25 +217,25 @@ StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ra
 
 
 def data_rank(trainer: L.Trainer | None) -> RankShare:
-    """Tell which part of the data a process trains on, of how many."""
+    """Return the part of the data that this process trains on, and the number of parts."""
     split = None if trainer is None else trainer.distributed_sampler_kwargs
     return RankShare(0, 1) if split is None else RankShare(split["rank"], split["num_replicas"])
 
 
 def is_sharding(strategy: object) -> bool:
-    """Tell whether a configured strategy, a name or a class with options, is FSDP2Strategy."""
+    """Whether a configured strategy, a name or a class with options, is FSDP2Strategy."""
     named = strategy if isinstance(strategy, str) or strategy is None else strategy.get("class_path")
     return named is not None and named.split(".")[-1] in ("fsdp2", FSDP2Strategy.__name__)
 
 
 def check_strategy(strategy: str | type | Strategy) -> None:
-    """Refuse a strategy that is none of one device, DDP and FSDP2: what others train would be something else.
+    """Check that a strategy is a single device, DDP or FSDP2; others would train differently.
 
     Args:
-        strategy: One, its class, or its name; names that nobody knows are left to Lightning.
+        strategy: A strategy, its class, or its name. Unknown names are left to Lightning.
 
     Raises:
-        UserError: If it is so.
+        UserError: If the strategy is not supported.
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
     start = getattr(strategy, "_start_method", POPEN)

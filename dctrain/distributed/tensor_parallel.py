@@ -1,7 +1,7 @@
-"""Tensor parallelism: ranks compute with their own part of each layer, and add up where a layer ends.
+"""Tensor parallelism: ranks compute their part of each layer, and sum at the end of a layer.
 
-What a rank computes with are plain tensors; DTensors say which part of the parameters it has, to FSDP, to the
-optimiser, and to the norm of the gradients.
+Ranks compute with plain tensors; DTensors describe their parts of the parameters to FSDP, to the optimiser, and to the
+norm of the gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from .layout import WHOLE, RankShare, split_blocks
 
 
 class TensorParallelPlan(NamedTuple):
-    """How a model, already told to compute a rank's share, is split.
+    """How a model, already changed to compute a rank's share, is split.
 
     Attributes:
-        splits: Of the parameters that are split, by name.
-        entered: Names of modules whose first argument all ranks have, and each rank uses for its share.
-        styles: torch's styles of parallel modules, by name; they say how the parts are put together.
+        splits: Split parameters by name.
+        entered: Names of modules whose first argument is replicated and used by each rank for its share.
+        styles: Parallel styles of torch, by module name.
     """
 
     splits: Mapping[str, ShardedDim]
@@ -33,7 +33,7 @@ class TensorParallelPlan(NamedTuple):
 
 
 def split_model(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
-    """Split a model in place over a mesh of one axis. Every rank has the same weights, or none yet."""
+    """Split a model in place over a one-dimensional mesh. All ranks have the same weights, or meta tensors."""
     for name, module in list(model.named_modules()):
         prefix = f"{name}." if name else ""
         for key, parameter in module.named_parameters(recurse=False):
@@ -57,7 +57,7 @@ def _split_parameter(whole: nn.Parameter, split: ShardedDim, mesh: DeviceMesh) -
 
 
 def _use_local_parameters(module: nn.Module, splits: Mapping[str, ShardedDim]) -> None:
-    """Let a module see this rank's parts, as tensors, while it computes."""
+    """Make a module use this rank's parts, as plain tensors, in its forward pass."""
     gradients = {name: [Partial()] if split.is_summed else None for name, split in splits.items()}
 
     def show(module: nn.Module, args: tuple) -> None:
@@ -74,5 +74,5 @@ def _use_local_parameters(module: nn.Module, splits: Mapping[str, ShardedDim]) -
 
 
 def copy_to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Pass on a tensor that all ranks have; its gradients are added up, for each rank has that of its share."""
+    """Identity on a replicated tensor; in the backward pass the ranks' gradients are summed."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from ..errors import UserError, as_user_error
-from ..utils.files import atomic_write, held, relative
+from ..utils.files import atomic_write, file_lock, relative
 from .answer_cache import AnswerCache
 from .ranks import Ranks, init_ranks
 from .results import Measure, Results, open_results, read_results, write_csv
@@ -69,7 +69,7 @@ class Evaluation(NamedTuple):
             yield
             return
         path = self.folder / f".{self.name}.lock"
-        with held(path, f"{self.folder / self.name}.json is being written by another evaluation."):
+        with file_lock(path, f"{self.folder / self.name}.json is being written by another evaluation."):
             try:
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""`plan`: the arguments of `fit`, and what that run would need, on no device at all."""
+"""`plan`: memory, time and cost of a run with the arguments of `fit`, computed without a device."""
 
 import re
 from pydoc import locate
@@ -24,11 +24,11 @@ from .memory import GIB, Memory, activation_bytes, check_fits, ddp_memory, fsdp2
 
 AUTO = "auto"
 PRECISIONS = (None, 32, "32", "32-true", "bf16-mixed", "16-mixed")
-ADAM_CHECKPOINT_BYTES = 12  # of a parameter: itself and two moments, in 32 bits
+ADAM_CHECKPOINT_BYTES = 12  # per parameter: itself and two moments, in 32 bits
 
 
 class PlanCLI:
-    """Makes a command line of `TrainerCLI`, given before it among the bases, plan what it would run."""
+    """Mixin before a `TrainerCLI` among the bases: plans the run instead of starting it."""
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -37,7 +37,7 @@ class PlanCLI:
         return parser
 
     def _set_seed(self) -> None:
-        """Check the seed alone: nothing is drawn.
+        """Check the seed without setting it.
 
         Raises:
             UserError: If it is out of range.
@@ -47,7 +47,7 @@ class PlanCLI:
             raise UserError(f"seed_everything={seed}: expected {min_seed_value} to {max_seed_value}.")
 
     def instantiate_classes(self) -> None:
-        """Build the model alone, without weights where that is possible."""
+        """Build only the model, without weights if possible."""
         self.check_named()
         resume = self._get(self.config, "resume")
         if resume not in (None, LATEST):
@@ -72,12 +72,12 @@ def _count_samples(datamodule: ResumableDataModule) -> int | None:
     try:
         return datamodule.count_samples()
     except (UserError, OSError) as error:
-        print(f"the training set is not counted: {reason(error)}")
+        print(f"the size of the training set is unknown: {reason(error)}")
         return None
 
 
 class Estimate(NamedTuple):
-    """Options of `plan` for the length, the time and the price of a run; see `OPTIONS`."""
+    """Options of `plan` for the length, time and price of a run; see `OPTIONS`."""
 
     train_samples: int | None = None
     mfu: float | None = None
@@ -87,12 +87,12 @@ class Estimate(NamedTuple):
 
 
 OPTIONS = (
-    ("gpu_memory", float, 80.0, "Of a device, in GiB."),
-    ("train_samples", int | None, None, "Samples (images, sequences) of the training set; counted if left out."),
-    ("mfu", float | None, None, "Model FLOPs utilisation that the time is estimated from, in (0, 1]."),
-    ("peak_tflops", float, PEAK_TFLOPS, "Peak of a device for --mfu; the default is an H100's in dense bfloat16."),
-    ("throughput", str | None, None, "Folder of a run whose measured speed the time is estimated from."),
-    ("hour_price", float | None, None, "Price of a device and hour."),
+    ("gpu_memory", float, 80.0, "Memory of a device, in GiB."),
+    ("train_samples", int | None, None, "Samples (images, sequences) of the training set; counted by default."),
+    ("mfu", float | None, None, "Model FLOPs utilization for the time estimate, in (0, 1]."),
+    ("peak_tflops", float, PEAK_TFLOPS, "Peak TFLOP/s of a device for --mfu; default: H100, dense bfloat16."),
+    ("throughput", str | None, None, "Folder of a run whose measured speed is used for the time estimate."),
+    ("hour_price", float | None, None, "Price per device and hour."),
 )
 
 
@@ -104,18 +104,19 @@ def plan(
     num_samples: int | None,
     estimate: Estimate,
 ) -> list[str]:
-    """Compute what a run will need, a line each.
+    """Compute the requirements of a run, as lines of text.
 
     Args:
-        module: The model may be on the meta device.
+        module: The module; its model may be on the meta device.
         trainer: The trainer's arguments.
-        batch_size: Samples of a rank and batch.
-        gpu_memory: Of a device, in GiB.
-        num_samples: Samples of the training set; None if it is not known.
-        estimate: Options for the time and the price.
+        batch_size: Samples per rank and batch.
+        gpu_memory: Memory of a device, in GiB.
+        num_samples: Samples of the training set; None if unknown.
+        estimate: Options for time and price.
 
     Raises:
-        UserError: If the mesh does not fit the world, the run the device, or a number is out of range.
+        UserError: If the mesh does not divide the ranks, the run exceeds the device's memory, or a number is out of
+            range.
     """
     check_trainer(trainer)
     _check_planned(trainer, gpu_memory, estimate)
@@ -136,23 +137,23 @@ def plan(
         f"mesh        {world} ranks ({nodes} x {devices}), {_mesh_name(trainer['strategy'], axes)}",
         f"step        {step:,} {module.speed_unit} ({units:,} x {accumulate} accumulated x {data_ranks} ranks)",
         f"run         {length}",
-        *([] if trainer["max_time"] is None else [f"            or what is done in max_time={trainer['max_time']}"]),
+        *([] if trainer["max_time"] is None else [f"            or until max_time={trainer['max_time']}"]),
         *_time(length, world, estimate),
         "rank        " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory._asdict().items()) + " GiB",
-        f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, and what lives for a moment",
+        f"            about {memory.total / GIB:.1f} of {gpu_memory:g} GiB, plus temporary tensors",
         f"checkpoint  {ADAM_CHECKPOINT_BYTES * numel / GIB:.1f} GiB",
     ]
     if str(trainer["devices"]) == AUTO:
-        lines.append(f"devices     {AUTO}: planned for one; --trainer.devices plans for more")
+        lines.append(f"devices     {AUTO}: planned for one; set --trainer.devices for more")
     check_fits(memory, gpu_memory)
     return lines
 
 
 def _devices(trainer: dict) -> int:
-    """Read the devices of a node; "auto", which depends on the machine, counts as one.
+    """Return the devices per node; "auto", which depends on the machine, counts as one.
 
     Raises:
-        UserError: If they are no number.
+        UserError: If it is not a number.
     """
     devices = str(trainer["devices"])
     if devices == AUTO:
@@ -163,11 +164,11 @@ def _devices(trainer: dict) -> int:
 
 
 def _time(length: Length, world: int, estimate: Estimate) -> list[str]:
-    """Write the line of the time, if it is asked for."""
+    """Format the time, if requested."""
     if estimate.mfu is None and estimate.throughput is None:
         return []
     if length.steps is None:
-        raise UserError("train_samples=None: expected the size of the training set, which is not on this machine.")
+        raise UserError("train_samples=None: expected the size of the training set, which is not available here.")
     if estimate.mfu is not None:
         speed = stated_speed(estimate.mfu, estimate.peak_tflops)
     else:
@@ -176,10 +177,10 @@ def _time(length: Length, world: int, estimate: Estimate) -> list[str]:
 
 
 def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None:
-    """Check what a plan alone depends on.
+    """Check the options of a plan.
 
     Raises:
-        UserError: If it cannot be planned with.
+        UserError: If an option is invalid.
     """
     strategy = trainer["strategy"]
     with as_user_error(f"trainer.max_time={trainer['max_time']!r}"):
@@ -191,7 +192,7 @@ def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None
     if estimate.train_samples is not None and estimate.train_samples < 1:
         raise UserError(f"train_samples={estimate.train_samples}: expected at least 1.")
     if trainer.get("fast_dev_run"):
-        raise UserError(f"trainer.fast_dev_run={trainer['fast_dev_run']}: plan takes whole runs; leave it out.")
+        raise UserError(f"trainer.fast_dev_run={trainer['fast_dev_run']}: plan does not support it; remove it.")
     if estimate.mfu is None and estimate.peak_tflops != PEAK_TFLOPS:
         raise UserError(f"peak_tflops={estimate.peak_tflops}: expected --mfu with it.")
     if estimate.mfu is not None and estimate.throughput is not None:
@@ -199,14 +200,14 @@ def _check_planned(trainer: dict, gpu_memory: float, estimate: Estimate) -> None
     if estimate.hour_price is not None and estimate.mfu is None and estimate.throughput is None:
         raise UserError(f"hour_price={estimate.hour_price}: expected --mfu or --throughput with it.")
     if trainer["precision"] not in PRECISIONS:
-        raise UserError(f"trainer.precision={trainer['precision']!r}; plan knows: 32-true, bf16-mixed, 16-mixed.")
+        raise UserError(f"trainer.precision={trainer['precision']!r}; expected 32-true, bf16-mixed, 16-mixed.")
     if isinstance(strategy, str) and strategy != "auto" and strategy not in StrategyRegistry:
         raise UserError(f"trainer.strategy={strategy!r} is unknown; expected auto, ddp, fsdp2.")
     check_strategy(strategy if isinstance(strategy, str) else locate(strategy["class_path"]))
 
 
 def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, axes: dict[str, int]) -> Memory:
-    """Count what a rank holds."""
+    """Estimate the memory of a rank."""
     is_mixed = "16" in str(trainer["precision"] or "32")
     if axes[HEADS] > 1:
         module = rank_share(module, axes[HEADS])
@@ -221,17 +222,17 @@ def plan_memory(module: TrainingModule, trainer: dict, batch_size: int, axes: di
 
 
 def _mesh(strategy: object, world: int) -> dict[str, int]:
-    """Read the mesh of a configured strategy; all ranks are shards if it does not say otherwise."""
+    """Return the mesh axes of a configured strategy; by default all ranks are shards."""
     options = {} if strategy is None or isinstance(strategy, str) else strategy.get("init_args") or {}
     return mesh_axes(world, **{name: options.get(name, 1) for name in ("replicas", "tensor_parallel")})
 
 
 def _mesh_name(strategy: object, axes: dict[str, int]) -> str:
     if not is_sharding(strategy):
-        return "each with the whole model"
+        return "each with the full model"
     parts = [f"{axes[SHARDS]} shards"]
     if axes[HEADS] > 1:
-        parts.append(f"of {axes[HEADS]} ranks, which split heads")
+        parts.append(f"of {axes[HEADS]} tensor-parallel ranks")
     if axes[REPLICAS] > 1:
-        parts.append(f"in each of {axes[REPLICAS]} replicas")
+        parts.append(f"in {axes[REPLICAS]} replicas")
     return " ".join(parts)

@@ -1,4 +1,4 @@
-"""Model FLOPs of a forward pass, and what a device could do: the two sides of model FLOPs utilisation."""
+"""Model FLOPs of a forward pass, and peak FLOP/s of a device, for model FLOPs utilization."""
 
 import copy
 import time
@@ -14,12 +14,12 @@ from dcmha import ComposedAttentionBase, attention_flops, compose_options_of, vi
 
 
 def forward_flops(model: nn.Module, *example: object) -> int:
-    """Count the FLOPs of a forward pass on an example, its arguments, of the meta device.
+    """Count the FLOPs of a forward pass for example arguments on the meta device.
 
-    Composed layers count as `dcmha.attention_flops` says, whichever implementation runs: pairs that causality or a
-    window hides are left out, masks of the data are not. Torch counts the rest.
+    Composed layers count as in `dcmha.attention_flops`, independent of the implementation: pairs hidden by causality or
+    a window are not counted, pairs hidden by data-dependent masks are. Other operations are counted by torch.
     """
-    model = copy.deepcopy(model).to("meta").eval().requires_grad_(False)  # the counter wants no graph
+    model = copy.deepcopy(model).to("meta").eval().requires_grad_(False)  # the counter needs no graph
     example = in_dtype(example, next(model.parameters()).dtype)
     counts: list[int] = []
     for module in model.modules():
@@ -31,7 +31,7 @@ def forward_flops(model: nn.Module, *example: object) -> int:
 
 
 def in_dtype(args: Iterable[object], dtype: torch.dtype) -> tuple:
-    """Cast those arguments that are floating tensors."""
+    """Cast the floating tensors among arguments."""
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
 
 
@@ -39,7 +39,7 @@ def _count(
     layer: ComposedAttentionBase, counts: list[int], q: Tensor, k: Tensor, v: Tensor, *_, is_causal: bool = False,
     window_size: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add what a call of the operator costs, in place of making it."""
+    """Add the cost of an operator call instead of executing it."""
     B, H, T, D = q.shape
     pairs = B * visible_pairs(T, k.shape[2], is_causal=is_causal, window_size=window_size)
     counts.append(attention_flops(D, H, pairs, **compose_options_of(layer.options)))
@@ -47,7 +47,7 @@ def _count(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s a device can reach in a dtype: a known GPU's data sheet, else measured on a product."""
+    """Return the peak FLOP/s of a device in a dtype: from the data sheet of a known GPU, else measured."""
     if device.type == "cuda":
         known = get_available_flops(device, dtype)
         if known:

@@ -1,4 +1,4 @@
-"""How long a planned run is: its steps, FLOPs, time and cost."""
+"""Steps, FLOPs, time and cost of a planned run."""
 
 import json
 import math
@@ -15,21 +15,21 @@ from ..run_dir import ENVIRONMENT
 from ..run_length import count_run_steps, is_set
 from ..utils.environment import read_environments
 
-PASSES = 3  # forward passes that a training step counts as
+PASSES = 3  # forward passes per training step
 MOST = 10**18  # FLOPs, devices
-LOWEST = 1e-6  # MFU and TFLOP/s: anything below is a mistake
-PEAK_TFLOPS = 989.0  # of an H100 SXM, dense bfloat16
+LOWEST = 1e-6  # smallest accepted MFU and TFLOP/s
+PEAK_TFLOPS = 989.0  # H100 SXM, dense bfloat16
 
 
 class Length(NamedTuple):
     """Length of a run.
 
     Attributes:
-        steps: Optimiser steps; None if the size of the training set is not known.
-        units: Images or tokens of an optimiser step, over all ranks.
-        unit: What they are.
-        flops: FLOPs of a forward pass of one unit.
-        epochs: Passes over the training set, if they set the length.
+        steps: Optimiser steps; None if the size of the training set is unknown.
+        units: Images or tokens per optimiser step, over all ranks.
+        unit: Name of the units.
+        flops: FLOPs of a forward pass per unit.
+        epochs: Epochs, if they determine the length.
     """
 
     steps: int | None
@@ -40,14 +40,14 @@ class Length(NamedTuple):
 
     @property
     def total_flops(self) -> int | None:
-        """FLOPs of the run; None if its steps are not known."""
+        """FLOPs of the run; None if its steps are unknown."""
         return None if self.steps is None else PASSES * self.flops * self.units * self.steps
 
     def __str__(self) -> str:
-        a_step = f"{PASSES * self.flops * self.units:.2e} FLOPs a step"
+        a_step = f"{PASSES * self.flops * self.units:.2e} FLOPs per step"
         epochs = "" if self.epochs is None else f"{self.epochs} epochs, "
         if self.steps is None:
-            return f"{epochs}{a_step}; --train_samples gives the steps where the data are not on this machine"
+            return f"{epochs}{a_step}; set --train_samples if the data are not available here"
         total = self.steps * self.units
         number = f"{total / 1e9:,.2f} billion" if total >= 1e7 else f"{total:,}"
         return f"{epochs}{self.steps:,} steps, {number} {self.unit}, {self.total_flops:.2e} FLOPs"
@@ -58,7 +58,7 @@ class Speed(NamedTuple):
 
     Attributes:
         flops: FLOP/s of training.
-        source: Where the number is from.
+        source: Description of the source.
     """
 
     flops: float
@@ -66,15 +66,15 @@ class Speed(NamedTuple):
 
 
 def count_steps(trainer: dict, num_samples: int | None, global_batch: int) -> int | None:
-    """Count the optimiser steps of a run, as `TrainingModule` does; None if the number of samples is not known.
+    """Count the optimiser steps of a run as in `TrainingModule`; None if the number of samples is unknown.
 
     Args:
         trainer: The trainer's arguments.
         num_samples: Samples of the training set, or None.
-        global_batch: Samples of a batch, over all ranks.
+        global_batch: Samples per batch over all ranks.
 
     Raises:
-        UserError: If the run has no end, or the training set is smaller than a batch.
+        UserError: If the run has no limit, or the training set is smaller than a batch.
     """
     steps_per_epoch = None
     if num_samples is not None and is_set(trainer["max_epochs"]):
@@ -91,16 +91,16 @@ def _batches_of_epoch(trainer: dict, num_samples: int, global_batch: int) -> int
     if limit is not None:
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     if batches < 1:
-        raise UserError(f"trainer.limit_train_batches={limit} leaves nothing to train on.")
+        raise UserError(f"trainer.limit_train_batches={limit} leaves no data to train on.")
     return batches
 
 
 def stated_speed(mfu: float, peak_tflops: float) -> Speed:
-    """Compute the speed of a device from model FLOPs utilisation.
+    """Compute the speed of a device from model FLOPs utilization.
 
     Args:
-        mfu: Part of the peak, in (0, 1].
-        peak_tflops: Of a device, in TFLOP/s.
+        mfu: Fraction of the peak, in (0, 1].
+        peak_tflops: Peak of a device, in TFLOP/s.
 
     Raises:
         UserError: If a number is out of range.
@@ -113,17 +113,17 @@ def stated_speed(mfu: float, peak_tflops: float) -> Speed:
 
 
 def measured_speed(run: str) -> Speed:
-    """Read the speed of a device from a run, in FLOP/s, which other models are estimated with: the median it logged.
+    """Read the median speed of a device from the log of a run, in FLOP/s, for estimates of other models.
 
     Args:
-        run: Folder of a run that logged to TensorBoard, as runs do by default.
+        run: Folder of a run that logged to TensorBoard, the default.
 
     Raises:
-        UserError: If it has no record of its speed, costs and devices.
+        UserError: If it has no record of speed, costs and devices.
     """
     folder = Path(run)
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    with as_user_error(f"throughput={run!r}: expected the folder of a run that has trained"):
+    with as_user_error(f"throughput={run!r}: expected the folder of a finished run"):
         flops, unit, devices = _recorded(folder)
         log.Reload()
     rates = logged_speeds(log)
@@ -134,10 +134,10 @@ def measured_speed(run: str) -> Speed:
 
 
 def _recorded(folder: Path) -> tuple[int, str, int]:
-    """Read the FLOPs of a forward pass of one unit, the unit, and the number of devices of a run.
+    """Read the forward FLOPs per unit, the unit, and the number of devices of a run.
 
     Raises:
-        UserError: If one is missing or is not of its type.
+        UserError: If a value is missing or has the wrong type.
         OSError: If a file cannot be read.
     """
     where = read_environments(folder / ENVIRONMENT)
@@ -157,13 +157,13 @@ def _recorded(folder: Path) -> tuple[int, str, int]:
 
 
 def describe_time(length: Length, world: int, speed: Speed, hour_price: float | None) -> str:
-    """Write the time of a run, in hours, and its price.
+    """Format the time of a run, in hours, and its price.
 
     Args:
-        length: Of the run, with steps.
+        length: Length of the run, with known steps.
         world: Number of devices.
-        speed: Of a device.
-        hour_price: Of a device and hour, in any currency; None if it is not asked for.
+        speed: Speed of a device.
+        hour_price: Price per device and hour, in any currency; None to omit the price.
 
     Raises:
         UserError: If the price is negative.

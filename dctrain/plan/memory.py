@@ -1,4 +1,4 @@
-"""The bytes of a rank: weights, gradients, optimiser and activations, counted without any device."""
+"""Estimated memory of a rank: weights, gradients, optimiser and activations, computed without a device."""
 
 import copy
 from collections.abc import Iterator
@@ -21,17 +21,17 @@ from ..training_module import TrainingModule
 from .flops import in_dtype
 
 GIB = 2**30
-GATHERED_BLOCKS = 2  # the one that computes, and the next
+GATHERED_BLOCKS = 2  # the current block and the prefetched one
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank, about.
+    """Estimated bytes of a rank.
 
     Attributes:
-        weights: Parameters in 32 bits, and what is gathered or cast of them.
-        gradients: Theirs, in 32 bits.
+        weights: Parameters in 32 bits, and their gathered or cast copies.
+        gradients: Gradients in 32 bits.
         optimizer: Adam's two moments.
-        activations: What is kept for the backward pass of a batch.
+        activations: Tensors saved for the backward pass of a batch.
     """
 
     weights: int
@@ -41,13 +41,13 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all."""
         return sum(self)
 
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Be rank 0 of a process group that does not exist."""
+    """Act as rank 0 of a simulated process group within the body."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield
@@ -56,14 +56,14 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 def rank_share(module: TrainingModule, ranks: int) -> TrainingModule:
-    """Copy a module, its network being one rank's share under tensor parallelism: parameters of its shapes, no values.
+    """Copy a module whose network is one rank's share under tensor parallelism, on the meta device.
 
     Args:
         module: The module, whose network is on the meta device.
         ranks: Ranks that split each layer.
 
     Raises:
-        UserError: If it cannot be split.
+        UserError: If the network cannot be split.
     """
     module = copy.deepcopy(module)
     splits = module.split_model(0, ranks).splits
@@ -76,11 +76,11 @@ def rank_share(module: TrainingModule, ranks: int) -> TrainingModule:
 
 
 def sharded_numel(model: nn.Module, shards: int) -> int:
-    """Count the parameters that a rank keeps under `FSDP2Strategy`: those of the largest shards.
+    """Count the parameters of the rank with the largest shards under `FSDP2Strategy`.
 
     Args:
         model: The network, on the meta device.
-        shards: Ranks that it is sharded over.
+        shards: Number of shards.
     """
     with fake_world(shards):
         model = copy.deepcopy(model)
@@ -91,14 +91,14 @@ def sharded_numel(model: nn.Module, shards: int) -> int:
 def activation_bytes(
     model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype, recompute: Recompute = "none"
 ) -> int:
-    """Count the bytes that a forward pass keeps for the backward pass, as the fused kernels run it.
+    """Count the bytes that a forward pass saves for the backward pass with the fused kernels.
 
     Args:
         model: The network.
-        args: Its inputs, on the meta device.
-        kwargs: More of them.
-        dtype: Dtype of what is computed.
-        recompute: What is recomputed; what one block keeps meanwhile is added.
+        args: Its positional inputs, on the meta device.
+        kwargs: Its keyword inputs.
+        dtype: Compute dtype.
+        recompute: Activation checkpointing; the activations of one recomputed block are added.
     """
     model = copy.deepcopy(model).to(device="meta", dtype=dtype).train()
     set_recompute(model, recompute)
@@ -127,7 +127,7 @@ def _kept_bytes(model: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype)
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what the fused kernels keep: the operands, the output, and one number a row."""
+    """Saves the same tensors as the fused kernels: the operands, the output, and one number per row."""
 
     @staticmethod
     def forward(ctx, q: Tensor, *rest: Tensor) -> Tensor:
@@ -144,13 +144,13 @@ def _attend(layer: ComposedAttentionBase, q: Tensor, k: Tensor, v: Tensor, pre, 
 
 
 def ddp_memory(model: nn.Module, activations: int, *, is_mixed: bool, world: int) -> Memory:
-    """Count what a rank holds of a model that is whole on every rank; several add the buckets that they reduce."""
+    """Estimate the memory of a rank under DDP; several ranks add the reduction buckets."""
     numel = sum(parameter.numel() for parameter in model.parameters())
     return Memory((4 + 2 * is_mixed) * numel, (4 + 4 * (world > 1)) * numel, 8 * numel, activations)
 
 
 def fsdp2_memory(model: nn.Module, activations: int, *, is_mixed: bool, shards: int, accumulate: int) -> Memory:
-    """Count what a rank holds of a model that is sharded; accumulated gradients are whole until they are reduced."""
+    """Estimate the memory of a rank under FSDP2; accumulated gradients are full-size until they are reduced."""
     blocks = list(getattr(model, "blocks", ()))
     whole = sum(parameter.numel() for parameter in model.parameters())
     block = max((sum(parameter.numel() for parameter in b.parameters()) for b in blocks), default=0)
@@ -162,14 +162,14 @@ def fsdp2_memory(model: nn.Module, activations: int, *, is_mixed: bool, shards: 
 
 
 def check_fits(memory: Memory, gpu_memory: float) -> None:
-    """Refuse a run that a GPU has no room for.
+    """Check that a run fits into the memory of a GPU.
 
     Args:
-        memory: What it needs.
-        gpu_memory: Of a GPU, in GiB.
+        memory: Estimated memory of the run.
+        gpu_memory: Memory of a GPU, in GiB.
 
     Raises:
-        UserError: If it does not fit; the message says what would.
+        UserError: If it does not fit; the message suggests a change.
     """
     if memory.total <= gpu_memory * GIB:
         return
@@ -177,5 +177,5 @@ def check_fits(memory: Memory, gpu_memory: float) -> None:
     mend = "a smaller data.batch_size, or model.recompute" if largest == "activations" else "fsdp2 on more ranks"
     raise UserError(
         f"a rank needs about {memory.total / GIB:.1f} GiB of {gpu_memory:g}, most of it for {largest} "
-        f"({getattr(memory, largest) / GIB:.1f}); what would help: {mend}."
+        f"({getattr(memory, largest) / GIB:.1f}); use {mend}."
     )

@@ -1,1 +1,1 @@
-"""Helpers without knowledge of training: files, JSON fields, Markdown tables, devices, signals, lazy imports."""
+"""General helpers: files, JSON fields, Markdown tables, devices, signals, lazy imports."""

@@ -1,16 +1,16 @@
-"""Devices that a command may be asked to run on."""
+"""Check of a device argument."""
 
 import torch
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Return a device that computes.
+    """Return the device after checking that it can compute.
 
     Raises:
         RuntimeError: If there is no such device.
-        ValueError: If it holds no numbers.
+        ValueError: If its tensors have no data, such as meta.
     """
     found = torch.device(device)
     if found.type == "meta":
-        raise ValueError("tensors on it hold no numbers; expected cpu, cuda, cuda:1, ...")
+        raise ValueError("its tensors have no data; expected cpu, cuda, cuda:1, ...")
     return found

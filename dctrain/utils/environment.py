@@ -1,4 +1,4 @@
-"""Where a number comes from: the device, the versions, the commit."""
+"""Record of the environment of a result: device, versions, commit."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ from .files import write_json
 
 
 def environment(device: torch.device) -> dict:
-    """Describe the device, the versions and this project's commit ("-dirty" with changes; None outside a checkout)."""
+    """Return the device, the versions and this project's commit ("-dirty" with changes; None outside of a checkout)."""
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
@@ -25,7 +25,7 @@ def environment(device: torch.device) -> dict:
 
 
 def read_environments(path: Path) -> list[dict]:
-    """Read where a run ran, in turn; [] if the file is missing or damaged, for it is but a record."""
+    """Read the environments in which a run was trained; [] if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -34,7 +34,7 @@ def read_environments(path: Path) -> list[dict]:
 
 
 def add_environment(path: Path, where: dict) -> None:
-    """Add one place to a run's record."""
+    """Append an environment to a run's record."""
     write_json(path, [*read_environments(path), where])
 
 

@@ -1,6 +1,4 @@
-"""Writing files and folders that a crash or a full disk leaves whole: the old state or the new one. Reading files that
-have an end.
-"""
+"""Atomic writing of files and folders: after a crash or on a full disk either the old or the new state exists."""
 
 import errno
 import json
@@ -20,11 +18,11 @@ from ..errors import UserError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file beside `path`, which takes its place when the body is done and the disk has it; on an error it is
-    removed.
+    """Yield a temporary file that replaces `path` after the body, once it is synchronized to disk; removed on an
+    error.
     """
-    path = path.resolve()  # of a link, what it leads to
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two processes may write to one cache
+    path = path.resolve()  # follow links
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may write the same file
     try:
         with open(partial, "wb") as file:
             yield file
@@ -34,16 +32,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(path)  # the system does not say it of a full disk
+            error.filename = str(path)  # not set by the system if the disk is full
         raise
 
 
 @contextmanager
-def held(path: Path, said: str) -> Iterator[None]:
-    """Hold a lock file for the body. The lock of a process that died holds nobody.
+def file_lock(path: Path, said: str) -> Iterator[None]:
+    """Hold a lock file during the body. The lock of a dead process is released by the system.
 
     Raises:
-        UserError: With what is `said`, if another process holds it.
+        UserError: With the message `said`, if another process holds the lock.
     """
     lock = FileLock(path, timeout=0)
     try:
@@ -58,7 +56,7 @@ def held(path: Path, said: str) -> Iterator[None]:
 
 @contextmanager
 def restoring_os_errors(path: Path) -> Iterator[None]:
-    """Turn what torch's writer makes of an error of the system, such as a full disk, into that error again."""
+    """Raise the original OSError, such as a full disk, when torch's writer has converted it to a RuntimeError."""
     try:
         yield
     except RuntimeError as error:
@@ -68,10 +66,10 @@ def restoring_os_errors(path: Path) -> Iterator[None]:
 
 
 def check_regular(path: Path) -> Path:
-    """Return a path, unless what is there has no end or may never begin: a device, a pipe, a socket.
+    """Return the path of a regular file or folder. Reading a device, pipe or socket might never end.
 
     Raises:
-        OSError: If it is one of these, or nothing.
+        OSError: If it is a device, pipe or socket, or does not exist.
     """
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise OSError(errno.EINVAL, "Not a regular file (a device, pipe or socket)", str(path))
@@ -79,28 +77,30 @@ def check_regular(path: Path) -> Path:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Check before long work that a file can be written: at a new path, or over a regular file.
+    """Check before long work that a file can be created or overwritten.
 
     Raises:
-        UserError: If something else is there, or a parent is no folder; it names the option.
+        UserError: If the path is not a regular file, or a parent is not a folder; the message names the option.
     """
     parent = next((one for one in path.parents if one.exists()), path.parent)
     if path.exists() and not path.is_file():
-        what = "is a folder" if path.is_dir() else "is no regular file"
+        what = "is a folder" if path.is_dir() else "is not a regular file"
         raise UserError(f"{name}={path} {what}: expected a file to write.")
     if not parent.is_dir():
-        raise UserError(f"{name}={path}: {parent} is no folder.")
+        raise UserError(f"{name}={path}: {parent} is not a folder.")
 
 
 def write_json(path: Path, content: dict | list) -> None:
-    """Write JSON whole."""
+    """Write JSON atomically."""
     with atomic_write(path) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 @contextmanager
 def atomic_dir(folder: Path) -> Iterator[Path]:
-    """Yield a new folder within `folder`, whose files move up when the body is done; on an error nothing stays."""
+    """Yield a temporary folder within `folder`, whose files are moved to `folder` after the body; removed on an
+    error.
+    """
     is_new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
@@ -115,7 +115,7 @@ def atomic_dir(folder: Path) -> Iterator[Path]:
 
 
 def replace_dir(folder: Path, path: Path) -> None:
-    """Rename a whole folder to a name that may be taken. What had it is there, whole, until then, and goes after."""
+    """Rename `folder` to `path`, which may exist: it is complete until the rename, and removed afterwards."""
     before = path.with_name(f"before-{path.name}")
     if path.exists():
         os.replace(path, before)
@@ -124,7 +124,7 @@ def replace_dir(folder: Path, path: Path) -> None:
 
 
 def remove_atomically(path: Path) -> None:
-    """Remove a file or a folder, if it is there; a half of it is never found under its name."""
+    """Remove a file or folder, if it exists; a partially removed folder never has the original name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -135,6 +135,6 @@ def remove_atomically(path: Path) -> None:
 
 
 def relative(path: str | Path) -> Path:
-    """Shorten a path below the working directory."""
+    """Return the path relative to the working directory if it is below it."""
     path = Path(path)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""Checks of what JSON files say: each field by a function that accepts its values, and words for what it accepts."""
+"""Checks of the fields of JSON files: for each field a predicate and a description of the accepted values."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from ..errors import UserError
 
-MAX_IMAGE_SIDE = 2**14  # of the side of an image
+MAX_IMAGE_SIDE = 2**14  # maximum side of an image
 Checks = Mapping[str, tuple[Callable[[object], bool], str]]
 
 
 def check_fields(path: Path, content: Mapping, checks: Checks, required: Sequence[str] = ()) -> None:
-    """Check fields; one that is missing or null is accepted unless it is required.
+    """Check fields; a missing field or null is accepted unless it is required.
 
     Args:
-        path: The file, for the message.
+        path: The file, for messages.
         content: Its fields.
-        checks: By the name of a field, what accepts its values and what those are in words.
-        required: Names of fields that there must be.
+        checks: Predicate and description by field name.
+        required: Names of required fields.
 
     Raises:
         UserError: If a value is not accepted.
@@ -29,15 +29,15 @@ def check_fields(path: Path, content: Mapping, checks: Checks, required: Sequenc
 
 
 def is_fraction(value: object) -> bool:
-    """Return whether a value is a number in (0, 1]."""
+    """Whether a value is a number in (0, 1]."""
     return type(value) in (int, float) and 0 < value <= 1
 
 
 def is_count(value: object, least: int = 1, most: float = math.inf) -> bool:
-    """Return whether a value is an integer within bounds."""
+    """Whether a value is an integer within bounds."""
     return type(value) is int and least <= value <= most
 
 
 def are_numbers(value: object, above: float = -math.inf) -> bool:
-    """Return whether a value is a list of finite numbers above a bound."""
+    """Whether a value is a list of finite numbers above a bound."""
     return isinstance(value, list) and all(type(v) in (int, float) and above < v < math.inf for v in value)

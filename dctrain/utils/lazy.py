@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, because Lightning, which they need, takes seconds."""
+"""Lazy exports of a package, because importing Lightning takes seconds."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from importlib import import_module
 
 
 def lazy_exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make the `__getattr__` and the `__dir__` of a package.
+    """Create the `__getattr__` and `__dir__` of a package.
 
     Args:
         package: The package.
-        names: Names, and for each the module within the package that defines it.
+        names: Exported names with the modules of the package that define them.
     """
 
     def find(name: str) -> object:

@@ -1,11 +1,11 @@
-"""Tables of numbers, for terminals and files alike."""
+"""Markdown tables for terminals and files."""
 
 from collections.abc import Sequence
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table as Markdown whose columns are aligned: texts on the left, cells that begin with a digit or a sign
-    on the right.
+    """Format a Markdown table with aligned columns: text on the left, cells that start with a digit or sign on the
+    right.
     """
     lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *rows)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]

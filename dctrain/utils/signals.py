@@ -1,7 +1,7 @@
-"""Signals that end an evaluation.
+"""SIGTERM during an evaluation.
 
-Lightning's own handler of SIGTERM ends an evaluation with status 0 and no result, and waits for other ranks inside the
-handler, which can hang.
+Lightning's SIGTERM handler would end an evaluation with status 0 and without a result, and waits for other ranks within
+the handler, which can hang.
 """
 
 import os
@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 
 @contextmanager
 def exits_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process at once, with the signal's exit status, until `ExitOnSignal` sees to it."""
+    """Make SIGTERM end the process immediately with the signal's exit status, until `ExitOnSignal` takes over."""
     before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
@@ -25,10 +25,10 @@ def exits_on_sigterm() -> Iterator[None]:
 
 
 class ExitOnSignal(Callback):
-    """Takes SIGTERM back from Lightning when an evaluation starts."""
+    """Replaces Lightning's SIGTERM handler when an evaluation starts."""
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take it."""
+        """Install the handler."""
         signal.signal(signal.SIGTERM, _end)
 
     on_test_start = on_predict_start = on_validation_start

@@ -1,4 +1,4 @@
-"""WeightedMean: a mean over batches of any sizes, in which a NaN shows."""
+"""WeightedMean: a mean over batches of different sizes that propagates NaN."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,9 @@ from torchmetrics import Metric
 
 
 class WeightedMean(Metric):
-    """Averages numbers by weights, over batches and ranks, in float64.
+    """Weighted mean over batches and ranks, in float64.
 
-    torchmetrics' own mean either leaves NaN out or, told not to (`nan_strategy="disable"`), leaves the weights out.
+    `torchmetrics.MeanMetric` either ignores NaN or, with `nan_strategy="disable"`, ignores the weights.
     """
 
     full_state_update = False
@@ -19,10 +19,10 @@ class WeightedMean(Metric):
             self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, weight: float | Tensor) -> None:
-        """Add the mean of a batch, and what it weighs: what it is the mean of."""
+        """Add the mean of a batch with its weight, the number of averaged elements."""
         self.total += mean.detach().double() * weight
         self.weight += weight
 
     def compute(self) -> Tensor:
-        """Return the mean, float32; NaN of nothing."""
+        """Return the mean, float32; NaN without data."""
         return (self.total / self.weight).float()
