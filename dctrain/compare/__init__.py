@@ -1,4 +1,4 @@
-"""Training several models with one recipe, over seeds, and telling what came out: `compare` of both trainers."""
+"""`compare`: training several models with one recipe over several seeds, and reporting the results."""
 
 from .command import compare_command
 

@@ -1,4 +1,4 @@
-"""The subcommand `compare` of both trainers."""
+"""The subcommand `compare` of all trainers."""
 
 import signal
 import time
@@ -16,15 +16,15 @@ from .report import write_report
 from .results import RESULTS, Results
 from .training import TrainingStopped, environments, run_log_dir, train
 
-STOPPED = "stopped; the same command goes on."
+STOPPED = "stopped; run the same command again to continue."
 
 
 def compare_command(program: str, metrics: dict[str, str]) -> Callable[..., None]:
-    """Make the subcommand of a trainer.
+    """Create the subcommand of a trainer.
 
     Args:
-        program: The trainer, a module to run.
-        metrics: What counts if an experiment does not say it: logged curves, and whether "min" or "max" is better.
+        program: The trainer's module.
+        metrics: Default metrics: logged names, and whether "min" or "max" is better.
     """
 
     def compare(
@@ -37,30 +37,30 @@ def compare_command(program: str, metrics: dict[str, str]) -> Callable[..., None
         report: bool = False,
         extra: Sequence[str] = (),
     ) -> None:
-        """Train several models with one recipe, over seeds, and write a table and a plot.
+        """Train several models with one recipe over several seeds, and write a table and plots.
 
-        What has not been trained yet is trained; what has, is kept.
+        Finished runs are not repeated.
 
         Args:
-            experiment: A YAML file that says all (configs/experiments), in place of config, models and seeds.
+            experiment: A YAML file of an experiment (configs/experiments), in place of config, models and seeds.
             config: The recipe, a configuration of `fit`.
-            models: Models, each a name and settings of `model` behind it, such as "dcvit_small_patch4_32
-                model_kwargs.rank=1" or "dcformer_pp_debug overrides.key_wise=false"; differences are to the first.
-            seeds: Seeds of weights and data; models share the order of the data of a seed.
-            out: Folder for runs, results, table and plot; runs/compare/NAME of the experiment or recipe if left out.
-            jobs: Runs at the same time, each on a GPU of its own, or on its share of the CPU's threads.
-            report: Write table and plot of what is there, and train nothing.
-            extra: More arguments for every run.
+            models: Models, each a name followed by settings of `model`, such as "dcvit_small_patch4_32
+                model_kwargs.rank=1" or "dcformer_pp_debug overrides.key_wise=false". The first is the baseline.
+            seeds: Seeds of weights and data; models with the same seed see the data in the same order.
+            out: Folder for runs, results, table and plots; default: runs/compare/NAME of the experiment or recipe.
+            jobs: Number of concurrent runs, each on its own GPU, or on its share of the CPU threads.
+            report: Only write the report of the finished runs.
+            extra: Additional arguments for every run.
 
         Raises:
-            UserError: If not all runs finish, the folder holds a comparison by another recipe, or an argument is wrong.
+            UserError: If a run fails, the folder has results of a different recipe, or an argument is invalid.
         """
         if jobs < 1:
             raise UserError(f"jobs={jobs} must be at least 1.")
         if experiment is not None and (config is not None or models):
-            raise UserError("--experiment says what is compared; config and models cannot be given beside it.")
+            raise UserError("--experiment cannot be combined with config or models; expected one of them.")
         if experiment is None and config is None:
-            raise UserError("--experiment or --config must name what is compared.")
+            raise UserError("--experiment or --config is required.")
         if experiment is not None:
             what = read_experiment(experiment, metrics, extra)
         else:
@@ -80,30 +80,30 @@ def _compare(program: str, experiment: Experiment, root: Path, jobs: int) -> Non
     results = Results(root, experiment)
     for run in experiment.runs:
         if results.find(run) is not None:
-            print(f"{run.key}: finished before, {_score(experiment, results.find(run))}")
+            print(f"{run.key}: already finished, {_score(experiment, results.find(run))}")
     waiting = [run for run in experiment.runs if results.find(run) is None]
     results.write()
     config = root / "runs" / "recipe.yaml"
-    config.write_text(results.config)  # for all runs, whatever becomes of the file
+    config.write_text(results.config)  # a copy for all runs, in case the file changes
     try:
         _train_all(program, experiment, waiting, results, config, jobs)
     finally:
         if any(results.finished(model) for model in experiment.models):
             _report(experiment, results, root)
     if any(results.find(run) is None for run in experiment.runs):
-        raise UserError("not all runs have finished; the same command tries them again.")
+        raise UserError("some runs have failed; run the same command to repeat them.")
 
 
 def _report(experiment: Experiment, results: Results, root: Path) -> None:
     if not any(results.finished(model) for model in experiment.models):
-        raise UserError(f"{root / RESULTS} holds no finished run of the experiment.")
+        raise UserError(f"{root / RESULTS} has no finished run of the experiment.")
     print(write_report(experiment, results, root))
 
 
 def _train_all(
     program: str, experiment: Experiment, waiting: list[Run], results: Results, config: Path, jobs: int
 ) -> None:
-    """Train runs, some at the same time, and keep what comes out as soon as it does."""
+    """Train runs concurrently, and store each result immediately."""
     stop, slots = Event(), SimpleQueue()
     for environment in environments(max(1, min(jobs, len(waiting)))):
         slots.put(environment)
@@ -113,11 +113,11 @@ def _train_all(
         try:
             if stop.is_set():
                 raise TrainingStopped
-            _say(f"{run.key} ... (says more: {run_log_dir(config.parent, experiment, run)})")
+            _say(f"{run.key} ... (log: {run_log_dir(config.parent, experiment, run)})")
             start = time.monotonic()
             try:
                 result = train(program, experiment, run, config, environment, stop)
-            except (OSError, ValueError, KeyError) as error:  # of this run alone: a full disk, a damaged log
+            except (OSError, ValueError, KeyError) as error:  # an error of this run only: a full disk, a damaged log
                 result = {"error": f"{type(error).__name__}: {error}"}
             return result | {"wall_seconds": round(time.monotonic() - start, 1)}
         finally:
@@ -146,10 +146,10 @@ def _keep(experiment: Experiment, run: Run, task: Future, results: Results) -> N
 
 
 def _say(line: str) -> None:
-    """Print a line whole, whichever thread prints at the same time."""
+    """Print a line atomically, from any thread."""
     print(f"{line}\n", end="", flush=True)
 
 
 def _score(experiment: Experiment, result: dict) -> str:
-    """Say what a run came to."""
+    """Format the scores of a run."""
     return ", ".join(f"{metric} {result['curves'][metric][-1][1]:.4f}" for metric in experiment.metrics)

@@ -1,4 +1,4 @@
-"""The report of a comparison: a table as Markdown and CSV, and the metrics' curves as CSV and PNG."""
+"""Report of a comparison: table (Markdown, CSV) and curves of the metrics (CSV, PNG)."""
 
 import csv
 import statistics
@@ -17,13 +17,15 @@ from .scaling import ScalingPoint, fit_scaling, plot_scaling, scaling_table
 from .statistics import Difference, ItemNoise, item_noise, paired_difference, spread
 from .training import run_items
 
-PERCENT = ("top1", "top5", "accuracy", "exact_match", "to_text", "to_image")  # what is told in percent
-MAX_POINTS = 1000  # of a curve in curves.csv
-LOSS = "val/loss"  # that scaling laws are of
+PERCENT = ("top1", "top5", "accuracy", "exact_match", "to_text", "to_image")  # metrics reported in percent
+MAX_POINTS = 1000  # maximum points per curve in curves.csv
+LOSS = "val/loss"  # metric of scaling laws
 
 
 def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
-    """Write `table.md`, `table.csv`, `curves.csv` and `curves.png`, of families `scaling.png`; return the Markdown."""
+    """Write `table.md`, `table.csv`, `curves.csv`, `curves.png`, and with families `scaling.png`; return the
+    Markdown.
+    """
     rows = [summarise(experiment, results, model) for model in experiment.models if results.finished(model)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(folder / "table.csv", "w", newline="") as file:
@@ -40,8 +42,8 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
 
 
 def summarise(experiment: Experiment, results: Results, model: str) -> dict:
-    """Summarise a model's finished runs: costs; of each metric the last value's mean and standard deviation over seeds,
-    the mean of the best, and the difference to the baseline with its interval. Accuracies are in percent.
+    """Summarize a model's finished runs: costs and, for each metric, mean and standard deviation of the last value over
+    seeds, mean of the best value, and difference to the baseline with its interval. Accuracies are in percent.
     """
     runs, baseline = results.finished(model), results.finished(experiment.baseline)
     first = next(iter(runs.values()))
@@ -75,7 +77,7 @@ _PARTS = ("difference", "low", "high", "detectable", "pairs", "items")
 
 
 def _noise(experiment: Experiment, results: Results, model: str, metric: str) -> ItemNoise | None:
-    """Estimate the noise of the evaluation, in the metric's unit, from what runs have recorded of single items."""
+    """Estimate the evaluation noise, in the metric's unit, from recorded per-item results."""
     seeds = results.finished(model).keys() & results.finished(experiment.baseline).keys()
     found = [
         tuple(read_items(run_items(results.path.parent, experiment, Run(name, seed))).get(metric) for name in names)
@@ -97,7 +99,7 @@ def _factor(metric: str) -> float:
 
 
 def _markdown(experiment: Experiment, rows: list[dict], results: Results) -> str:
-    """Write the table, and below it what it is of."""
+    """Format the table with a description."""
     header = ["model", "seeds", "parameters", "MFLOPs", f"{rows[0]['unit']}/s"] if rows else ["model"]
     for metric in experiment.metrics:
         percent = " (%)" if _factor(metric) == 100 else ""
@@ -113,26 +115,30 @@ def _markdown(experiment: Experiment, rows: list[dict], results: Results) -> str
         markdown_table(header, cells),
         "",
         "Means over seeds (standard deviation) of the last validation; best: of the best one. Differences to "
-        f"{experiment.baseline} are paired by seed; detectable: the smallest difference that the runs would have shown "
+        f"{experiment.baseline} are paired by seed; detectable: the smallest difference that would be significant "
         "with a power of about 80 %.",
         *_counted(experiment, rows),
         recipe.rstrip(),
-        f"Ran on: {'; '.join(machines)}",
+        f"Hardware: {'; '.join(machines)}",
     ]
     lines += [f"Not finished: {', '.join(missing)}"] if missing else []
     return "\n".join(lines)
 
 
 def _counted(experiment: Experiment, rows: list[dict]) -> list[str]:
-    """Say what the intervals count."""
+    """Describe the sources of noise that the intervals include."""
     lines = []
     for metric in experiment.metrics:
         counts = {row.get(f"{metric} items") for row in rows if row.get(f"{metric} low") is not None}
         known = sorted(count for count in counts if count is not None)
         if known:
-            lines.append(f"{metric}: intervals count seeds and the {known[0]:,} items of the evaluation.")
+            lines.append(
+                f"{metric}: intervals include the variation over seeds and the {known[0]:,} items of the evaluation."
+            )
         if None in counts:
-            lines.append(f"{metric}: intervals count seeds alone, not the evaluation's own noise; they are too narrow.")
+            lines.append(
+                f"{metric}: intervals include the variation over seeds only, not the evaluation noise (too narrow)."
+            )
     return lines
 
 
@@ -162,7 +168,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _write_scaling(experiment: Experiment, results: Results, path: Path) -> str:
-    """Fit scaling laws to the families, and draw them; say why where that cannot be done."""
+    """Fit and plot scaling laws of the families; return the text, or why it is not possible."""
     families = {
         name: [point_of(model, results.finished(model)) for model in models if results.finished(model)]
         for name, models in experiment.families.items()
@@ -176,7 +182,7 @@ def _write_scaling(experiment: Experiment, results: Results, path: Path) -> str:
 
 
 def point_of(model: str, runs: dict[int, dict]) -> ScalingPoint:
-    """Tell what training a model took, and what it came to."""
+    """Return the training compute and the losses of a model."""
     first = next(iter(runs.values()))
     units = first["units_per_step"] * (1 + first["curves"][LOSS][-1][0])
     losses = {seed: run["curves"][LOSS][-1][1] for seed, run in runs.items()}
@@ -191,12 +197,12 @@ def _write_curves(experiment: Experiment, results: Results, path: Path) -> None:
             for seed, run in results.finished(model).items():
                 for curve, points in run["curves"].items():
                     every = -(-len(points) // MAX_POINTS)
-                    kept = points[::-1][::every][::-1]  # the last among them
+                    kept = points[::-1][::every][::-1]  # including the last point
                     writer.writerows([model, seed, curve, step, value] for step, value in kept)
 
 
 def _plot(experiment: Experiment, results: Results, path: Path) -> None:
-    """Draw each metric over the steps: the mean over seeds, and the range between the worst and the best."""
+    """Plot each metric over the steps: mean over seeds, and range from worst to best."""
     models = [model for model in experiment.models if results.finished(model)]
     metrics = list(experiment.metrics)
     figure = Figure(figsize=(8, 3.75 * len(metrics) + 0.5 + 0.25 * len(models)), layout="constrained")

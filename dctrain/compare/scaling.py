@@ -1,9 +1,9 @@
-"""Loss against compute: a power law for each family of models, and how much compute the others are worth (figure 3).
+"""Scaling laws: a power law of loss over compute for each model family, and equivalent compute (figure 3).
 
-The law is L = a C^-b, a straight line in logarithms, fitted by least squares to the means over seeds. Compute C is that
-of training: three forward passes of every unit, each model's own composition included. A model of another family that
-reaches a loss L with compute C is worth (L / a)^(-1/b) / C of the baseline's: the compute that the baseline would need
-for that loss over the compute that it took.
+The law is L = a C^-b, a line in logarithms, fitted by least squares to means over seeds. C is the training compute:
+three forward passes per unit, including composition. A model of another family with loss L and compute C has an
+equivalent compute of (L / a)^(-1/b) / C: the compute that the baseline would need for that loss over the model's
+compute.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, 
 from ..errors import UserError
 from ..utils.markdown import markdown_table
 
-DRAWS = 2000  # of the bootstrap
-MIN_POINTS = 2  # sizes of a law
+DRAWS = 2000  # bootstrap samples
+MIN_POINTS = 2  # minimum sizes per law
 
 
 class ScalingPoint(NamedTuple):
-    """A model: the compute of its training in FLOPs, and its loss by seed."""
+    """A model: its training compute in FLOPs, and its loss by seed."""
 
     model: str
     compute: float
@@ -36,12 +36,12 @@ class PowerLaw(NamedTuple):
     exponent: float
 
     def compute(self, loss: np.ndarray | float) -> np.ndarray | float:
-        """Return the compute that takes a model of the law to a loss."""
+        """Return the compute that the law needs for a loss."""
         return (loss / self.scale) ** (-1 / self.exponent)
 
 
 class IntervalEstimate(NamedTuple):
-    """A number, and the interval of 95 % in which seeds leave it; None where there is one seed alone."""
+    """A number with its 95 % interval over seeds; None with a single seed."""
 
     value: float
     low: float | None
@@ -49,12 +49,12 @@ class IntervalEstimate(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """What came out.
+    """Fitted scaling laws.
 
     Attributes:
-        laws: Of each family that has enough sizes.
-        exponents: Of the laws, with intervals.
-        worth: For each model of another family how much compute of the baseline's it is worth.
+        laws: Laws of the families with enough sizes.
+        exponents: Exponents of the laws, with intervals.
+        worth: Equivalent compute of each model of the other families, relative to the baseline's law.
     """
 
     laws: dict[str, PowerLaw]
@@ -66,15 +66,15 @@ def fit_law(compute: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     """Fit a law to points.
 
     Raises:
-        UserError: If there are fewer than two sizes, or the loss does not fall with compute.
+        UserError: If there are fewer than two sizes, or the loss does not decrease with compute.
     """
     if len(set(compute)) < MIN_POINTS:
-        raise UserError(f"a scaling law takes at least {MIN_POINTS} sizes; got {len(set(compute))}.")
+        raise UserError(f"a scaling law requires at least {MIN_POINTS} sizes; got {len(set(compute))}.")
     if not np.isfinite(losses).all() or min(losses) <= 0:
-        raise UserError(f"a scaling law takes losses above 0; got {list(losses)}.")
+        raise UserError(f"a scaling law requires positive losses; got {list(losses)}.")
     law = _line(compute, losses)
     if law.exponent <= 0:
-        raise UserError("the losses do not fall with compute: there is no law to fit.")
+        raise UserError("the losses do not decrease with compute, so no law can be fitted.")
     return law
 
 
@@ -84,14 +84,14 @@ def _line(compute: Sequence[float], losses: Sequence[float]) -> PowerLaw:
 
 
 def fit_scaling(families: Mapping[str, Sequence[ScalingPoint]], draws: int = DRAWS, seed: int = 0) -> Scaling:
-    """Fit a law to each family, and measure the others in compute of the first.
+    """Fit a law to each family, and compute the equivalent compute of the others relative to the first.
 
-    Intervals are percentiles of a bootstrap over seeds, drawn for all models together, as seeds share the data.
+    Intervals are percentiles of a bootstrap over seeds, drawn jointly for all models, because seeds share the data.
 
     Args:
-        families: The models of each family; the first is the baseline.
-        draws: Of the bootstrap.
-        seed: Of its random numbers.
+        families: Models by family; the first family is the baseline.
+        draws: Bootstrap samples.
+        seed: Seed of the bootstrap.
 
     Raises:
         UserError: If a family cannot be fitted.
@@ -103,7 +103,7 @@ def fit_scaling(families: Mapping[str, Sequence[ScalingPoint]], draws: int = DRA
     generator = np.random.default_rng(seed)
     samples = generator.choice(seeds, (draws, len(seeds))) if len(seeds) > 1 else []
     laws, worth = _once(families, seeds, fit_law)
-    drawn = [_once(families, sample, _line) for sample in samples]  # also of seeds whose losses do not fall
+    drawn = [_once(families, sample, _line) for sample in samples]  # also for samples whose losses do not decrease
 
     def estimate(value: float, values: list[float]) -> IntervalEstimate:
         return IntervalEstimate(value, *(np.percentile(values, (2.5, 97.5)) if values else (None, None)))
@@ -118,7 +118,7 @@ def fit_scaling(families: Mapping[str, Sequence[ScalingPoint]], draws: int = DRA
 def _once(
     families: Mapping[str, Sequence[ScalingPoint]], seeds: Sequence[int], fit: Callable[..., PowerLaw]
 ) -> tuple[dict[str, PowerLaw], dict[str, float]]:
-    """Fit the means over seeds, of which some may stand more than once."""
+    """Fit the means over a sample of seeds, which may repeat."""
     means = {
         name: [(point.model, point.compute, float(np.mean([point.losses[seed] for seed in seeds]))) for point in family]
         for name, family in families.items()
@@ -139,7 +139,7 @@ def _once(
 
 
 def scaling_table(families: Mapping[str, Sequence[ScalingPoint]], scaling: Scaling) -> str:
-    """Write what came out as Markdown."""
+    """Format the results as Markdown."""
     baseline = next(iter(families))
     rows = [
         [point.model, name, f"{point.compute:.3e}", f"{np.mean(list(point.losses.values())):.4f}", _said(worth)]
@@ -163,7 +163,7 @@ def _said(estimate: IntervalEstimate | None, digits: int = 2) -> str:
 
 
 def plot_scaling(families: Mapping[str, Sequence[ScalingPoint]], scaling: Scaling, path: Path) -> None:
-    """Draw losses and laws over compute, both axes logarithmic."""
+    """Plot losses and laws over compute, with logarithmic axes."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()
     reach = [point.compute for family in families.values() for point in family]

@@ -1,4 +1,4 @@
-"""Means over seeds, and differences between models of the same seeds, with what they are worth."""
+"""Means over seeds, and paired differences between models with confidence intervals."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,20 @@ from scipy import stats
 from ..evaluation.items import Items
 
 CONFIDENCE = 0.95
-POWER = 0.8  # with which a difference of the size that is called detectable would have been found
+POWER = 0.8  # statistical power of the detectable difference
 
 
 class Difference(NamedTuple):
-    """Of two models over the seeds that both have: pairs share the seed, and so the order of the data.
+    """Difference of two models over their common seeds; pairs share the seed, and therefore the order of the data.
 
     Attributes:
-        mean: Of the differences.
-        low: Lower end of its interval of 95 %; None for a single pair, and where nothing tells how far it may be off.
-        high: The upper end.
-        detectable: The smallest difference that such an interval would have excluded from 0 with a power of about 80 %;
-            None where there is no interval.
-        pairs: How many.
-        items: Of the evaluation, whose own noise the interval counts; None if it counts the spread over pairs alone.
+        mean: Mean difference.
+        low: Lower end of the 95 % interval; None if it cannot be estimated, as for a single pair.
+        high: Upper end of the interval.
+        detectable: The smallest difference that would have been significant with a power of about 80 %; None without
+            an interval.
+        pairs: Number of pairs.
+        items: Number of evaluation items whose noise the interval includes; None if it includes only seeds.
     """
 
     mean: float
@@ -35,12 +35,12 @@ class Difference(NamedTuple):
 
 
 class ItemNoise(NamedTuple):
-    """How far a mean difference may be off because the evaluation has so many items and not others.
+    """Uncertainty of a mean difference due to the finite set of evaluation items.
 
     Attributes:
         error: Standard error over items.
-        count: Of items.
-        least: The least half width of an interval: where no item differs, one of 3 / count may still (95 %).
+        count: Number of items.
+        least: Minimum half width of an interval: if no item differs, a rate of 3 / count is still possible (95 %).
     """
 
     error: float
@@ -49,16 +49,16 @@ class ItemNoise(NamedTuple):
 
 
 def item_noise(pairs: Sequence[tuple[Items, Items]], is_fraction: bool) -> ItemNoise | None:
-    """Estimate the noise of an evaluation from a metric of each item, of two models, paired by seed.
+    """Estimate the noise of an evaluation from per-item metrics of two models, paired by seed.
 
-    The differences of an item are averaged over seeds; their spread over items gives the error.
+    The differences of an item are averaged over seeds; their standard error over items is the noise.
 
     Args:
-        pairs: Of each seed, what both models came to.
-        is_fraction: Whether an item is either right or wrong.
+        pairs: Items of both models for each seed.
+        is_fraction: Whether items are either right or wrong.
 
     Returns:
-        The noise; None where seeds or models have other items.
+        The noise; None if seeds or models have different items.
     """
     names = list(pairs[0][0].values) if pairs else []
     if len(names) < 2 or any(items.values.keys() != set(names) for pair in pairs for items in pair):
@@ -74,10 +74,10 @@ def item_noise(pairs: Sequence[tuple[Items, Items]], is_fraction: bool) -> ItemN
 def paired_difference(
     of: Mapping[int, float], to: Mapping[int, float], noise: ItemNoise | None = None
 ) -> Difference | None:
-    """Compare numbers by seed; None where no seed is in both.
+    """Compare numbers by seed; None without a common seed.
 
-    The interval counts the spread over seeds (Student's t) and, where it is known, the noise of the evaluation: the
-    squares of both errors are added, with the degrees of freedom of Welch and Satterthwaite.
+    The interval includes the variation over seeds (Student's t) and, if known, the evaluation noise: the squared errors
+    are added, with the Welch-Satterthwaite degrees of freedom.
     """
     differences = [value - to[seed] for seed, value in of.items() if seed in to]
     if not differences:
@@ -89,7 +89,7 @@ def paired_difference(
     squares += [] if noise is None else [(noise.error**2, noise.count - 1)]
     total = sum(square for square, _ in squares)
     least = 0.0 if noise is None else noise.least
-    if total == 0 and least == 0:  # all pairs differ by the same, which is no reason to be certain
+    if total == 0 and least == 0:  # all differences are equal, which does not imply certainty
         return Difference(mean, None, None, None, count)
     freedom = total**2 / sum(square**2 / free for square, free in squares) if total else count - 1
     quantile, error = stats.t.ppf((1 + CONFIDENCE) / 2, freedom), total**0.5
@@ -99,5 +99,5 @@ def paired_difference(
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Return the standard deviation, None of a single value."""
+    """Return the standard deviation; None for a single value."""
     return statistics.stdev(values) if len(values) > 1 else None

@@ -1,4 +1,4 @@
-"""Training one run of a comparison in a process of its own, and reading what it logged."""
+"""Training one run of a comparison in a separate process, and reading its log."""
 
 import fcntl
 import json
@@ -24,42 +24,42 @@ from ..evaluation.items import read_items, write_items
 from ..utils.environment import read_environments
 from .experiment import Experiment, Run
 
-GO_ON = "go on with --resume"  # what a run says that was told to stop
+GO_ON = "continue with --resume"  # printed by a stopped run
 TRAIN_LOSS = "train/loss"
-PATIENCE = 0.2  # seconds between looks at a process
-MAX_NAME_LENGTH = 60  # of a model's name in the name of a folder
+PATIENCE = 0.2  # seconds between checks of a process
+MAX_NAME_LENGTH = 60  # of a model's name in a folder name
 
 
 class TrainingStopped(Exception):
-    """The runs were told to stop."""
+    """The comparison was stopped."""
 
 
 def run_slug(experiment: Experiment, run: Run) -> str:
-    """Name a run's folder, by the model's name and by what it is."""
+    """Name of a run's folder: the model's name and a hash of its settings."""
     what = sha1(" ".join([run.model, *sorted(experiment.models[run.model])]).encode()).hexdigest()
     return re.sub(r"[^\w.=-]+", "_", run.model)[:MAX_NAME_LENGTH] + f"-{what[:6]}-seed{run.seed}"
 
 
 def run_log_dir(root: Path, experiment: Experiment, run: Run) -> Path:
-    """Name the file that a run writes its output to."""
+    """Path of a run's output file."""
     return root / f"{run_slug(experiment, run)}.log"
 
 
 def train(
     program: str, experiment: Experiment, run: Run, config: Path, environment: dict[str, str], stop: Event
 ) -> dict:
-    """Train a run, or go on with it; return what it logged and cost, or its error.
+    """Train or resume a run; return its metrics and costs, or its error.
 
     Args:
         program: The trainer.
-        experiment: What is compared.
-        run: What is trained.
-        config: The recipe, in the folder where runs are kept.
-        environment: Variables of its process.
-        stop: Is set when it must end.
+        experiment: The experiment.
+        run: The run.
+        config: The recipe, in the folder of the runs.
+        environment: Environment variables of its process.
+        stop: Set when the run must stop.
 
     Raises:
-        Stopped: If `stop` is set before the end.
+        TrainingStopped: If `stop` is set before the end.
     """
     root, slug = config.parent, run_slug(experiment, run)
     command = [sys.executable, "-m", program, "fit", "--config", str(config), f"--name={slug}"]
@@ -67,7 +67,7 @@ def train(
     command += [
         "--trainer.enable_progress_bar=false",
         "--trainer.logger=true",
-    ]  # curves are read from TensorBoard's files
+    ]  # metrics are read from TensorBoard's files
     command += [*experiment.arguments, *experiment.models[run.model]]
     log = run_log_dir(root, experiment, run)
     make_folder(str(root))
@@ -86,21 +86,21 @@ def train(
         raise TrainingStopped
     folder = _newest(root / slug)
     if folder is None:
-        return {"error": f"trained nothing (see {log})"}
+        return {"error": f"no training steps were run (see {log})"}
     write_items(run_items(root.parent, experiment, run), read_items(folder))
     return _read(folder, experiment.metrics)
 
 
 def run_items(results: Path, experiment: Experiment, run: Run) -> Path:
-    """Name the folder, beside the results, of what a run's last validation found of each item."""
+    """Folder with the per-item results of a run's last validation."""
     return results / "items" / run_slug(experiment, run)
 
 
 @contextmanager
 def _no_other(path: Path, stop: Event) -> Iterator[int]:
-    """Wait until no process trains a run, and keep others away; a process that inherits the file does so by itself.
+    """Wait for and hold the lock of a run; a process that inherits the file keeps the lock.
 
-    A comparison that is killed leaves its runs behind, which go on.
+    The runs of a killed comparison continue.
     """
     with open(path, "a") as file:
         while True:
@@ -114,9 +114,9 @@ def _no_other(path: Path, stop: Event) -> Iterator[int]:
 
 
 def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event, lock: int) -> int:
-    """Run a process and return its status; let it save a checkpoint if it must stop before its end.
+    """Run a process and return its status; on a stop let it save a checkpoint.
 
-    It has a session of its own: an interrupt from the keyboard reaches it once, through us.
+    The process has its own session, so that it receives a keyboard interrupt only once, from this process.
     """
     with open(log, "a") as file:
         process = subprocess.Popen(
@@ -136,7 +136,7 @@ def _run(command: list[str], log: Path, environment: dict[str, str], stop: Event
 
 
 def environments(jobs: int) -> list[dict[str, str]]:
-    """Share what there is between runs at the same time: a GPU each, or a part of the CPU's threads."""
+    """Divide the resources between concurrent runs: one GPU each, or a share of the CPU threads."""
     if jobs == 1:
         return [{}]
     count = torch.cuda.device_count()
@@ -147,13 +147,13 @@ def environments(jobs: int) -> list[dict[str, str]]:
 
 
 def _newest(experiment: Path) -> Path | None:
-    """Find the newest version of a run that has a checkpoint; one that was killed before its first has none."""
+    """Return the newest version of a run with a checkpoint; None if there is none."""
     versions = {path.parent.parent for path in experiment.glob("version_*/checkpoints/last-*.ckpt")}
     return max(versions, key=lambda path: int(path.name.removeprefix("version_")), default=None)
 
 
 def _read(folder: Path, metrics: Sequence[str]) -> dict:
-    """Read where a run ran, its curves, as (step, value), its speed, parameters and FLOPs."""
+    """Read a run's environment, metrics as (step, value), speed, parameters and FLOPs."""
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     tags = log.Tags()["scalars"]
     missing = [metric for metric in metrics if metric not in tags]
@@ -172,5 +172,5 @@ def _read(folder: Path, metrics: Sequence[str]) -> dict:
 
 
 def _curve(log: EventAccumulator, tag: str) -> list[tuple[int, float]]:
-    """Read a curve; of steps that were taken again after a kill, the last time counts."""
+    """Read a metric; if a step was repeated after a kill, the last value counts."""
     return sorted({event.step: event.value for event in log.Scalars(tag)}.items())

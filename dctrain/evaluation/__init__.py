@@ -1,1 +1,1 @@
-"""What the evaluations of both trainers share: results that are kept as they come, ranks, the table."""
+"""Common parts of evaluations: resumable results, distributed ranks, tables."""

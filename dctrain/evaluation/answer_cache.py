@@ -1,6 +1,7 @@
-"""What an evaluation has computed so far, in files that survive its death; what is in them is not computed again.
+"""Cache of an evaluation's answers on disk, so that an interrupted evaluation can continue.
 
-One file a rank, FOLDER/NAME.partial-RANK.jsonl: a line that tells what all belongs to, then a line for each answer.
+There is one file per rank, FOLDER/NAME.partial-RANK.jsonl: a line that identifies the evaluation, then one line per
+answer.
 """
 
 import glob
@@ -13,18 +14,19 @@ from .ranks import Ranks
 
 
 def digest(*parts: object) -> str:
-    """Make the key of a question."""
+    """Compute the key of a question."""
     return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 class AnswerCache:
-    """Answers by the digest of their question.
+    """Answers by the digest of their questions.
 
     Args:
-        folder: Where the files lie.
-        name: What they are called.
-        belongs_to: What the answers depend on beside the question; files of something else are begun anew.
-        ranks: Each writes a file, and knows all.
+        folder: Folder of the files.
+        name: Base name of the files.
+        belongs_to: Everything that answers depend on other than the question; files of a different evaluation are
+            replaced.
+        ranks: Ranks of the evaluation; each writes a file and reads all.
 
     Attributes:
         known: The answers.
@@ -37,7 +39,7 @@ class AnswerCache:
             self.known |= found
         path = folder / f"{name}.partial-{ranks.rank}.jsonl"
         whole = "".join(f"{json.dumps(line)}\n" for line in (belongs_to, *_read_lines(path, belongs_to)))
-        with atomic_write(path) as file:  # without a last line that was cut off
+        with atomic_write(path) as file:  # without an incomplete last line
             file.write(whole.encode())
         self._file = open(path, "a")  # noqa: SIM115  closed by close()
 
@@ -45,17 +47,17 @@ class AnswerCache:
         return dict(line for path in self._folder.glob(self._pattern) for line in _read_lines(path, belongs_to))
 
     def add(self, answers: dict[str, list | str]) -> None:
-        """Keep answers of this rank on the disk."""
+        """Store answers of this rank."""
         self._file.writelines(f"{json.dumps(line)}\n" for line in answers.items())
         self._file.flush()
 
     def share(self, answers: dict[str, list | str]) -> None:
-        """Learn the answers of all ranks; each calls it with its own."""
+        """Exchange answers between ranks; each rank passes its own."""
         for others in self._ranks.gather(answers):
             self.known |= others
 
     def close(self, is_done: bool) -> None:
-        """Close this rank's file; when all is done they go."""
+        """Close this rank's file; remove all files if the evaluation is done."""
         self._file.close()
         if is_done:
             self._ranks.gather(None)
@@ -65,7 +67,7 @@ class AnswerCache:
 
 
 def _read_lines(path: Path, belongs_to: dict) -> list[list]:
-    """Read a file's answers; [] if it belongs to something else. A line that was cut off or damaged ends them."""
+    """Read a file's answers up to the first incomplete line; [] if it belongs to a different evaluation."""
     lines = []
     for text in path.read_bytes().splitlines() if path.is_file() else []:
         try:
@@ -79,5 +81,5 @@ def _read_lines(path: Path, belongs_to: dict) -> list[list]:
 
 
 def _is_answer(line: object) -> bool:
-    """Tell whether a line is a question's digest and its answer."""
+    """Whether a line is a digest with its answer."""
     return isinstance(line, list) and len(line) == 2 and isinstance(line[0], str) and isinstance(line[1], list | str)

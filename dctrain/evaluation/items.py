@@ -1,6 +1,6 @@
-"""What an evaluation found of each of its items (images, sequences), for comparisons that are paired by item.
+"""Per-item results of an evaluation (images, sequences), for paired comparisons.
 
-A run writes those of its last validation to `items-rankN.npz` in its folder.
+A run writes the items of its last validation to `items-rankN.npz` in its folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ NAME = "items-rank{}.npz"
 
 
 class Items(NamedTuple):
-    """A metric of each item.
+    """A metric per item.
 
     Attributes:
-        values: By the item's name.
-        weights: What each counts in the metric's mean (tokens of a sequence, 1 for an image).
+        values: Value by the item's name.
+        weights: Weight of each item in the metric's mean (tokens of a sequence, 1 for an image).
     """
 
     values: dict[str, float]
@@ -30,23 +30,23 @@ class Items(NamedTuple):
 
 
 class ItemRecorder:
-    """Collects a metric's values of the items of one evaluation; they stay on their device until they are written."""
+    """Collects per-item metrics of one evaluation; they stay on their device until they are written."""
 
     def __init__(self) -> None:
         self._batches: dict[str, list[tuple[list[str], Tensor, Tensor]]] = {}
 
     def clear(self) -> None:
-        """Forget the evaluation before."""
+        """Discard the previous evaluation."""
         self._batches.clear()
 
     def add(self, metric: str, names: Sequence[object], values: Tensor, weights: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
-            metric: Its name, as it is logged.
-            names: N names of the items, each unique in the evaluation; without names nothing is kept.
-            values: [N].
-            weights: [N]; 1 if left out.
+            metric: Logged name of the metric.
+            names: Names of N items, unique within the evaluation; without names nothing is recorded.
+            values: Values [N].
+            weights: Weights [N]; 1 by default.
         """
         if any(name != "" for name in names):
             values = values.detach().float()
@@ -54,7 +54,7 @@ class ItemRecorder:
             self._batches.setdefault(metric, []).append((list(map(str, names)), values, weights))
 
     def write(self, folder: Path, rank: int, world_size: int) -> None:
-        """Write what this rank has collected, unless that is nothing; rank 0 removes files of former ranks."""
+        """Write the items of this rank, if there are any; rank 0 removes files of earlier ranks."""
         arrays = {}
         for metric, batches in self._batches.items():
             names, values, weights = zip(*batches, strict=True)
@@ -73,7 +73,7 @@ class ItemRecorder:
 
 
 def read_items(folder: Path) -> dict[str, Items]:
-    """Read what all ranks of a run have written, by metric.
+    """Read the items of all ranks of a run, by metric.
 
     Raises:
         UserError: If a file cannot be read.
@@ -90,7 +90,7 @@ def read_items(folder: Path) -> dict[str, Items]:
 
 
 def write_items(folder: Path, items: Mapping[str, Items]) -> None:
-    """Write items as one rank would."""
+    """Write items as a single rank."""
     recorder = ItemRecorder()
     for metric, (values, weights) in items.items():
         recorder.add(metric, list(values), torch.tensor([*values.values()]), torch.tensor([*weights.values()]))

@@ -1,4 +1,4 @@
-"""The processes that share an evaluation, as torchrun starts them: each computes a part and learns of all."""
+"""Processes of a distributed evaluation, started by torchrun: each computes a part, and results are exchanged."""
 
 import os
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from ..errors import UserError, as_user_error
 
-PATIENCE = timedelta(days=1)  # of ranks that have nothing left to do, for the others
+PATIENCE = timedelta(days=1)  # timeout of ranks that wait for others
 
 
 class Ranks(NamedTuple):
-    """This process among all of them."""
+    """Rank of this process."""
 
     rank: int
     size: int
@@ -23,11 +23,11 @@ class Ranks(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Whether this process writes and prints."""
         return self.rank == 0
 
     def gather(self, value: object) -> list:
-        """Return the values of all ranks, in their order, on each."""
+        """Return the values of all ranks in order, on every rank."""
         if self.size == 1:
             return [value]
         values: list = [None] * self.size
@@ -35,20 +35,20 @@ class Ranks(NamedTuple):
         return values
 
     def device(self, name: str) -> torch.device:
-        """Choose this process's device: of "cuda", one for each on a machine.
+        """Return this process's device; "cuda" is one GPU per local rank.
 
         Raises:
-            UserError: If there is no such kind of device.
+            UserError: If the device is unknown.
         """
         with as_user_error(f"device={name!r} is unknown"):
             return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
 
 
 def _own_ranks() -> Ranks:
-    """Read the variables that torchrun sets.
+    """Read the environment variables set by torchrun.
 
     Raises:
-        UserError: If they do not go together.
+        UserError: If they are inconsistent.
     """
     values = {name: os.environ.get(name, default) for name, default in ENVIRONMENT.items()}
     if not all(value.isdecimal() for value in values.values()) or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
@@ -61,7 +61,7 @@ def _own_ranks() -> Ranks:
 
 @contextmanager
 def init_ranks() -> Iterator[Ranks]:
-    """Meet the other processes, if there are some; leave them at the end."""
+    """Initialize the process group if there are several processes; destroy it at the end."""
     ranks = _own_ranks()
     if ranks.size == 1:
         yield ranks

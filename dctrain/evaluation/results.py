@@ -1,4 +1,4 @@
-"""Results: what was measured of a model, where and with what, as JSON that grows measure by measure."""
+"""Results of an evaluation with their provenance, in a JSON file that is extended measurement by measurement."""
 
 import csv
 import io
@@ -18,21 +18,21 @@ from ..utils.files import atomic_write, write_json
 
 FORMAT = "dcmha-evaluation-1"
 PARTS = {"model", "checkpoint", "identity", "parameters", "environment", "results"}
-QUESTIONS = "questions"  # the unit of tasks; what sums some of them up is of another
+QUESTIONS = "questions"  # unit of tasks; summaries of several tasks have a different unit
 
 
 class Measure(NamedTuple):
     """One number.
 
     Attributes:
-        name: Of what.
-        metric: Which.
+        name: What is measured, such as a data set.
+        metric: Name of the metric.
         value: The number.
         stderr: Its standard error; None if unknown.
-        higher_is_better: Whether it is.
-        count: Tokens, bytes, questions or images that it is of.
-        unit: What is counted.
-        is_detail: Whether it stays out of the printed table.
+        higher_is_better: Whether a higher value is better.
+        count: Number of tokens, bytes, questions or images.
+        unit: What `count` counts.
+        is_detail: Whether it is omitted from the printed table.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Measure(NamedTuple):
 
 
 class Results:
-    """What was measured of one model.
+    """Results of one model.
 
     Attributes:
-        model: Its name.
-        content: As the file has it: what the model is and where it ran, and under "results" for each measurement its
-            settings, numbers, and a note where there is something to say of them.
+        model: Name of the model.
+        content: Content of the file: description of model and environment, and under "results" the settings, numbers
+            and an optional note of each measurement.
     """
 
     def __init__(self, content: dict) -> None:
@@ -63,24 +63,24 @@ class Results:
         return [Measure(**measure) for entry in self.content["results"].values() for measure in entry["measures"]]
 
     def has(self, title: str, settings: dict) -> bool:
-        """Tell whether something was measured, with these settings."""
+        """Whether there is a measurement with these settings."""
         return self.content["results"].get(title, {}).get("settings") == as_json(settings)
 
     def add(self, title: str, settings: dict, measures: Sequence[Measure], note: str | None) -> None:
-        """Add what was measured."""
+        """Add a measurement."""
         entry = {"settings": settings, "note": note, "measures": [measure._asdict() for measure in measures]}
         self.content["results"][title] = as_json(entry)
 
     def write(self, path: Path) -> None:
-        """Write the file whole."""
+        """Write the file atomically."""
         write_json(path, self.content)
 
 
 def describe(name: str, checkpoint: str, model: nn.Module, **more: object) -> dict:
-    """Tell what a model is and where it runs; `more` is what else its numbers depend on.
+    """Describe a model and its environment; `more` is everything else that its numbers depend on.
 
     Returns:
-        The content of a file without results. Under "identity": what must be equal for results to be of one model.
+        The content of a file without results. "identity" must be equal for results to belong to the same model.
     """
     weight = next(model.parameters())
     identity = {"weights_crc32": checksum(model), "dtype": str(weight.dtype).removeprefix("torch."), **more}
@@ -96,7 +96,7 @@ def describe(name: str, checkpoint: str, model: nn.Module, **more: object) -> di
 
 
 def checksum(model: nn.Module) -> int:
-    """Sum up all weights, whatever device they are on."""
+    """Compute a CRC-32 of all weights, independent of their device."""
     total = 0
     for weight in model.state_dict().values():
         data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -105,10 +105,10 @@ def checksum(model: nn.Module) -> int:
 
 
 def open_results(path: Path, described: dict) -> Results:
-    """Go on with a file of the same model, or begin one.
+    """Continue the file of the same model, or create one.
 
     Raises:
-        UserError: If the file is of another model, or damaged.
+        UserError: If the file belongs to a different model, or is damaged.
     """
     if not path.is_file():
         return Results(described)
@@ -116,42 +116,42 @@ def open_results(path: Path, described: dict) -> Results:
     theirs, ours = found["identity"], described["identity"]
     others = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     if others:
-        raise UserError(f"{path} is of another model: {', '.join(others)} differ; name another out.")
+        raise UserError(f"{path} belongs to a different model: {', '.join(others)} differ; use another out.")
     return Results(described | {"results": found["results"]})
 
 
 def read_results(path: Path) -> Results:
-    """Read a file.
+    """Read a results file.
 
     Raises:
-        UserError: If it is none.
+        UserError: If it is not a results file.
     """
     if not path.is_file():
-        raise UserError(f"{path} does not exist; expected a JSON file that `evaluate` wrote.")
-    with as_user_error(f"{path} is no JSON"):
+        raise UserError(f"{path} does not exist; expected a JSON file written by `evaluate`.")
+    with as_user_error(f"{path} is not JSON"):
         content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() < PARTS:
-        raise UserError(f"{path} is no result of `evaluate`.")
-    with as_user_error(f"{path} is no result of `evaluate`"):
+        raise UserError(f"{path} is not a result of `evaluate`.")
+    with as_user_error(f"{path} is not a result of `evaluate`"):
         return _checked(Results(content))
 
 
 def _checked(results: Results) -> Results:
-    """Check the parts that are read later.
+    """Check the fields that are used later.
 
     Raises:
-        ValueError: If a value is of another type than was written.
-        Exception: Of many types, if a part is missing or malformed.
+        ValueError: If a value has the wrong type.
+        Exception: Various types, if a field is missing or malformed.
     """
     content = results.content
     for name, kind in {"model": str, "checkpoint": str, "identity": dict, "environment": dict, "results": dict}.items():
         if not isinstance(content[name], kind):
-            raise ValueError(f"{name}={content[name]!r} is no {kind.__name__}.")
+            raise ValueError(f"{name}={content[name]!r} is not a {kind.__name__}.")
     identity, where = content["identity"], content["environment"]
     _ = (identity["weights_crc32"], identity["dtype"], where["commit"], where["torch"])
     for title, entry in content["results"].items():
         if not isinstance(entry["settings"], dict):
-            raise ValueError(f"the settings of {title!r} are no dict.")
+            raise ValueError(f"the settings of {title!r} are not a dict.")
     for measure in results.measures:
         numbers = (measure.value, *([] if measure.stderr is None else [measure.stderr]), measure.count)
         if not all(type(number) in (int, float) for number in numbers):
@@ -160,7 +160,7 @@ def _checked(results: Results) -> Results:
 
 
 def write_csv(path: Path, models: Iterable[Results]) -> None:
-    """Write a line for each number of each model."""
+    """Write one line per number and model."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("model", "checkpoint", "weights_crc32", "dtype", "commit", "torch", *Measure._fields))
@@ -174,5 +174,5 @@ def write_csv(path: Path, models: Iterable[Results]) -> None:
 
 
 def as_json(content: dict) -> dict:
-    """Make of content what reading it back gives."""
+    """Convert content to the form in which it is read back."""
     return json.loads(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Measuring one model after the other: what is measured already is kept, what comes is written at once."""
+"""Evaluation of several models: existing measurements are kept, new ones are written immediately."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,33 +15,33 @@ from .results import Measure, Results, open_results, read_results, write_csv
 from .table import evaluation_table
 
 OUT = "evaluation"
-MAX_STEPS = 1024  # of an integral
+MAX_STEPS = 1024  # maximum points of an integral
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Subject = TypeVar("Subject", contravariant=True)
 
 
 class Measurable(Protocol[Subject]):
-    """What can be measured of a subject, which is a model and what it needs to answer."""
+    """A measurement of a subject: a model with everything it needs to be evaluated."""
 
     @property
     def title(self) -> str:
-        """Name it, uniquely."""
+        """Unique title."""
 
     def settings(self, subject: Subject) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Settings that the numbers depend on, other than the model."""
 
     def run(self, subject: Subject) -> tuple[list[Measure], str | None]:
-        """Measure it; return the numbers, and what there is to say of them."""
+        """Measure; return the numbers and an optional note."""
 
 
 class Evaluation(NamedTuple):
-    """What is measured of a model.
+    """Evaluation of one model.
 
     Attributes:
-        name: Of the model.
-        folder: Of the results.
-        measures: What is measured.
-        ranks: The processes that share the work.
+        name: Name of the model.
+        folder: Folder of the results.
+        measures: The measurements.
+        ranks: Ranks that share the work.
     """
 
     name: str
@@ -50,21 +50,21 @@ class Evaluation(NamedTuple):
     ranks: Ranks
 
     def run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> Results:
-        """Measure all that is not measured already.
+        """Run all missing measurements.
 
         Args:
-            described: By `describe`.
-            make_subject: Makes what is asked, with a journal of its answers.
+            described: Result of `describe`.
+            make_subject: Creates the subject, given a cache of its answers.
 
         Raises:
-            UserError: If there are results of another model under this name, or another process writes them.
+            UserError: If there are results of a different model under this name, or another process is writing them.
         """
         with self._held():
             return self._run(described, make_subject)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the model's results: a second evaluation that wants them is refused."""
+        """Hold the lock of the model's results."""
         if not self.ranks.is_first:
             yield
             return
@@ -77,7 +77,7 @@ class Evaluation(NamedTuple):
 
     def _run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> Results:
         path = self.folder / f"{self.name}.json"
-        results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, should their disks differ
+        results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, in case their disks differ
         with _open_answer_cache(self.folder, self.name, described["identity"], self.ranks) as journal:
             subject = make_subject(journal)
             for measure in self.measures:
@@ -94,7 +94,7 @@ class Evaluation(NamedTuple):
 
 @contextmanager
 def _open_answer_cache(folder: Path, name: str, identity: dict, ranks: Ranks) -> Iterator[AnswerCache]:
-    """Keep single answers until all is measured."""
+    """Cache answers until all measurements are done."""
     journal = AnswerCache(folder, name, identity, ranks)
     is_done = False
     try:
@@ -112,18 +112,18 @@ def measure_models(
     measure: Callable[[str, Evaluation], Results],
     tell: Callable[[Sequence[Results], Path | None], None] | None = None,
 ) -> None:
-    """Measure models one after the other, together with the other ranks; report on them.
+    """Evaluate models sequentially, together with the other ranks, and report the results.
 
     Args:
         checkpoints: The models.
-        measures: What is measured.
-        compare: Results of earlier evaluations, which the table begins with.
-        out: Folder of the results; `OUT` if None, and none if no model is measured.
+        measures: The measurements.
+        compare: Results of earlier evaluations, the first columns of the table.
+        out: Folder of the results; `OUT` if None, and none if no model is evaluated.
         measure: Loads one model and runs its evaluation.
-        tell: Tells of all results, and writes into the folder, if there is one, what is of them all; `report` if None.
+        tell: Reports all results, given the folder if there is one; `report` if None.
 
     Raises:
-        UserError: If results or models cannot be read, or as `Evaluation.run`.
+        UserError: If results or models cannot be read, or as in `Evaluation.run`.
     """
     earlier = [read_results(Path(path)) for path in compare]
     folder, found = Path(out or OUT), []
@@ -139,10 +139,10 @@ def measure_models(
 
 
 def find_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name; None of None.
+    """Return the dtype with a name; None for None.
 
     Raises:
-        UserError: If the name is another than those accepted.
+        UserError: If the name is unknown.
     """
     if name is not None and name not in DTYPES:
         raise UserError(f"dtype={name!r}; expected {', '.join(DTYPES)}.")
@@ -150,37 +150,37 @@ def find_dtype(name: str | None) -> torch.dtype | None:
 
 
 def check_asked(models: Sequence[str], asked: Sequence[str], compare: Sequence[str], what: str) -> None:
-    """Check that there are models and something to measure, or results to compare.
+    """Check that there are models and measurements, or results to compare.
 
     Raises:
         UserError: If not.
     """
     if asked and not models:
-        raise UserError("checkpoint names no model to measure.")
+        raise UserError("checkpoint=[]: expected at least one model.")
     if not models and not compare:
-        raise UserError("checkpoint must name at least one model, or compare results of earlier evaluations.")
+        raise UserError("checkpoint: expected at least one model, or results of earlier evaluations in compare.")
     if models and not asked:
-        raise UserError(f"nothing to measure: name {what}.")
+        raise UserError(f"nothing to measure; expected {what}.")
 
 
 def check_at_least_one(**numbers: int | None) -> None:
-    """Raise UserError if a number is given that is less than 1."""
+    """Raise UserError if a number is less than 1; None is accepted."""
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise UserError(f"{name}={number} must be at least 1.")
 
 
 def check_steps(steps: int) -> None:
-    """Raise UserError if an integral cannot have so many points (Gauss-Legendre: their computation takes memory)."""
+    """Raise UserError if the number of integration points is out of range (computing Gauss-Legendre needs memory)."""
     if not 1 <= steps <= MAX_STEPS:
         raise UserError(f"steps={steps}: expected 1 to {MAX_STEPS}.")
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Name paths by their last parts; by the whole path where two would have one name.
+    """Name paths by their last component, or by the full path if names are not unique.
 
     Raises:
-        UserError: If a path stands twice.
+        UserError: If a path is given twice.
     """
     twice = {path for path in paths if list(paths).count(path) > 1}
     if twice:
@@ -190,10 +190,10 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def name_models(checkpoints: Sequence[str]) -> list[str]:
-    """Name models after their folders: a run after its experiment too, a checkpoint after its run.
+    """Name models after their folders: a run with its experiment, a checkpoint with its run.
 
     Raises:
-        UserError: If two have one name.
+        UserError: If two models have the same name.
     """
     names = []
     for checkpoint in checkpoints:
@@ -204,12 +204,12 @@ def name_models(checkpoints: Sequence[str]) -> list[str]:
         names.append("-".join(parts[-count:]).removesuffix(".ckpt"))
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise UserError(f"two models are called {min(twice)}; evaluate them one by one, each with an out of its own.")
+        raise UserError(f"two models are named {min(twice)}; evaluate them separately, each with its own out.")
     return names
 
 
 def report(models: Sequence[Results], folder: Path | None) -> None:
-    """Print the table; write it where results are written."""
+    """Print the table, and write it to the folder of the results."""
     table = evaluation_table(models)
     print(f"\n{table}")
     if folder is not None:

@@ -1,4 +1,4 @@
-"""The table of an evaluation: a row for each number, a column for each model, with differences to the first."""
+"""Table of an evaluation: one row per number, one column per model, with differences to the first model."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -7,24 +7,24 @@ from typing import NamedTuple
 from ..utils.markdown import markdown_table
 from .results import QUESTIONS, Measure, Results
 
-PERCENT = ("acc", "acc_norm", "exact_match", "top1", "top5")  # metrics between 0 and 1, told in percent
-APART = ("preprocessing", "real")  # settings that each model brings itself, or that have rows of their own
-Key = tuple[str, str]  # what, and by which metric
+PERCENT = ("acc", "acc_norm", "exact_match", "top1", "top5")  # metrics in [0, 1], reported in percent
+APART = ("preprocessing", "real")  # settings that depend on the model, or that have separate rows
+Key = tuple[str, str]  # name and metric
 
 
 class Number(NamedTuple):
-    """A number and what it depends on beside the model."""
+    """A number and the settings it depends on."""
 
     measure: Measure
     settings: dict
 
 
 def evaluation_table(models: Sequence[Results]) -> str:
-    """Write the table as Markdown, which is readable on a terminal: "6.360 / -0.270" is a value and its difference.
+    """Format the table as Markdown: "6.360 / -0.270" is a value and its difference.
 
-    Below it a line for each model tells where its numbers come from.
+    Below the table there is one line per model with its provenance.
 
-    No difference is made between numbers of other settings, such as another limit; a line below the table tells which.
+    Numbers with different settings, such as another limit, are not subtracted; a line below the table explains this.
     """
     columns = [_numbers(results) for results in models]
     for column, means in zip(columns, _means(columns), strict=True):
@@ -40,12 +40,12 @@ def evaluation_table(models: Sequence[Results]) -> str:
     table = markdown_table(["", "metric", *(results.model for results in models)], rows)
     if others:
         said = ", ".join(sorted(others))
-        table += f"\n\n\\* measured otherwise than the first model's ({said}); no difference is made"
+        table += f"\n\n\\* measured with different settings than the first model ({said}); not subtracted"
     return "\n".join([table, "", *map(_provenance, models)])
 
 
 def _provenance(results: Results) -> str:
-    """Tell in a line what a model is and where its numbers come from."""
+    """Describe a model and the provenance of its numbers in one line."""
     content = results.content
     identity, where = content["identity"], content["environment"]
     tokenizer = identity.get("tokenizer")
@@ -68,7 +68,7 @@ def _numbers(results: Results) -> dict[Key, Number]:
 
 
 def _means(columns: Sequence[dict[Key, Number]]) -> list[dict[Key, Number]]:
-    """Average the accuracies of tasks asked with as many shots, where all models were asked the same ones alike."""
+    """Average the accuracies of tasks with the same number of shots, if all models have the same tasks and settings."""
     by_shots: list[dict[str, dict[str, Number]]] = []
     for column in columns:
         found: dict[str, dict[str, Number]] = {}
@@ -99,7 +99,7 @@ def _is_percent(metric: str) -> bool:
 
 
 def _cell(number: Number | None, first: Number | None, others: set[str], is_first: bool) -> str:
-    """Write a number; the names of settings that are others than the first's are added to `others`."""
+    """Format a number; settings that differ from the first model's are added to `others`."""
     if number is None:
         return "-"
     factor, digits = (100, 1) if _is_percent(number.measure.metric) else (1, 3)

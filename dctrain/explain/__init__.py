@@ -1,4 +1,4 @@
-"""What both trainers' `explain` share: measurements of heads and compositions, their tables and pictures."""
+"""Common parts of `explain`: measurements of heads and compositions, their tables and figures."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a trained model loses where a part of its composition, or a head, is switched off (compare table 9)."""
+"""Ablation of trained models: evaluation with parts of the composition, or heads, disabled (compare table 9)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,17 +15,17 @@ from ..evaluation.run import Measurable
 from .selectors import is_composed
 
 KINDS = ("branches", "layers", "heads")
-WITHOUT, KIND = "without", "kind"  # settings that tell what was switched off
+WITHOUT, KIND = "without", "kind"  # settings that name the disabled part
 
 
 class ModelPart(NamedTuple):
-    """What is switched off together.
+    """A part of a model that is disabled.
 
     Attributes:
         kind: One of `KINDS`.
-        name: What it is called.
-        branches: Branches of compositions.
-        head: Name of a layer, and the number of one of its heads.
+        name: Name of the part.
+        branches: Its branches of compositions.
+        head: Layer name and index of a head.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class ModelPart(NamedTuple):
 
     @contextmanager
     def switched_off(self, model: nn.Module) -> Iterator[None]:
-        """Let a model do without it while the context is open."""
+        """Disable the part of a model while the context is active."""
         if self.head is None:
             with scale_branches(model, dict.fromkeys(self.branches, 0.0)):
                 yield
@@ -48,14 +48,14 @@ class ModelPart(NamedTuple):
 
 
 class Ablatable(Protocol):
-    """What a measurement asks, told that its answers are of a model without a part."""
+    """Subject of a measurement that supports a disabled part."""
 
     @property
     def module(self) -> nn.Module:
         """The model."""
 
     def under(self, condition: str) -> Self:
-        """Keep answers under a condition apart from others."""
+        """Return a subject whose answers are cached separately for a condition."""
 
 
 class Ablated(NamedTuple):
@@ -66,31 +66,31 @@ class Ablated(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name it, uniquely."""
+        """Unique title."""
         return f"{self.measure.title}{without_title(self.part.name)}"
 
     def settings(self, subject: Ablatable) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Settings that the numbers depend on, other than the model."""
         return self.measure.settings(subject) | {WITHOUT: self.part.name, KIND: self.part.kind}
 
     def run(self, subject: Ablatable) -> tuple[list[Measure], str | None]:
-        """Measure it; what there is to say of the measurement has been said of the whole model."""
+        """Measure; the note was already printed for the full model."""
         with self.part.switched_off(subject.module):
             return self.measure.run(subject.under(self.part.name))[0], None
 
 
 def without_title(part: str) -> str:
-    """Write what is added to the title of a measurement."""
+    """Return the suffix of a measurement's title."""
     return f", without {part}"
 
 
 def ablations(model: nn.Module, measures: Sequence[Measurable], kinds: Sequence[str]) -> list[Measurable]:
-    """List all that is measured: the whole model, then without each part of it.
+    """Return all measurements: of the full model, then with each part disabled.
 
     Args:
         model: The model.
-        measures: What is measured of the whole model.
-        kinds: What is switched off; if there are none branches and layers, of plain attention heads.
+        measures: Measurements of the full model.
+        kinds: Kinds of parts to disable; if empty, branches and layers, or heads for plain attention.
 
     Raises:
         UserError: If the model has no such parts.

@@ -1,6 +1,4 @@
-"""What an ablation found, as a table and a picture: the numbers of the whole model, and by how much each part changes
-them.
-"""
+"""Report of an ablation as a table and a figure: numbers of the full model, and the effect of disabling each part."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,24 +16,24 @@ from .heatmaps import by_layer, draw_map
 
 SPEEDS = ("images_per_second",)
 TITLES = {"branches": "a branch, in all layers", "layers": "the composition of a layer", "heads": "a head"}
-SHOWN = 12  # of the heads, in the printed table: those that matter most
+SHOWN = 12  # heads with the largest effect in the printed table
 
 
 class AblationRow(NamedTuple):
-    """A number of a model without a part.
+    """A number of a model with a part disabled.
 
     Attributes:
         model: Name of the model.
-        title: Of the measurement.
-        measured: Of what, such as a part of a data set.
-        metric: Which; perplexities are told as "loss", in nats per token.
-        kind: What kind of part is missing; "" for the whole model.
-        without: The part; "" for none.
+        title: Title of the measurement.
+        measured: What is measured, such as a subset.
+        metric: Name of the metric; perplexities are reported as "loss", in nats per token.
+        kind: Kind of the disabled part; "" for the full model.
+        without: Name of the disabled part; "" for none.
         value: The number.
-        worse_by: By how much it is worse than that of the whole model.
-        stderr: Standard error of that, as if all answers were independent, of both models too; None if unknown, and of
-            the whole model.
-        is_main: Whether it is of all that was measured, and not of a part of that.
+        worse_by: How much worse it is than the full model's.
+        stderr: Standard error of that, as if all answers were independent, also between the models; None if unknown and
+            for the full model.
+        is_main: Whether it is of the whole measurement, not of a subset.
     """
 
     model: str
@@ -51,24 +49,24 @@ class AblationRow(NamedTuple):
 
 
 def report_ablation(models: Sequence[Results], folder: Path) -> None:
-    """Print tables of models that were measured; write ablation.csv, and a picture of each model."""
-    write_explanation(explain_ablation(models), folder, (), {})  # each model's results say where they come from
+    """Print tables of the evaluated models; write ablation.csv, and a figure per model."""
+    write_explanation(explain_ablation(models), folder, (), {})  # each model's results have their provenance
 
 
 def explain_ablation(models: Sequence[Results]) -> Explanation:
-    """Tell of models that were measured whole and without parts."""
+    """Explain models that were evaluated in full and with parts disabled."""
     rows = [row for results in models for row in _with_parts(_rows(results))]
     names = dict.fromkeys(row.model for row in rows)
     pictures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
     reading = (
-        "The model is evaluated again with one part switched off at a time. The larger the number in brackets, the more"
-        " the model needs that part."
+        "The model is evaluated with one part disabled at a time. The larger the number in brackets, the more"
+        " the model depends on that part."
     )
     return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
 
 
 def _rows(results: Results) -> list[AblationRow]:
-    """Compare each ablation with the whole model, measured alike; of other settings, such as an earlier limit, none."""
+    """Compare each ablation with the full model measured with the same settings; others are skipped."""
     entries = results.content["results"]
     rows = []
     for title, entry in entries.items():
@@ -94,7 +92,7 @@ def _rows(results: Results) -> list[AblationRow]:
 
 
 def _with_parts(rows: Sequence[AblationRow]) -> list[AblationRow]:
-    """Leave out what was measured of the whole model alone, such as by `evaluate`."""
+    """Remove measurements without ablations, such as those of `evaluate`."""
     titles = {row.title for row in rows if row.without}
     return [row for row in rows if row.title in titles]
 
@@ -104,14 +102,14 @@ def _apart_from_part(entry: dict) -> dict:
 
 
 def _number(measure: Measure) -> tuple[str, float]:
-    """Tell which number it is, and how large; of perplexities their logarithm, whose differences add up."""
+    """Return metric and value; for perplexities the logarithm, whose differences are additive."""
     if measure.metric == "perplexity":
         return "loss", math.log(measure.value)
     return measure.metric, measure.value
 
 
 def _tables(rows: Sequence[AblationRow]) -> Iterable[str]:
-    """Write a table for each model and thing measured: a line for each part, of heads those that matter most."""
+    """Format a table per model and measurement: one line per part; only the heads with the largest effect."""
     for model, title in dict.fromkeys((row.model, row.title) for row in rows):
         of_table = [row for row in rows if (row.model, row.title) == (model, title) and row.is_main]
         metrics = list(dict.fromkeys(row.metric for row in of_table))
@@ -122,9 +120,11 @@ def _tables(rows: Sequence[AblationRow]) -> Iterable[str]:
         shown = [row.without for row in first if row.kind != "heads"] + [row.without for row in heads[:SHOWN]]
         lines = [[name or "nothing", *(cells.get((name, metric), "-") for metric in metrics)] for name in shown]
         rest = (
-            f" Of {len(heads)} heads the {SHOWN} that matter most; ablation.csv has all." if len(heads) > SHOWN else ""
+            f" The {SHOWN} of {len(heads)} heads with the largest effect; ablation.csv has all."
+            if len(heads) > SHOWN
+            else ""
         )
-        said = f"In brackets: by how much it is worse than the whole model{_of_errors(of_table)}.{rest}"
+        said = f"In brackets: how much worse than the full model{_of_errors(of_table)}.{rest}"
         yield f"{model}, {title}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
 
 
@@ -134,14 +134,14 @@ def _cell(row: AblationRow) -> str:
 
 
 def _of_errors(rows: Sequence[AblationRow]) -> str:
-    """Say what the standard errors are, where there are some."""
+    """Describe the standard errors, if there are any."""
     known = any(row.stderr is not None for row in rows)
     return ", with a standard error as if all answers were independent, of one model and of both" if known else ""
 
 
 def _draw(model: str, rows: Sequence[AblationRow]) -> Figure:
-    """Draw how much worse the first metric gets, a row for each thing measured: bars for branches and layers, a map of
-    the heads.
+    """Plot the effect on the first metric, one row per measurement: bars for branches and layers, a heat map of
+    heads.
     """
     titles = list(dict.fromkeys(row.title for row in rows))
     shown = [_main_rows([row for row in rows if row.title == title]) for title in titles]
@@ -155,7 +155,7 @@ def _draw(model: str, rows: Sequence[AblationRow]) -> Figure:
 
 
 def _main_rows(rows: Sequence[AblationRow]) -> list[AblationRow]:
-    """Leave out all metrics but the first, parts of a set, and the whole model."""
+    """Keep only rows of the first metric, of whole measurements, with a disabled part."""
     return [row for row in rows if row.metric == rows[0].metric and row.is_main and row.kind]
 
 
@@ -170,7 +170,7 @@ def _draw_kind(axes: Axes, rows: Sequence[AblationRow], kind: str) -> None:
 
 
 def _place(row: AblationRow) -> tuple[str, int, float]:
-    """Tell the layer and the number of the head that a row is of."""
+    """Return layer, head and value of a row."""
     head, _, layer = row.without.removeprefix("head ").partition(" of ")
     return layer, int(head), row.worse_by
 

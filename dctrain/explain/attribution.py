@@ -1,7 +1,7 @@
-"""Integrated gradients (Sundararajan et al., 2017) of one number that a model computes, over parts of the model.
+"""Integrated gradients (Sundararajan et al., 2017) of a scalar output, over parts of the model.
 
-A part has a factor that goes from 0, where it is switched off, to 1, all parts together. What the parts are credited
-with sums up to what they change together (completeness), but for the error of the integral, which is told.
+Each part has a factor that increases from 0 (disabled) to 1, for all parts together. The attributions sum to the
+joint effect of all parts (completeness), up to the integration error, which is reported.
 """
 
 # N parts
@@ -21,17 +21,17 @@ from dcmha.analysis import attention_layers, composition_branches, scale_branche
 from ..errors import UserError, as_user_error
 from .selectors import is_composed
 
-Objective = Callable[[], Tensor]  # calls the model, gives a scalar
+Objective = Callable[[], Tensor]  # calls the model and returns a scalar
 
 
 class PartSet(NamedTuple):
-    """What can be turned down.
+    """Parts of a model that can be scaled.
 
     Attributes:
-        kind: What they are: "branches", "heads", and what a trainer adds.
-        layers: Of each part, the name of its layer, or what it is a part of.
-        names: Of each part, its name there.
-        scaled: Multiplies them by factors [N] while its context is open; gradients reach the factors.
+        kind: Kind of the parts: "branches", "heads", or a kind defined by a trainer.
+        layers: Layer name of each part, or what it belongs to.
+        names: Name of each part within the layer.
+        scaled: Context manager that scales the parts by factors [N], which receive gradients.
     """
 
     kind: str
@@ -41,14 +41,14 @@ class PartSet(NamedTuple):
 
 
 class Attribution(NamedTuple):
-    """What parts are credited with.
+    """Attribution of a scalar to parts.
 
     Attributes:
         parts: The parts, N of them.
-        values: Of each, its credit, in the unit of what is computed [N], float64.
-        whole: What the model computes.
-        without: What it computes without all parts.
-        alone: What is lost where a part alone is switched off [N], float64; None if that was not asked.
+        values: Attribution of each part, in the unit of the scalar [N], float64.
+        whole: Value of the full model.
+        without: Value with all parts disabled.
+        alone: Decrease if a single part is disabled [N], float64; None if not computed.
     """
 
     parts: PartSet
@@ -59,19 +59,19 @@ class Attribution(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """By how much the values miss their sum; more steps make it smaller."""
+        """Integration error of the sum of the attributions; decreases with more steps."""
         return float(self.values.sum()) - (self.whole - self.without)
 
     @property
     def rank_correlation(self) -> float | None:
-        """How alike credits and losses alone order the parts: Spearman's, from -1 to 1; None of what has no order."""
+        """Spearman's rank correlation of attributions and single-part decreases; None if undefined."""
         if self.alone is None or min(len(set(found.tolist())) for found in (self.values, self.alone)) < 2:
             return None
         return float(spearman_corrcoef(self.values, self.alone))
 
 
 def branch_parts(model: nn.Module) -> PartSet:
-    """List the branches of all compositions.
+    """Return the branches of all compositions.
 
     Raises:
         ValueError: If the model composes nothing.
@@ -82,7 +82,7 @@ def branch_parts(model: nn.Module) -> PartSet:
 
 
 def head_parts(model: nn.Module) -> PartSet:
-    """List what each head of each attention layer gives to the output projection.
+    """Return the outputs of all heads of all attention layers.
 
     Raises:
         ValueError: If the model has no attention layers.
@@ -94,17 +94,17 @@ def head_parts(model: nn.Module) -> PartSet:
 
 
 def kinds_of(model: nn.Module, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Leave "branches" out of some kinds of parts if the model composes nothing, and say so."""
+    """Remove "branches" from the kinds if the model composes nothing, and print a message."""
     return tuple(kind for kind in kinds if kind != "branches" or is_composed(model))
 
 
 class AttributionSettings(NamedTuple):
-    """What is credited, and how.
+    """Settings of an attribution.
 
     Attributes:
-        over: Kinds of parts, each credited by itself.
-        steps: Points of the integral (Gauss-Legendre), each a forward and a backward pass.
-        alone: Also switch off each part by itself, a forward pass for each.
+        over: Kinds of parts, attributed separately.
+        steps: Integration points (Gauss-Legendre), each a forward and a backward pass.
+        alone: Whether to also disable each part separately, one forward pass each.
     """
 
     over: Sequence[str]
@@ -114,12 +114,12 @@ class AttributionSettings(NamedTuple):
     def attribute(
         self, model: nn.Module, objectives: Sequence[Objective], makers: Mapping[str, Callable[[], PartSet]]
     ) -> list[Attribution]:
-        """Credit parts of a model with the sum of some scalars.
+        """Attribute the sum of scalars to parts of a model.
 
         Args:
             model: The model, in evaluation mode; its weights need no gradient.
-            objectives: Each computes a scalar by it, of one batch.
-            makers: List the parts of kinds that not every model has; branches and heads are known.
+            objectives: Functions that compute the scalar of one batch.
+            makers: Functions that return the parts of additional kinds.
 
         Raises:
             UserError: If the model has no such parts.
@@ -136,17 +136,17 @@ class AttributionSettings(NamedTuple):
 def attribute_parts(
     parts: PartSet, objectives: Sequence[Objective], device: torch.device, steps: int, alone: bool
 ) -> Attribution:
-    """Credit parts with the sum of some scalars, which the model computes of one batch each.
+    """Attribute the sum of scalars, one per batch, to parts.
 
     Args:
-        parts: What is credited.
-        objectives: Each computes a scalar by a model in evaluation mode.
-        device: Where the model is.
-        steps: Points of the integral (Gauss-Legendre), each a forward and a backward pass over each batch.
-        alone: Also switch off each part by itself, N forward passes over each batch.
+        parts: The parts.
+        objectives: Functions that compute the scalar of one batch with a model in evaluation mode.
+        device: Device of the model.
+        steps: Integration points (Gauss-Legendre), each a forward and a backward pass over each batch.
+        alone: Whether to also disable each part separately, N forward passes over each batch.
 
     Raises:
-        UserError: If what is computed is not finite.
+        UserError: If the scalar is not finite.
     """
     ones = torch.ones(len(parts.names), device=device)
     masks = [ones, torch.zeros_like(ones), *(ones - torch.eye(len(ones), device=device) if alone else ())]
@@ -162,7 +162,7 @@ def attribute_parts(
             with torch.no_grad():
                 results += torch.tensor([float(compute(mask)) for mask in masks], dtype=torch.float64)
             if not results.isfinite().all():
-                raise UserError("what the model computes is not finite: its weights are damaged, or too large.")
+                raise UserError("the model's output is not finite: its weights are damaged or too large.")
             values += _integrate(compute, ones, steps)
     whole, without, *rest = results.tolist()
     lost = whole - torch.tensor(rest, dtype=torch.float64) if alone else None

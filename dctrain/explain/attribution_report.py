@@ -1,4 +1,4 @@
-"""What integrated gradients found, as a table and a picture."""
+"""Report of integrated gradients as a table and a figure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from .attribution import Attribution
 from .explanation import Explanation
 from .heatmaps import draw_map, draw_over
 
-PATCHES = "patches"  # the kind whose parts are places of an image, by rows and columns
-SHOWN = 8  # of the parts of a kind, in the printed table
+PATCHES = "patches"  # kind whose parts are positions of an image, by rows and columns
+SHOWN = 8  # parts per kind in the printed table
 
 
 class AttributionRow(NamedTuple):
-    """What a part, the `number`th of its kind, is credited with, and what is lost without it alone, where asked."""
+    """Attribution of a part, the `number`th of its kind, and, if computed, the decrease if only it is disabled."""
 
     kind: str
     number: int
@@ -27,8 +27,8 @@ class AttributionRow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the credits of a kind should sum up to, whole - without, by how much they miss it, and how well their order
-    is that of what is lost without each part alone (Spearman's rank correlation; None if not asked).
+    """Totals of a kind: values with all and without any parts, integration error, and rank correlation with the
+    single-part decreases (Spearman; None if not computed).
     """
 
     kind: str
@@ -39,19 +39,19 @@ class Sums(NamedTuple):
 
 
 def explain_attribution(found: Sequence[Attribution], what: str, image: np.ndarray | None = None) -> Explanation:
-    """Tell what matters most.
+    """Explain an attribution.
 
     Args:
         found: Attributions of one number.
-        what: The number, in words.
-        image: The image whose patches are credited, uint8 [height, width, 3]; None if there is none.
+        what: Description of the scalar.
+        image: The image for attributions to patches, uint8 [height, width, 3]; None if there is none.
     """
     rows = [row for a in found for row in _rows(a)]
     sums = [Sums(a.parts.kind, a.whole, a.without, a.gap, a.rank_correlation) for a in found]
     pictures, tables = {"attribution": _draw(found, what, image)}, {"attribution": rows, "attribution-sums": sums}
     reading = (
-        f"How much of the {what} integrated gradients credit to each part. A positive credit means that the part raises"
-        " it; the credits of a kind sum up to the difference that all its parts make."
+        f"Integrated gradients of the {what} with respect to each part. A positive attribution means that the part"
+        " increases it; the attributions of a kind sum to the joint effect of all its parts."
     )
     return Explanation(what, reading, "\n\n".join(map(_tell, found)), pictures, tables)
 
@@ -63,22 +63,22 @@ def _rows(a: Attribution) -> list[AttributionRow]:
 
 
 def _tell(a: Attribution) -> str:
-    """Write a table of the parts that matter most, what layers get, and how far to trust it."""
+    """Format a table of the largest attributions, sums by layer, and the integration error."""
     kind, rows = a.parts.kind, sorted(_rows(a), key=lambda row: -abs(row.value))[:SHOWN]
-    heads = [f"{kind}, the most", "credit", *(["lost without it alone"] if a.alone is not None else [])]
+    heads = [f"{kind}, largest", "attribution", *(["decrease if disabled"] if a.alone is not None else [])]
     lines = [[f"{row.layer} {row.name}".strip(), *(f"{x:+.4f}" for x in row[4:] if x is not None)] for row in rows]
     said = [markdown_table(heads, lines)]
     if kind == "branches":
-        said.append(f"Credits by layer: {', '.join(f'{name} {x:+.4f}' for name, x in _by_layer(a).items())}.")
-    sums = f"{a.whole:.4f}; without all {kind} {a.without:.4f}; the credits miss the difference by {a.gap:+.1e}"
-    said.append(f"With everything {sums}.")
+        said.append(f"Attributions by layer: {', '.join(f'{name} {x:+.4f}' for name, x in _by_layer(a).items())}.")
+    sums = f"{a.whole:.4f}; with all {kind} disabled {a.without:.4f}; integration error {a.gap:+.1e}"
+    said.append(f"Full model {sums}.")
     if a.rank_correlation is not None:
-        said.append(f"Rank correlation of credits and of what is lost without each alone: {a.rank_correlation:+.2f}.")
+        said.append(f"Rank correlation of attributions and single-part decreases: {a.rank_correlation:+.2f}.")
     return "\n\n".join(said)
 
 
 def _by_layer(a: Attribution) -> dict[str, float]:
-    """Sum up credits."""
+    """Sum the attributions of each layer."""
     found = dict.fromkeys(a.parts.layers, 0.0)
     for layer, value in zip(a.parts.layers, a.values.tolist(), strict=True):
         found[layer] += value
@@ -86,7 +86,7 @@ def _by_layer(a: Attribution) -> dict[str, float]:
 
 
 def _draw(found: Sequence[Attribution], what: str, image: np.ndarray | None) -> Figure:
-    """Draw a map for each kind: a row for each layer, or one where there are none; patches over their image."""
+    """Plot a heat map per kind, one row per layer, or a single row without layers; patches are drawn over the image."""
     maps = [_map(a) for a in found]
     heights = [4.0 if a.parts.kind == PATCHES else max(1.2, 0.32 * len(m[0])) for a, m in zip(found, maps, strict=True)]
     figure = Figure(figsize=(9, sum(heights) + 1.4 * len(maps) + 0.4), layout="constrained")
@@ -96,12 +96,12 @@ def _draw(found: Sequence[Attribution], what: str, image: np.ndarray | None) -> 
         if a.parts.kind == PATCHES and image is not None:
             draw_over(axes, values, f"{PATCHES}: credit", image)
         else:
-            draw_map(axes, values, f"{a.parts.kind}: credit", rows=layers, columns=names)
+            draw_map(axes, values, f"{a.parts.kind}: attribution", rows=layers, columns=names)
     return figure
 
 
 def _map(a: Attribution) -> tuple[list[str], list[str], np.ndarray]:
-    """Arrange parts by layers and names; tokens, of which two may be alike, in one row."""
+    """Arrange parts by layers and names; tokens, which may repeat, in one row."""
     layers = list(dict.fromkeys(a.parts.layers))
     if len(layers) == 1:
         return layers, list(a.parts.names), a.values.numpy()[None]

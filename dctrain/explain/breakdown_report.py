@@ -1,4 +1,4 @@
-"""Figures 7 and 8 of the paper: the composition of one query-key pair, term by term, and what heads look at."""
+"""Figures 7 and 8 of the paper: terms of the composition of one query-key pair, and attention of the heads."""
 
 # S key tokens, H heads, R compose rank, G head groups
 
@@ -18,11 +18,11 @@ from .explanation import Explanation
 from .heatmaps import draw_map
 
 PAPER = {"query projection": "o_qp", "query gate": "o_qg", "key projection": "o_kp", "key gate": "o_kg"}
-TOKENS = 48  # that are drawn: those which the query looks at most
+TOKENS = 48  # maximum tokens in the figure: those with the largest attention of the query
 
 
 class BreakdownRow(NamedTuple):
-    """A term of one head; see `dcmha.analysis.Breakdown`."""
+    """A term for one head; see `dcmha.analysis.Breakdown`."""
 
     term: str
     head: int
@@ -30,15 +30,15 @@ class BreakdownRow(NamedTuple):
 
 
 class QueryKeyPair(NamedTuple):
-    """What is looked at.
+    """A query-key pair of a layer.
 
     Attributes:
         layer: Name of the layer.
         composition: "pre" or "post".
-        query: Position of the token that looks.
-        key: Position of the token that it looks at.
-        words: What the tokens are called [S].
-        prefix: Tokens before those that are counted.
+        query: Position of the query.
+        key: Position of the key.
+        words: Names of the tokens [S].
+        prefix: Number of tokens before those that are counted.
     """
 
     layer: str
@@ -50,7 +50,7 @@ class QueryKeyPair(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Say it in words."""
+        """Description of the pair."""
         query, key = (f"{self.words[at]!r} ({at - self.prefix})" for at in (self.query, self.key))
         return f"{self.layer}, {self.composition}-composition, from {query} to {key}"
 
@@ -63,18 +63,18 @@ def record_pair(
     query: int,
     check: Callable[[Recorded], None] = lambda recorded: None,
 ) -> tuple[str, Recorded, int]:
-    """Record the layer, of some, that changes what a query looks at most.
+    """Record the layer whose composition changes the attention of a query most.
 
     Args:
         model: The model.
-        call: Calls it on one sequence; twice, so that the maps of one layer at a time are in memory.
+        call: Calls the model on one sequence; it is called twice, so that only one layer's maps are in memory.
         layers: Names of the layers.
         composition: "pre" or "post".
-        query: Position of the token that looks.
-        check: Looks at what is recorded of each layer.
+        query: Position of the query.
+        check: Checks the recorded call of each layer.
 
     Returns:
-        The layer's name, what was recorded of it, and the position of the key whose scores or weights change most.
+        Name and recorded call of the layer, and the position of the key whose scores or weights change most.
 
     Raises:
         ValueError: If a layer's weights are not finite.
@@ -83,7 +83,7 @@ def record_pair(
     def keep(one: Recorded) -> tuple[int, float]:
         check(one)
         if not one.maps.composed_weights.isfinite().all():
-            raise ValueError("attention is not finite: the model's weights are damaged, or too large.")
+            raise ValueError("attention is not finite: the model's weights are damaged or too large.")
         return most_changed(one, composition, query)
 
     with record_attention(model, layers, keep) as changes:
@@ -95,14 +95,14 @@ def record_pair(
 
 
 def explain_breakdown(recorded: Recorded, pair: QueryKeyPair) -> Explanation:
-    """Tell the terms of a pair.
+    """Explain the terms of a pair.
 
     Args:
-        recorded: The layer's call on one sequence.
-        pair: Which pair.
+        recorded: Recorded call of the layer on one sequence.
+        pair: The pair.
 
     Raises:
-        ValueError: If the layer has no such composition, there is no such pair, or the query does not see the key.
+        ValueError: If the composition is disabled, the pair does not exist, or the key is hidden from the query.
     """
     if not _seen(recorded, pair.query)[pair.key]:
         raise ValueError(f"key={pair.key} is hidden from query={pair.query} by a mask.")
@@ -124,22 +124,22 @@ def explain_breakdown(recorded: Recorded, pair: QueryKeyPair) -> Explanation:
     said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
     pictures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
     reading = (
-        "The composition of one query and one key, term by term: the scores or weights of all heads before, what each "
-        "branch adds, and what comes out. Each row is a head, and the terms of a row sum up to its last column."
+        "The composition of one query and one key, term by term: the scores or weights of all heads before it, the term "
+        "of each branch, and the result. Each row is a head; its terms sum to the last column."
     )
     return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{said}", pictures, tables)
 
 
 def _columns(found: Breakdown) -> dict[str, Tensor]:
-    """Name what is shown of each head: before, what is added, after."""
+    """Columns of the table: before, terms, after."""
     added = {name: term for name, term in found.terms.items() if name != ITSELF}
     return {"before": found.before, **added, "after": found.after}
 
 
 def most_changed(recorded: Recorded, composition: str, query: int) -> tuple[int, float]:
-    """Find the key whose scores or weights a composition changes most, in any head; return it and by how much.
+    """Return the key whose scores or weights a composition changes most in any head, and the change.
 
-    Keys that the query does not see do not count.
+    Hidden keys are excluded.
     """
     before, weights = {
         "pre": (recorded.maps.scores, recorded.pre),
@@ -151,12 +151,12 @@ def most_changed(recorded: Recorded, composition: str, query: int) -> tuple[int,
 
 
 def _seen(recorded: Recorded, query: int) -> Tensor:
-    """Tell which keys a query sees [S]."""
+    """Mask of the keys visible to a query [S]."""
     return (recorded.maps.weights[0, :, query] > 0).any(0)
 
 
 def _draw(recorded: Recorded, found: Breakdown, pair: QueryKeyPair) -> Figure:
-    """Draw the terms, the matrices of the pair, and what heads look at before and after."""
+    """Plot the terms, the compose weights of the pair, and the attention of the heads before and after."""
     heads, shown = len(found.before), _shown(recorded, pair)
     labels = [pair.words[at] for at in shown]
     wide, high = 0.22 * max(len(shown), 2 * heads), 0.18 * heads
@@ -173,18 +173,18 @@ def _draw(recorded: Recorded, found: Breakdown, pair: QueryKeyPair) -> Figure:
     names = [PAPER.get(name, name) for name in columns]
     draw_map(cells[0], values, "terms (heads by rows)", columns=names, has_numbers=heads <= 16)
     if len(cells) > 1:
-        draw_map(cells[1], np.stack(rows, 1), "what the two tokens bring", columns=brings)
+        draw_map(cells[1], np.stack(rows, 1), "compose weights of the two tokens", columns=brings)
     for part, (title, drawn) in zip(parts[1:], _looks(recorded, pair).items(), strict=False):
         looks = drawn[0, :, pair.query, shown].numpy(force=True)
         draw_map(part.subplots(), looks, f"{title}: heads by tokens", columns=labels)
     if brought is not None:
-        title = "what tokens bring as keys, w_k1 (figure 8): components and heads by tokens"
+        title = "key-side weights of the tokens, w_k1 (figure 8): components and heads by tokens"
         draw_map(parts[-1].subplots(), brought, title, columns=labels)
     return figure
 
 
 def _looks(recorded: Recorded, pair: QueryKeyPair) -> dict[str, Tensor]:
-    """Choose what shows where heads look without the composition, and with it."""
+    """Return the attention weights without and with the composition."""
     maps = recorded.maps
     if pair.composition == "pre":
         return {"weights without any composition": recorded.uncomposed_weights, "after pre-composition": maps.weights}
@@ -192,21 +192,21 @@ def _looks(recorded: Recorded, pair: QueryKeyPair) -> dict[str, Tensor]:
 
 
 def _brought(recorded: Recorded, pair: QueryKeyPair, shown: Sequence[int]) -> np.ndarray | None:
-    """Take the first matrices of the keys' projections along the sequence [R H, S]; None if there are none."""
+    """Return the keys' down projections along the sequence [R H, S]; None if there are none."""
     weights = recorded.pre if pair.composition == "pre" else recorded.post
     down = weights.key.down
     return None if down is None else down[0, shown].flatten(1).mT.numpy(force=True)
 
 
 def _shown(recorded: Recorded, pair: QueryKeyPair) -> list[int]:
-    """Choose the tokens to draw, in their order."""
+    """Select the tokens to plot, in order."""
     looked = recorded.maps.composed_weights[0, :, pair.query].abs().amax(0)
     most = looked.argsort(descending=True)[:TOKENS].tolist()
     return sorted({*most, pair.key})
 
 
 def _matrices(found: Breakdown) -> tuple[list[str], list[np.ndarray]]:
-    """Name and list what the tokens of a pair bring, each row [H]; nothing if the composition is static."""
+    """Return names and compose weights of the tokens of a pair, each row [H]; empty for a static composition."""
     rows = {}
     for name, side in (("q", found.weights.query), ("k", found.weights.key)):
         if side.down is not None:

@@ -1,6 +1,6 @@
-"""What heads write for tokens or images, and how well that follows a relation: tables and a picture of the heads."""
+"""Report of what heads write (OV circuits) for tokens or images, and how well it matches relations."""
 
-# N tokens or images, V what can be written: the vocabulary, or the classes
+# N tokens or images, V outputs: the vocabulary or the classes
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ SHOWN = 10  # heads in the printed tables
 
 
 class HeadWrites(NamedTuple):
-    """What a head writes for a token or a class of images: the `rank`th of its logits."""
+    """The `rank`th largest logit that a head writes for a token or a class of images."""
 
     layer: str
     head: int
@@ -27,15 +27,15 @@ class HeadWrites(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How well a head follows a relation.
+    """How well a head matches a relation.
 
     Attributes:
         layer: Name of the layer.
-        head: Number of the head.
-        relation: Which.
-        in_top: Share of the sources whose partner is among the `top` that the head writes.
-        mean_reciprocal_rank: Mean of 1 / rank of the partner, 1 the best; of equals the last.
-        count: How many sources there are.
+        head: Index of the head.
+        relation: Name of the relation.
+        in_top: Share of the sources whose partner is among the `top` largest logits.
+        mean_reciprocal_rank: Mean of 1 / rank of the partner; ties get the last rank.
+        count: Number of sources.
     """
 
     layer: str
@@ -49,7 +49,7 @@ class Score(NamedTuple):
 def list_written(
     layer: str, head: int, sources: Sequence[str], logits: Tensor, name: Callable[[int], str], top: int
 ) -> list[HeadWrites]:
-    """List the likeliest that a head writes for each source, whose logits [N, V] are given."""
+    """Return the largest of the logits [N, V] that a head writes for each source."""
     values, ids = logits.topk(min(top, logits.shape[1]))
     return [
         HeadWrites(layer, head, source, rank, name(token), value)
@@ -59,28 +59,28 @@ def list_written(
 
 
 def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: Tensor, top: int) -> Score:
-    """Score a head by the logits [N, V] that it writes for sources and the partners [N] that it should write.
+    """Score a head by the logits [N, V] that it writes for sources, and their partners [N].
 
     Raises:
         UserError: If logits are NaN.
     """
     if logits.isnan().any():
-        raise UserError("what a head writes is NaN: the weights are damaged, or too large for their dtype.")
+        raise UserError("the output of a head is NaN: the weights are damaged or too large for their dtype.")
     own = logits.gather(1, partners.to(logits.device)[:, None])
-    ranks = (logits >= own).sum(1).double()  # of equals the last: a head that writes nothing has no best
+    ranks = (logits >= own).sum(1).double()  # ties get the last rank, so that a head that writes zeros scores low
     return Score(layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks))
 
 
 def explain_circuits(scores: Sequence[Score], written: Sequence[HeadWrites], top: int) -> Explanation:
-    """Tell the best heads of each relation and what they write."""
+    """Explain the best heads of each relation and what they write."""
     relations = list(dict.fromkeys(score.relation for score in scores))
     maps = {name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == name] for name in relations}
-    title = f"share whose partner is among the {top} that a head writes"
+    title = f"share of sources whose partner is in a head's top {top}"
     said = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
     tables = {"heads": scores} | ({"circuits": written} if written else {})
     reading = (
-        "What each head would write into the output for a source, by its value and output matrices alone. A high share "
-        "means that the head writes the partner that the relation names."
+        "The output of each head for a source, computed from its value and output matrices only. A high share means "
+        "that the head writes the partner given by the relation."
     )
     return Explanation("What heads write", reading, "\n\n".join(said), {"heads": draw_heads(maps, title)}, tables)
 
@@ -91,7 +91,7 @@ def _best(scores: Sequence[Score], relation: str) -> list[Score]:
 
 
 def _tables(relation: str, best: Sequence[Score], written: Sequence[HeadWrites], top: int) -> Iterator[str]:
-    """Write the best heads of a relation, and what the first of them writes."""
+    """Format the best heads of a relation, and what the first of them writes."""
     lines = [
         [f"{score.layer} head {score.head}", f"{100 * score.in_top:.1f} %", f"{score.mean_reciprocal_rank:.3f}"]
         for score in best

@@ -1,4 +1,4 @@
-"""Composition as it is learnt, in TensorBoard."""
+"""Logging of composition statistics during training."""
 
 from contextlib import ExitStack
 
@@ -12,21 +12,21 @@ from ..errors import UserError, as_user_error
 
 
 class CompositionScalars(Callback):
-    """Logs at every validation how large each branch of each composition is, its effective rank and its static share.
+    """Logs size, effective rank and static share of each composition at every validation.
 
         fit ... --trainer.callbacks+=CompositionScalars
 
-    The curves are `composition/LAYER/COMPOSITION WHAT`, and what they are, `dcmha.analysis.Mixing` says: sizes are over
-    that of the identity, means over tokens. Steps of training are as without it. For the first batches of a validation
-    a layer holds nine matrices of H x H for each token, one layer at a time, and of each sequence and composition takes
-    the singular values of 64; a compiled model runs eagerly for them. Several ranks are averaged, of
-    which each measures its own heads where heads are split.
+    The metrics are `composition/LAYER/COMPOSITION WHAT`, as defined in `dcmha.analysis.Mixing`: sizes are relative to
+    the identity, means over tokens. Training is not affected. For the first batches of a validation each layer
+    temporarily needs nine H x H matrices per token, and 64 singular value decompositions per sequence and composition;
+    a compiled model runs eagerly for them. Values are averaged over ranks; with tensor parallelism each rank measures
+    its own heads.
 
     Args:
-        batches: Of a validation, how many are looked at.
+        batches: Number of measured batches per validation.
 
     Raises:
-        UserError: If there are none; before training starts, if the model composes nothing.
+        UserError: If `batches` is less than 1, or, before training, if the model composes nothing.
     """
 
     def __init__(self, batches: int = 1) -> None:
@@ -37,21 +37,21 @@ class CompositionScalars(Callback):
         self._meters: dict[str, dict[str, MixingMeter]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """See whether there is something to measure."""
+        """Check that the model has compositions."""
         with as_user_error("CompositionScalars", ValueError), measure_mixing(_model(pl_module)):
             pass
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._meters = self._open.enter_context(measure_mixing(_model(pl_module)))
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int, dataloader_idx=0) -> None:
-        """End after the first batches."""
+        """Stop measuring after the first batches."""
         if batch_idx + 1 == self.batches:
             self._open.close()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log."""
+        """Log the statistics."""
         self._open.close()
         values = {}
         for layer, both in self._meters.items():
@@ -63,10 +63,10 @@ class CompositionScalars(Callback):
         pl_module.log_dict(values, sync_dist=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._open.close()
 
 
 def _model(pl_module: L.LightningModule) -> nn.Module:
-    """The network that a validation runs: the averaged one if an image model keeps one."""
+    """Return the network used in validation: the averaged one if there is one."""
     return getattr(pl_module, "evaluated", pl_module.model)

@@ -1,4 +1,4 @@
-"""`explain diversity`: how different the heads of models are (paper, figure 5), as a table and a picture."""
+"""`explain diversity`: diversity of the heads of models (paper, figure 5), as a table and a figure."""
 
 # K principal components
 
@@ -20,19 +20,19 @@ from ..utils.markdown import markdown_table
 from .explanation import Explanation, Origin, origin_of, write_explanation
 
 KINDS = {"qk": "QK", "ov": "OV"}
-MOST = 0.9  # of the variance, whose components are counted
+MOST = 0.9  # share of the variance for which components are counted
 
 
 class DiversityRow(NamedTuple):
-    """What is said of one kind of matrices of one layer.
+    """Diversity of one kind of matrices of one layer.
 
     Attributes:
         model: Name of the model.
         layer: Name of the layer.
         kind: "QK" or "OV".
-        components: How many there are.
-        mean_captured: Mean of the captured variance over the number of components: 0.5 if all matter alike, 1 if one
-            does. Lower is more diverse.
+        components: Number of components.
+        mean_captured: Mean of the cumulative captured variance over the number of components: 0.5 if all are equal, 1
+            if one has all. Lower is more diverse.
         components_for_90: Share of the components that capture 90 % of the variance. Higher is more diverse.
     """
 
@@ -45,21 +45,21 @@ class DiversityRow(NamedTuple):
 
 
 def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
-    """Make the subcommand of a trainer.
+    """Create the subcommand of a trainer.
 
     Args:
         load: Loads the model of a checkpoint.
     """
 
     def diversity(checkpoint: Sequence[str], out: str = "diversity") -> None:
-        """Compare how different the heads of models are: the variance that components of their weights capture.
+        """Compare the diversity of the heads of models by the variance that components of their weights capture.
 
-        Of each layer the matrices W_Q W_K^T, and W_O W_V, of all heads are put side by side; few principal components
-        capture much of heads that are alike (paper, section 4.3 and figure 5). Biases and norms are left out. Two
-        models are in memory at a time, and of a layer its weights in float64.
+        For each layer the matrices W_Q W_K^T, and W_O W_V, of all heads are concatenated; if heads are similar, few
+        principal components capture most of the variance (paper, section 4.3 and figure 5). Biases and norms are not
+        used. At most two models, and the weights of one layer in float64, are in memory.
 
         Args:
-            checkpoint: Models, composed or plain: runs, checkpoints, and folders of the formats that are read here.
+            checkpoint: Models, composed or plain: runs, checkpoints, and folders of supported formats.
             out: Folder for diversity.png, and diversity.csv with every layer.
 
         Raises:
@@ -79,19 +79,19 @@ def diversity_command(load: Callable[[str], nn.Module]) -> Callable[..., None]:
 
 
 def explain_diversity(models: Iterable[tuple[str, nn.Module]]) -> Explanation:
-    """Measure named models, one after the other.
+    """Measure named models sequentially.
 
     Raises:
-        UserError: If one has no attention layers.
+        UserError: If a model has no attention layers.
     """
     curves = {name: _measure(model, name) for name, model in models}
     rows = [row for name, layers in curves.items() for layer, one in layers.items() for row in _rows(name, layer, one)]
     pictures, tables = {"diversity": _draw(curves)}, {"diversity": rows}
     reading = (
-        "The share of the variance of a layer's heads that their first principal components capture, as in figure 5 of "
-        "the paper. A curve that rises slowly, and a low captured variance, mean that the heads differ much."
+        "Share of the variance of a layer's heads captured by the first principal components, as in figure 5 of the "
+        "paper. A slowly rising curve, and a low captured variance, mean that the heads are diverse."
     )
-    return Explanation("How different the heads are", reading, _table(rows), pictures, tables)
+    return Explanation("Diversity of the heads", reading, _table(rows), pictures, tables)
 
 
 def _measure(model: nn.Module, name: str) -> dict[str, Diversity]:
@@ -124,7 +124,7 @@ def _table(rows: Sequence[DiversityRow]) -> str:
 
 
 def _draw(models: Mapping[str, Mapping[str, Diversity]]) -> Figure:
-    """Draw the captured variance of each model: its layers' mean, and their range."""
+    """Plot the captured variance of each model: mean and range over layers."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, (field, kind) in zip(figure.subplots(1, 2, sharey=True), KINDS.items(), strict=True):
         for model, layers in models.items():
@@ -139,7 +139,7 @@ def _draw(models: Mapping[str, Mapping[str, Diversity]]) -> Figure:
 
 
 def _draw_model(axes: Axes, model: str, curves: Sequence[Tensor]) -> None:
-    """Draw over shares of the components, so that layers and models of any width have one axis."""
+    """Plot over the share of components, so that layers and models of different width have the same axis."""
     shares = np.linspace(0, 1, max(map(len, curves)) + 1)
     drawn = np.stack([np.interp(shares, np.linspace(0, 1, len(c) + 1), [0, *c.tolist()]) for c in curves])
     (line,) = axes.plot(shares, drawn.mean(0), label=f"{model} ({len(curves)} layers)")

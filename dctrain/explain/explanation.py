@@ -1,4 +1,4 @@
-"""What every explanation is: a text for the terminal, pictures, and rows of numbers; and how it is written."""
+"""Explanation: the common form of results - text for the terminal, figures, tables - and writing it."""
 
 import csv
 import io
@@ -18,14 +18,14 @@ DPI = 120
 
 
 class Explanation(NamedTuple):
-    """What has been found.
+    """Result of an `explain` command.
 
     Attributes:
-        title: What it is of.
-        reading: What it shows, and how to read it, in two sentences.
+        title: Title.
+        reading: What it shows and how to read it, in two sentences.
         text: The most important numbers, as Markdown.
-        pictures: Pictures, by the name of their file.
-        tables: All numbers, by the name of their file: named tuples of one kind, at least one.
+        pictures: Figures by file name.
+        tables: All numbers by file name: lists of named tuples of one type, not empty.
     """
 
     title: str
@@ -36,12 +36,12 @@ class Explanation(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where numbers come from.
+    """Provenance of numbers.
 
     Attributes:
-        checkpoint: As it was named.
+        checkpoint: The given checkpoint.
         weights_crc32: Checksum of its weights.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         environment: Device, versions and commit.
     """
 
@@ -52,20 +52,20 @@ class Origin(NamedTuple):
 
 
 def origin_of(checkpoint: str, model: nn.Module) -> Origin:
-    """Tell of a model that has been loaded."""
+    """Return the origin of a loaded model."""
     weight = next(model.parameters())
     return Origin(checkpoint, checksum(model), str(weight.dtype).removeprefix("torch."), environment(weight.device))
 
 
 def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin], asked: Mapping[str, object]) -> None:
-    """Write tables (.csv), pictures (.png) and where they come from (.json, called like the first table) into a folder.
+    """Write tables (.csv), figures (.png) and their provenance (.json, named like the first table) to a folder.
 
-    The text is printed, and where the files are.
+    The text and the paths of the files are printed.
 
     Args:
-        found: What has been found.
-        folder: Where to write.
-        origins: Of the models; none if the numbers say themselves where they come from.
+        found: The explanation.
+        folder: Output folder.
+        origins: Origins of the models; empty if the tables have the provenance.
         asked: Arguments of the command.
 
     Raises:
@@ -73,7 +73,7 @@ def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin
     """
     for name, rows in found.tables.items():
         text = io.StringIO()
-        writer = csv.writer(text)  # ends lines by \r\n, so that a token which is one of them stands in quotes
+        writer = csv.writer(text)  # lines end with \r\n, so that tokens with line breaks are quoted
         writer.writerow(rows[0]._fields)
         writer.writerows(rows)
         _write(folder / f"{name}.csv", text.getvalue().encode())
@@ -89,7 +89,7 @@ def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin
 
 
 def as_png(figure: Figure) -> bytes:
-    """Draw a figure."""
+    """Render a figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=DPI, format="png")
     return buffer.getvalue()

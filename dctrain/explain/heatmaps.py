@@ -1,4 +1,4 @@
-"""Numbers as colours: the one way in which explanations draw matrices."""
+"""Heat maps of matrices for all explanations."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-LINE = 60  # letters of labels that fit side by side
+LINE = 60  # characters of labels that fit side by side
 
 
 def draw_map(
@@ -19,15 +19,15 @@ def draw_map(
     columns: Sequence[str] | None = None,
     has_numbers: bool = False,
 ) -> None:
-    """Draw a matrix, red where positive and blue where negative, with its colour bar; both or only red.
+    """Plot a matrix with a colour bar: positive values red, negative values blue.
 
     Args:
-        axes: Where.
-        values: The matrix; cells that are NaN stay empty.
-        title: What it is.
-        rows: Labels; numbers if None.
-        columns: Labels; numbers if None.
-        has_numbers: Write the numbers into their cells.
+        axes: Axes of the plot.
+        values: The matrix; NaN cells are empty.
+        title: Title.
+        rows: Row labels; indices if None.
+        columns: Column labels; indices if None.
+        has_numbers: Whether to write the numbers into the cells.
     """
     limit = float(np.nanmax(np.abs(values))) or 1.0
     colors = {"cmap": "RdBu_r", "vmin": -limit} if np.nanmin(values) < 0 else {"cmap": "Reds", "vmin": 0.0}
@@ -48,12 +48,12 @@ def draw_map(
 
 
 def draw_over(axes: Axes, values: np.ndarray, title: str, image: np.ndarray) -> None:
-    """Draw numbers of patches over their image, red where positive and blue where negative, with a colour bar.
+    """Plot values of patches over their image with a colour bar: positive red, negative blue.
 
     Args:
-        axes: Where.
-        values: A number for each patch [rows, columns].
-        title: What it is.
+        axes: Axes of the plot.
+        values: Value of each patch [rows, columns].
+        title: Title.
         image: uint8 [height, width, 3].
     """
     limit = float(np.abs(values).max()) or 1.0
@@ -71,7 +71,7 @@ def draw_over(axes: Axes, values: np.ndarray, title: str, image: np.ndarray) -> 
 
 
 def by_layer(heads: Iterable[tuple[str, int, float]]) -> tuple[list[str], np.ndarray]:
-    """Arrange numbers of heads, each with its layer and its number there, as a matrix: a row for each layer."""
+    """Arrange values of heads, given as (layer, head, value), as a matrix with one row per layer."""
     found: dict[str, dict[int, float]] = {}
     for layer, head, value in heads:
         found.setdefault(layer, {})[head] = value
@@ -82,11 +82,11 @@ def by_layer(heads: Iterable[tuple[str, int, float]]) -> tuple[list[str], np.nda
 
 
 def draw_heads(maps: dict[str, list[tuple[str, int, float]]], title: str) -> Figure:
-    """Draw a map of heads for each of several things, which are named.
+    """Plot several named heat maps of heads.
 
     Args:
-        maps: For each thing, numbers of heads as `by_layer` takes them.
-        title: What the numbers are.
+        maps: Values of heads for each map, as in `by_layer`.
+        title: Meaning of the values.
     """
     count = max(len(by_layer(heads)[0]) for heads in maps.values())
     figure = Figure(figsize=(1 + 4.5 * len(maps), 2 + 0.25 * count), layout="constrained")

@@ -1,6 +1,4 @@
-"""`explain report`: explanations as one HTML page that needs nothing else: figures as SVG, tables that sort, attention
-that follows the pointer.
-"""
+"""`explain report`: a self-contained HTML page with SVG figures, sortable tables and interactive attention maps."""
 
 # T tokens, H heads
 
@@ -25,30 +23,30 @@ from ..utils.files import atomic_write
 from .explanation import Explanation, Origin
 from .markup import figure_svg, table_html, text_html
 
-ROWS = 1000  # of a table; more are left out, and that is said
+ROWS = 1000  # maximum rows of a table; omitted rows are reported
 LEVELS = 127
 MAX_BYTES = 64 * 2**20  # of maps in a page
 
 
 def check_size(heads: int, tokens: int) -> None:
-    """Check that the maps of all heads of a model make a page that a browser opens.
+    """Check that a page with the maps of all heads is small enough for a browser.
 
     Raises:
         UserError: If not.
     """
     most = int((MAX_BYTES / (2 * max(1, heads))) ** 0.5)
     if tokens > most:
-        raise UserError(f"{tokens} tokens are too many for a page of {heads} heads; expected at most {most}.")
+        raise UserError(f"{tokens} tokens are too many for a page with {heads} heads; expected at most {most}.")
 
 
 class PageMaps(NamedTuple):
-    """The attention of one layer on one sequence, small enough for a page.
+    """Quantized attention of one layer on one sequence.
 
     Attributes:
-        before: What it would be without any composition, int8 [H, T, T], over 127 in units of `before_scale`.
-        before_scale: The largest value of each query [H, T].
-        after: What it is, int8.
-        after_scale: As `before_scale`.
+        before: Attention weights without any composition, int8 [H, T, T], in units of `before_scale` / 127.
+        before_scale: Maximum of each query [H, T].
+        after: Composed attention weights, int8.
+        after_scale: Like `before_scale`.
     """
 
     before: Tensor
@@ -58,30 +56,30 @@ class PageMaps(NamedTuple):
 
 
 def model_facts(origin: Origin, model: nn.Module) -> str:
-    """Say in a line what a model is, and where it was looked at."""
+    """Describe a model and its environment in one line."""
     parameters, where = sum(parameter.numel() for parameter in model.parameters()), origin.environment
     what = f"{origin.checkpoint}, {parameters:,} parameters, {origin.dtype}, weights {origin.weights_crc32:08x}"
     return f"{what}; commit {where['commit']}, torch {where['torch']}, {where['device']}."
 
 
 def small_maps(recorded: Recorded) -> PageMaps:
-    """Keep of a recorded call what a page shows of its first sequence.
+    """Quantize the attention of a recorded call's first sequence.
 
     Raises:
-        UserError: If it is not finite.
+        UserError: If attention is not finite.
     """
     if not recorded.maps.composed_weights.isfinite().all():
-        raise UserError("attention is not finite: the weights are damaged, or too large for their dtype.")
+        raise UserError("attention is not finite: the weights are damaged or too large for their dtype.")
     return PageMaps(*_quantised(recorded.uncomposed_weights[0]), *_quantised(recorded.maps.composed_weights[0]))
 
 
 class PageSubject(NamedTuple):
-    """What attention is shown on.
+    """The sequence or image of a page.
 
     Attributes:
-        words: Tokens [T].
-        grid: Rows and columns of the patches of an image, None for a text.
-        prefix: Tokens before the patches.
+        words: Names of the tokens [T].
+        grid: Rows and columns of the patches of an image; None for a text.
+        prefix: Number of tokens before the patches.
         pixels: The image, uint8 [3, height, width]; None for a text.
     """
 
@@ -92,10 +90,10 @@ class PageSubject(NamedTuple):
 
 
 def page_path(out: str) -> Path:
-    """Tell which file `--out` names: the one that ends in .html, or else the index.html of a folder; make its folder.
+    """Return the file of `--out`: a path that ends in .html, or index.html in a folder, which is created.
 
     Raises:
-        UserError: If the folder cannot be made.
+        UserError: If the folder cannot be created.
     """
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
@@ -115,17 +113,17 @@ def write_page(
     """Write the page.
 
     Args:
-        path: Where.
-        title: What is explained.
-        facts: What is to be known of it, in a line.
-        shown: What attention is shown on.
-        maps: Attention of each layer, by name.
-        found: All else.
+        path: Output file.
+        title: Title of the page.
+        facts: Description of the model in one line.
+        shown: The sequence or image.
+        maps: Attention by layer name.
+        found: Further explanations.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    sections = [("attention", "Where heads look", _attention(shown, maps))]
+    sections = [("attention", "Attention of the heads", _attention(shown, maps))]
     sections += [(f"part-{number}", one.title, _section(one)) for number, one in enumerate(found)]
     links = "".join(f'<a href="#to-{anchor}">{html.escape(name)}</a>' for anchor, name, _ in sections)
     body = "".join(f'<h2 id="to-{anchor}">{html.escape(name)}</h2>{content}' for anchor, name, content in sections)
@@ -146,7 +144,7 @@ def _resource(name: str) -> str:
 
 
 def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Round maps [H, T, T] to int8, each query of each head by its largest value."""
+    """Quantize maps [H, T, T] to int8, each query of each head scaled by its maximum."""
     scale = values.abs().amax(2)
     rounded = values / scale.clamp(min=torch.finfo(values.dtype).tiny)[..., None] * LEVELS
     return rounded.round().to(torch.int8).cpu(), scale.cpu()
@@ -170,9 +168,9 @@ def _attention(shown: PageSubject, maps: dict[str, PageMaps]) -> str:
     content["is_spaced"] = not any(word[:1].isspace() for word in shown.words[1:])
     content["picture"] = None if shown.pixels is None else _inline(_png(shown.pixels))
     said = (
-        "How much the chosen token or patch attends to each other one, in one head, before and after composition, and "
-        "below in all heads of the layer. Point at a head, or tap it, to choose it; click a token or a patch to see "
-        "where that looks. Red is positive and blue is negative."
+        "Attention from the selected token or patch to all others in one head, before and after composition, and below "
+        "in all heads of the layer. Hover over or tap a head to select it; click a token or patch to select it as the "
+        "query. Red is positive, blue is negative."
     )
     script = json.dumps(content).replace("<", "\\u003c")
     return (
@@ -188,7 +186,7 @@ def _section(found: Explanation) -> str:
 
 
 def _table(name: str, rows: Sequence[NamedTuple]) -> str:
-    """Write all numbers of an explanation, as far as a page can hold them."""
+    """Format a table of an explanation, with at most `ROWS` rows."""
     header = [field.replace("_", " ") for field in rows[0]._fields]
     is_numeric = [all(isinstance(value, int | float | None) for value in column) for column in zip(*rows, strict=True)]
     rest = f", the first {ROWS}" if len(rows) > ROWS else ""

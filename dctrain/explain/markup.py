@@ -1,4 +1,4 @@
-"""Texts with Markdown tables, and matplotlib figures, as parts of an HTML page."""
+"""Conversion of text with Markdown tables, and of matplotlib figures, to HTML."""
 
 import html
 import io
@@ -14,17 +14,17 @@ _GROUP = re.compile(r'<g id="[^"]*"')
 
 
 def text_html(text: str) -> str:
-    """Write paragraphs and tables, which `markdown_table` made, as HTML. A click on a column's head sorts a table."""
+    """Convert paragraphs and tables of `markdown_table` to HTML. Tables are sorted by clicking on a column header."""
     return "".join(_block(block) for block in re.split(r"\n{2,}", text.strip()) if block)
 
 
 def table_html(header: Sequence[str], rows: Sequence[Sequence[str]], is_numeric: Sequence[bool]) -> str:
-    """Write a table as HTML.
+    """Format an HTML table.
 
     Args:
-        header: Names of the columns.
-        rows: Cells, as they are shown.
-        is_numeric: Of each column, whether it stands on the right.
+        header: Column names.
+        rows: Formatted cells.
+        is_numeric: Whether each column is right-aligned.
     """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     classes = [' class="number"' if numeric else "" for numeric in is_numeric]
@@ -36,16 +36,16 @@ def table_html(header: Sequence[str], rows: Sequence[Sequence[str]], is_numeric:
 
 
 def figure_svg(figure: Figure, label: str) -> str:
-    """Draw a figure as inline SVG of its own size, whose letters stay as large as they are on narrow screens.
+    """Render a figure as inline SVG of fixed size, so that text stays readable on narrow screens.
 
     Args:
         figure: The figure.
-        label: What it shows, for those who cannot see it; differs from those of the page's other figures.
+        label: Accessible description, unique within the page.
     """
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    drawing = _GROUP.sub("<g", buffer.getvalue())  # names that other figures have, and nothing refers to
+    drawing = _GROUP.sub("<g", buffer.getvalue())  # ids that repeat in other figures and are not referenced
     opening, _, content = drawing[drawing.index("<svg") :].partition(">")
     content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
     size = " ".join(re.findall(r'(?:width|height|viewBox)="[^"]*"', opening))
@@ -61,5 +61,5 @@ def _block(block: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
-    """Take the cells out of a line of a Markdown table."""
+    """Split a line of a Markdown table into cells."""
     return [cell.strip().replace("\\|", "|") for cell in _CELL.split(line)[1:-1]]

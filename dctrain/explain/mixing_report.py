@@ -1,4 +1,4 @@
-"""What compositions are like over a data set, as a table and a picture."""
+"""Report of composition statistics over a data set as a table and a figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,13 +18,13 @@ COMPOSITIONS = ("pre", "post")
 
 
 class MixingRow(NamedTuple):
-    """One number of the composition of a layer; see `dcmha.analysis.Mixing`.
+    """One statistic of the composition of a layer; see `dcmha.analysis.Mixing`.
 
     Attributes:
         layer: Name of the layer.
         composition: "pre" or "post".
-        what: "size of BRANCH" (against the identity), "effective rank", or "share of static", "query" or "key".
-        mean: The number, or its mean.
+        what: "size of BRANCH" (relative to the identity), "effective rank", or "share of static", "query" or "key".
+        mean: The value, or its mean.
         std: Its standard deviation over tokens or pairs; 0 for shares.
     """
 
@@ -36,16 +36,16 @@ class MixingRow(NamedTuple):
 
 
 def explain_mixing(meters: Mapping[str, Mapping[str, MixingMeter]], what: str) -> Explanation:
-    """Tell of each composition in a line.
+    """Explain composition statistics, one line per composition.
 
     Args:
-        meters: As `dcmha.analysis.measure_mixing` gives them.
-        what: What was seen, in words.
+        meters: Result of `dcmha.analysis.measure_mixing`.
+        what: Description of the data.
     """
     found = {(name, of): meter.mixing() for name, both in meters.items() for of, meter in both.items()}
     rows = [row for key, mixing in found.items() for row in _rows(*key, mixing)]
     reading = (
-        "How much each composition changes scores (pre) or weights (post), by branch. A size of 1 means that the branch"
+        "How much each composition changes scores (pre) or weights (post), by branch. A size of 1 means that a branch"
         " adds as much as the identity keeps; the shares tell how much depends on the query or the key and how much is "
         "static."
     )
@@ -66,19 +66,17 @@ def _table(found: Mapping[tuple[str, str], Mixing]) -> str:
         shares = " / ".join(f"{100 * mixing.shares[name]:.0f}" for name in SHARES)
         lines.append([layer, composition, *sizes, f"{mixing.effective_rank.mean:.1f}", shares])
     header = ["layer", "", *branches, "effective rank", "static / query / key, %"]
-    said = (
-        "Sizes: norms of what a branch adds to the identity, over the identity's; mean (standard deviation) of tokens."
-    )
+    said = "Sizes: norm of a branch's matrix relative to the identity's; mean (standard deviation) over tokens."
     return f"{markdown_table(header, lines)}\n\n{said}"
 
 
 def _branches(found: Mapping[tuple[str, str], Mixing]) -> list[str]:
-    """List the branches that any composition has."""
+    """Return the branches of all compositions."""
     return [branch for branch in BRANCHES if any(branch in mixing.sizes for mixing in found.values())]
 
 
 def _draw(found: Mapping[tuple[str, str], Mixing], what: str) -> Figure:
-    """Draw for each composition the sizes of branches by layer, and the shares."""
+    """Plot the sizes of the branches by layer, and the shares, for each composition."""
     layers = list(dict.fromkeys(layer for layer, _ in found))
     figure = Figure(figsize=(11, 1.8 + 0.55 * len(layers)), layout="constrained")
     figure.suptitle(what, fontsize=10, parse_math=False)
@@ -89,9 +87,9 @@ def _draw(found: Mapping[tuple[str, str], Mixing], what: str) -> Figure:
         drawn = _draw_sizes(sizes, of_kind, _branches(found), limit)
         _draw_shares(shares, of_kind)
         sizes.set_title(f"{composition}-composition: size of branches", fontsize=9)
-        shares.set_title("what it depends on", fontsize=9)
+        shares.set_title("dependence", fontsize=9)
     cells[0].set_yticks(range(len(layers)), layers, fontsize=8)
-    figure.colorbar(drawn, ax=list(cells), shrink=0.8, label="norm over that of the identity")
+    figure.colorbar(drawn, ax=list(cells), shrink=0.8, label="norm relative to the identity")
     figure.legend(*cells[1].get_legend_handles_labels(), loc="outside lower right", ncols=3, fontsize=8)
     return figure
 

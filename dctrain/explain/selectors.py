@@ -1,4 +1,4 @@
-"""Finding what a user names: layers, positions, kinds of parts."""
+"""Selection of layers, positions and kinds of parts by command-line arguments."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,15 @@ from ..errors import UserError
 
 
 def find_layer(model: nn.Module, layer: str | None, composition: str) -> list[str]:
-    """Find the self-attention layers that compose, or the one of a name or a number.
+    """Return the names of the composed self-attention layers, or of a selected one.
 
     Args:
-        model: Where they are.
-        layer: Name, or number among all attention layers; None for all that compose.
-        composition: "pre" or "post", which they must have.
+        model: The model.
+        layer: Name, or index among all attention layers; None for all composed layers.
+        composition: Required composition, "pre" or "post".
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such layer.
     """
     composed = {name: one for name, one in composed_layers(model).items() if not isinstance(one, DCCrossAttention)}
     found = [name for name, one in composed.items() if composition in one.options.compositions]
@@ -37,19 +37,19 @@ def find_layer(model: nn.Module, layer: str | None, composition: str) -> list[st
 
 
 def is_composed(model: nn.Module) -> bool:
-    """Tell whether a model composes heads anywhere; say so if it does not."""
+    """Whether a model composes heads; print a message if not."""
     try:
         return bool(composed_layers(model))
     except ValueError:
-        print("plain attention: there is no composition to look at")
+        print("plain attention: the model has no composition")
         return False
 
 
 def find_position(name: str, position: int, count: int) -> int:
-    """Check a position in a sequence, of which negative ones count from the end.
+    """Check a position in a sequence; negative positions count from the end.
 
     Raises:
-        UserError: If it is outside.
+        UserError: If it is out of range.
     """
     if not -count <= position < count:
         raise UserError(f"{name}={position}; expected {-count} to {count - 1}, the tokens.")
@@ -57,7 +57,7 @@ def find_position(name: str, position: int, count: int) -> int:
 
 
 def check_kinds(name: str, given: Sequence[str], accepted: Sequence[str]) -> None:
-    """Check that at least one of some words is given, none of them twice.
+    """Check that kinds are accepted, distinct, and at least one.
 
     Raises:
         UserError: If not.
