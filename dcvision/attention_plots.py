@@ -1,7 +1,7 @@
-"""Pictures of what composition does to an image.
+"""Figures of attention and composition on an image.
 
-For each layer one: where a query patch looks, per head, before and after each composition. For the model one more: the
-compositions, averaged over all pairs.
+One figure per layer shows the attention of a query patch, per head, before and after each composition. Another figure
+shows the compositions of all layers, averaged over all pairs.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from .data.decode import decode, eval_transform
 
 @dataclass
 class AttentionView:
-    """What is looked at.
+    """An image and a query patch.
 
     Attributes:
         pixels: The image, uint8 [3, size, size].
         grid: Rows and columns of its patches.
-        prefix: Tokens before the patches (class token, registers).
-        query: Which patch looks, counted row by row; the middle one if None.
+        prefix: Number of tokens before the patches (class token, registers).
+        query: Index of the query patch, row by row; the middle one if None.
     """
 
     pixels: Tensor
@@ -42,14 +42,14 @@ class AttentionView:
         if self.query is None:
             self.query = columns * (rows // 2) + columns // 2
         if not 0 <= self.query < rows * columns:
-            accepted = f"accepted: 0 to {rows * columns - 1}, the patches of {rows} x {columns}"
+            accepted = f"expected 0 to {rows * columns - 1} for {rows} x {columns} patches"
             raise UserError(f"query={self.query}; {accepted}.")
 
     def check(self, recorded: dict[str, Recorded]) -> None:
-        """Check that each layer attends to all the tokens at once.
+        """Check that each layer attends to all tokens, not within windows.
 
         Raises:
-            UserError: If one does not.
+            UserError: If a layer attends within windows.
         """
         rows, columns = self.grid
         for name, one in recorded.items():
@@ -57,22 +57,22 @@ class AttentionView:
             if images != 1 or tokens != [self.prefix + rows * columns] * 2:
                 raise UserError(
                     f"{name} attends within {images} x {tokens[1]} tokens; expected layers that attend to all "
-                    f"{rows} x {columns} patches and {self.prefix} more at once (not to windows)."
+                    f"{rows} x {columns} patches and {self.prefix} prefix tokens, without windows."
                 )
 
 
 def draw_attention(recorded: dict[str, Recorded], view: AttentionView) -> dict[str, Figure]:
-    """Draw one picture per recorded layer, and one of all compositions if there are any.
+    """Plot one figure per recorded layer, and one of all compositions if there are any.
 
     Args:
-        recorded: One image's maps, from `dcmha.record_attention`.
-        view: That image, and which of its patches looks.
+        recorded: Result of `dcmha.record_attention` for one image.
+        view: The image and the query patch.
 
     Returns:
-        The pictures, by the name of the layer; "compositions" is the last.
+        Figures by layer name; the last one is "compositions".
 
     Raises:
-        UserError: If a layer does not attend to all tokens at once.
+        UserError: If a layer attends within windows.
     """
     view.check(recorded)
     figures = {name: _draw_layer(name, one, view) for name, one in recorded.items()}
@@ -82,7 +82,7 @@ def draw_attention(recorded: dict[str, Recorded], view: AttentionView) -> dict[s
 
 
 def patch_grid(model: nn.Module, size: int) -> tuple[int, int]:
-    """Tell into how many rows and columns of patches a model of timm cuts an image of this size.
+    """Return the rows and columns of patches of a timm model for an image of this size.
 
     Raises:
         UserError: If the model has no patches.
@@ -93,16 +93,16 @@ def patch_grid(model: nn.Module, size: int) -> tuple[int, int]:
     if hasattr(getattr(model, "embeds", None), "patch_size"):  # NaFlexViT
         height, width = model.embeds.patch_size
         return size // height, size // width
-    raise UserError(f"{type(model).__name__} cuts no patches that can be drawn.")
+    raise UserError(f"{type(model).__name__} has no patches to plot.")
 
 
 def prefix_tokens(model: nn.Module) -> int:
-    """Tell how many tokens (class token, registers) a model of timm puts before the patches."""
+    """Return the number of tokens (class token, registers) before the patches in a timm model."""
     return getattr(model, "num_prefix_tokens", 0)
 
 
 def log_figures(writer: SummaryWriter, figures: dict[str, Figure], step: int) -> None:
-    """Write pictures to TensorBoard, as `attention/NAME`."""
+    """Write figures to TensorBoard as `attention/NAME`."""
     for name, figure in figures.items():
         writer.add_image(f"attention/{name}", _as_array(figure), step, dataformats="HWC")
 
@@ -116,13 +116,13 @@ def read_image(path: str, size: int) -> Tensor:
     Raises:
         UserError: If the file cannot be read.
     """
-    with as_user_error(f"the image {path} cannot be read"):
+    with as_user_error(f"cannot read the image {path}"):
         pixels = decode(check_regular(Path(path)).read_bytes())
     return eval_transform(size, crop_fraction=1.0)(pixels)
 
 
 def _draw_layer(name: str, one: Recorded, view: AttentionView) -> Figure:
-    """Draw, for every head, where the query looks before any composition, after the first, and after both."""
+    """Plot the attention of the query for every head: without composition, and after each composition."""
     maps = {"uncomposed": one.uncomposed_weights}
     if one.pre_composition is not None:
         maps["pre-composed"] = one.maps.weights
@@ -133,7 +133,7 @@ def _draw_layer(name: str, one: Recorded, view: AttentionView) -> Figure:
     heads = len(looks["uncomposed"])
     limit = max(float(values.abs().max()) for values in looks.values())
     figure = Figure(figsize=(max(6.0, 1.6 * (heads + 1)), 1.8 * len(looks) + 0.3), layout="constrained")
-    figure.suptitle(f"{name}: where patch {query} looks (red: positive, blue: negative)", fontsize=11)
+    figure.suptitle(f"{name}: attention of patch {query} (red: positive, blue: negative)", fontsize=11)
     axes = figure.subplots(len(looks), heads + 1, squeeze=False)
     height, width = pixels.shape[1] / grid[0], pixels.shape[2] / grid[1]
     row, column = divmod(query, grid[1])
@@ -152,12 +152,12 @@ def _draw_layer(name: str, one: Recorded, view: AttentionView) -> Figure:
 
 
 def _draw_compositions(recorded: dict[str, Recorded]) -> Figure:
-    """Draw the compositions of all layers, without the identity, averaged over the pairs of the image."""
+    """Plot the compositions of all layers, without the identity, averaged over the pairs of the image."""
     matrices = [(one.pre_composition, one.post_composition) for one in recorded.values()]
     changes = [[None if m is None else m.cpu() - torch.eye(len(m)) for m in pair] for pair in matrices]
     limit = max((float(m.abs().max()) for pair in changes for m in pair if m is not None), default=1.0) or 1.0
     figure = Figure(figsize=(max(6.0, 1.8 * len(changes) + 1.2), 4.4), layout="constrained")
-    figure.suptitle("mean composition less the identity: from head (row) to head (column)", fontsize=11)
+    figure.suptitle("mean composition minus the identity: from head (row) to head (column)", fontsize=11)
     axes = figure.subplots(2, len(changes), squeeze=False)
     drawn = None
     for column, (name, pair) in enumerate(zip(recorded, changes, strict=True)):

@@ -1,4 +1,4 @@
-"""ImageClassifier: loss, metrics, optimiser and schedule around any timm classifier."""
+"""ImageClassifier: LightningModule for any timm classifier."""
 
 # B batch
 
@@ -32,31 +32,32 @@ from .tensor_parallel import split_vit
 
 
 class ImageClassifier(TrainingModule):
-    """Trains a timm classifier on uint8 images, of `ImageDataModule` or of any loader of (images, labels).
+    """Trains a timm classifier on batches of `ImageDataModule`, or of any loader of (images, labels).
 
-    Of other loaders images are uint8, or floating and normalised already: [B, 3, size, size]; labels int64 [B].
+    Images of other loaders are uint8, or floating and already normalized: [B, 3, size, size]; labels int64 [B].
 
     Args:
-        model: timm model name, with a tag of pretrained weights or not, or a saved one (`local-dir:FOLDER`); `dcvit_*`
-            and `mhavit_*` are this package's. Or a module that gives logits [B, num_classes]; checkpoints then do not
-            say how to build it, and `load_from_checkpoint` needs it again.
-        num_classes: Classes of the head.
+        model: timm model name, optionally with a tag of pretrained weights, or a saved model (`local-dir:FOLDER`);
+            `dcvit_*` and `mhavit_*` are defined in this package. Alternatively a module that returns logits
+            [B, num_classes]; it is not part of checkpoints and has to be passed to `load_from_checkpoint`.
+        num_classes: Number of classes.
         image_size: Side of the images, in pixels.
-        model_kwargs: More arguments for the model; options of `DCAttention` are accepted by `dcvit_*`.
-        swap: Options of `swap_attention`, to put composed attention into a model of timm's; {} takes the defaults, None
-            leaves the model as it is.
-        recompute: What is computed again in the backward pass, to keep less until then: "none"; "attention", each layer
-            of composed attention; "block", each block.
+        model_kwargs: Additional arguments of the model; `dcvit_*` accept options of `DCAttention`.
+        swap: Options of `swap_attention`, to use composed attention in a timm model; {} for the defaults, None for no
+            swap.
+        recompute: Activation checkpointing: "none", "attention" (each composed attention layer) or "block" (each
+            block).
         lr: Peak learning rate.
-        weight_decay: As torch's AdamW: multiplied by the learning rate. 1e-4 in big_vision's units is 0.1 at lr 1e-3.
-        betas: AdamW's decay rates of the moments.
-        decay_all: Decay every parameter, as big_vision does; otherwise norms, biases and compose gates are left out.
+        weight_decay: Weight decay of AdamW, multiplied by the learning rate. 1e-4 in big_vision's units is 0.1 at lr
+            1e-3.
+        betas: Decay rates of AdamW's moments.
+        decay_all: Decay every parameter, as big_vision does; otherwise norms, biases and compose gates are not decayed.
         warmup_steps: Optimiser steps of linear warm-up.
         final_lr_fraction: Fraction of the peak at which the cosine ends.
         label_smoothing: Label smoothing of the cross-entropy.
-        mixup_alpha: Parameter of mixup's Beta distribution; 0 for none.
-        ema_decay: Decay of a weight average that is then what is evaluated; None for none.
-        compile: Compile the model in place (checkpoint keys stay clean).
+        mixup_alpha: Parameter of mixup's Beta distribution; 0 for no mixup.
+        ema_decay: Decay of an exponential moving average of the weights, which is then evaluated; None for none.
+        compile: Compile the model in place, which does not change checkpoint keys.
         seed: Seed of the random numbers in the training step.
 
     Raises:
@@ -91,7 +92,7 @@ class ImageClassifier(TrainingModule):
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"{label_smoothing=} must be in [0, 1].")
         if num_classes < 2 or (mixup_alpha and not 1e-6 <= mixup_alpha < math.inf):
-            raise UserError(f"{num_classes=} must be at least 2 and {mixup_alpha=} not negative, and finite.")
+            raise UserError(f"{num_classes=} must be at least 2, and {mixup_alpha=} finite and not negative.")
         if warmup_steps < 0:
             raise UserError(f"{warmup_steps=} must not be negative.")
         if not 0 < (0.5 if ema_decay is None else ema_decay) < 1:
@@ -100,7 +101,7 @@ class ImageClassifier(TrainingModule):
         set_recompute(self.model, recompute)
         self.ema = None if ema_decay is None else ModelEmaV3(self.model, decay=ema_decay, use_warmup=True)
         if self.ema is not None:
-            self.ema.requires_grad_(False)  # data-parallel training waits for the gradients of all that require one
+            self.ema.requires_grad_(False)  # DDP waits for the gradients of all parameters that require one
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
         for name, values in normalisation(self.model).items():
             self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
@@ -114,11 +115,11 @@ class ImageClassifier(TrainingModule):
         return len(batch.labels)
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Tell how many optimiser steps the warm-up takes."""
+        """Return the number of warm-up steps."""
         return self.hparams.warmup_steps
 
     def on_train_start(self) -> None:
-        """Take over the settings of a resumed run; keep the names of the classes in the run's folder."""
+        """Apply the settings of a resumed run; write the class names to the run's folder."""
         super().on_train_start()
         classes, folder = getattr(self.trainer.datamodule, "classes", None), self.trainer.log_dir
         if classes and folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:
@@ -126,21 +127,21 @@ class ImageClassifier(TrainingModule):
             write_json(Path(folder) / "classes.json", classes)
 
     def example(self, batch_size: int) -> Example:
-        """Make normalised images [B, 3, size, size]."""
+        """Create normalized images [B, 3, size, size]."""
         size = self.hparams.image_size
         return Example((torch.empty(batch_size, 3, size, size, device="meta"),), {}, batch_size)
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
+        if self.forward_flops is not None or self._trainer is None:  # no trainer: `load_from_checkpoint`
             return
         self.forward_flops = self.count_flops(self.model, *self.example(1).args)
         if self.ema is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
-            raise UserError("model.ema_decay is not available under FSDP; leave it out or use DDP.")
+            raise UserError("model.ema_decay is not supported with FSDP; remove it or use DDP.")
         self.shard_and_compile(getattr(self.model, "blocks", ()))
 
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
-        """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
+        """Compare a checkpoint with this module: tensors, and properties such as the number of heads."""
         super().check_architecture(theirs, trained)
         name, theirs, ours = trained.get("model"), trained.get("model_kwargs") or {}, self.hparams.model_kwargs or {}
         if (name, theirs) == (self.hparams.get("model"), ours) or not isinstance(name, str) or not timm.is_model(name):
@@ -151,33 +152,35 @@ class ImageClassifier(TrainingModule):
         compare_normalisation("the checkpoint", network, self.model)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
-        """Read the weights of a run, of an exported folder, or timm's own."""
-        from .init_from import read_initial  # which loads runs, by what is defined here
+        """Read the weights of a run, an exported folder, or timm's pretrained weights."""
+        from .init_from import read_initial  # imports this module to load runs
 
         return read_initial(source, self.model)
 
     def start_from(self, source: str) -> None:
-        """Take other weights for those that were drawn, and let the average begin with them."""
+        """Load initial weights, also into the moving average."""
         super().start_from(source)
         if self.ema is not None:
             self.ema.set(self.model)
 
     def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
-        """Tell the network to compute a rank's share; return how it is split then."""
+        """Change the network to compute a rank's share; return how it is split."""
         with as_user_error(f"trainer.strategy.tensor_parallel={ranks}"):
             return split_vit(self.model, ranks)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classify uint8 images [B, 3, size, size]; returns logits [B, num_classes]. Uses averaged weights if kept."""
+        """Return logits [B, num_classes] for uint8 images [B, 3, size, size]. Uses the averaged weights if there are
+        any.
+        """
         return (self.model if self.training else self.evaluated)(self.normalise(images))
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network that is evaluated: the averaged one if kept."""
+        """The network for evaluation: the averaged one if there is one."""
         return self.model if self.ema is None else self.ema.module
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Scale uint8 images to the model's mean and standard deviation, on their device; floating ones are so."""
+        """Normalize uint8 images by the model's mean and standard deviation; floating images are returned unchanged."""
         if images.dim() != 4 or images.shape[1] != 3:
             raise ValueError(f"images have shape {list(images.shape)}: expected [B, 3, height, width].")
         if images.is_floating_point():
@@ -185,7 +188,7 @@ class ImageClassifier(TrainingModule):
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
     def training_step(self, batch: ImageBatch, batch_idx: int) -> Tensor:
-        """Compute the loss of one batch; zero where no image of it could be read."""
+        """Compute the loss of a batch; zero if none of its images could be read."""
         batch = as_batch(batch)
         images, labels = self.normalise(batch.images), batch.labels
         if not batch.names:
@@ -197,21 +200,21 @@ class ImageClassifier(TrainingModule):
         return self.log_step(loss, batch_size=len(images))
 
     def optimizer_step(self, *args, **kwargs) -> None:
-        """Step, then average the weights."""
+        """Run the optimiser step, and update the moving average."""
         super().optimizer_step(*args, **kwargs)
         if self.ema is not None and not self.skipped_in_a_row:
             self.ema.update(self.model, step=self.trainer.global_step)
 
     def validation_step(self, batch: ImageBatch, batch_idx: int) -> None:
-        """Add one batch to the metrics, which Lightning reduces over ranks and logs at the end."""
+        """Update the metrics, which Lightning reduces over ranks and logs at the end."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: ImageBatch, batch_idx: int) -> None:
-        """Do what `validation_step` does, and log it under "test"."""
+        """Same as `validation_step`, logged under "test"."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: ImageBatch, prefix: str) -> None:
-        """Update and log the metrics; samples that only pad a rank's share are left out."""
+        """Update and log the metrics, without padding samples."""
         batch = as_batch(batch)
         logits = _widened(self(batch.images))
         counts = batch.labels >= 0
@@ -231,24 +234,24 @@ class ImageClassifier(TrainingModule):
             self.log(f"{prefix}/{name}", getattr(self, f"val_{name}"), prog_bar=True, on_step=False, on_epoch=True)
 
     def predict_step(self, batch: ImageBatch, batch_idx: int) -> list[dict]:
-        """Return, for each image that counts, its name, the likeliest class and that class's probability."""
+        """Return name, predicted class and its probability for each image, without padding."""
         batch = as_batch(batch)
         if not batch.names:
             return []
         probabilities = self(batch.images).float().softmax(-1)
         if probabilities.isnan().any():
-            raise UserError("the logits hold NaN: the weights are damaged, or too large.")
+            raise UserError("the logits have NaN: the weights are damaged or too large.")
         best, classes = probabilities.max(-1)
         rows = zip(batch.names, classes.tolist(), best.tolist(), batch.labels.tolist(), strict=True)
         return [{"name": n, "class": c, "probability": p} for n, c, p, label in rows if label >= 0]
 
 
 def _nan_is_wrong(logits: Tensor, labels: Tensor) -> Tensor:
-    """Rank the label last in rows that hold NaN, which would otherwise count as class 0."""
+    """Rank the label last in rows with NaN, which would otherwise be predicted as class 0."""
     wrong = 1.0 - F.one_hot(labels, logits.shape[1]).to(logits.dtype)
     return torch.where(logits.isnan().any(1, keepdim=True), wrong, logits)
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """Give logits at least 32 bits."""
+    """Convert logits to at least 32 bits."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

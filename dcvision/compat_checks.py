@@ -1,4 +1,4 @@
-"""What two image models must have in common for weights to mean the same, and no shape of a tensor tells."""
+"""Checks of compatibility between two image models that tensor shapes do not reveal."""
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
@@ -7,8 +7,8 @@ from dctrain.errors import UserError
 
 
 def normalisation(model: nn.Module) -> dict[str, list[float]]:
-    """Tell the mean and the standard deviation ("mean", "std") of each channel that a model's images are scaled by;
-    ImageNet's, for a model that does not say.
+    """Return the mean and standard deviation ("mean", "std") per channel of a model's normalization; ImageNet's by
+    default.
     """
     cfg = getattr(model, "pretrained_cfg", None) or {}
     defaults = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
@@ -16,15 +16,15 @@ def normalisation(model: nn.Module) -> dict[str, list[float]]:
 
 
 def compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
-    """Compare the heads of layers of the same name.
+    """Compare the number of heads of layers with the same name.
 
     Args:
-        source: What the message calls the network.
-        network: Whose weights are to be used.
-        model: What they are to be used in.
+        source: Name of the network in messages.
+        network: Network whose weights are used.
+        model: Model that uses the weights.
 
     Raises:
-        UserError: If they are not as many.
+        UserError: If the numbers differ.
     """
     theirs = {name: module.num_heads for name, module in network.named_modules() if hasattr(module, "num_heads")}
     for name, module in model.named_modules():
@@ -33,16 +33,16 @@ def compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
 
 
 def compare_normalisation(source: str, network: nn.Module, model: nn.Module) -> None:
-    """Compare how images are scaled; arguments as of `compare_heads`.
+    """Compare the normalization of images; arguments as in `compare_heads`.
 
     Raises:
-        UserError: If it is not the same.
+        UserError: If the normalization differs.
     """
     wanted, ours = normalisation(network), normalisation(model)
     if wanted != ours:
         raise UserError(
-            f"{source} takes images of {_words(wanted)}; the model's are of {_words(ours)}. Accepted: a model that has "
-            f"the same; model.model_kwargs.pretrained_cfg_overlay={wanted} says so."
+            f"{source} normalizes images with {_words(wanted)}, the model with {_words(ours)}; expected the same. "
+            f"Set model.model_kwargs.pretrained_cfg_overlay={wanted}."
         )
 
 

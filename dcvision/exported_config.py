@@ -1,4 +1,4 @@
-"""What the `config.json` of an exported folder says of a model, checked before timm makes it."""
+"""Checks of an exported folder's `config.json`, before timm builds the model."""
 
 import json
 from functools import partial
@@ -9,13 +9,13 @@ from dctrain.utils.json_fields import MAX_IMAGE_SIDE, Checks, are_numbers, check
 
 
 def check_exported_config(path: Path) -> None:
-    """Check the values that timm takes without a look at them.
+    """Check values that timm does not check.
 
     Args:
-        path: A `config.json` as timm writes it.
+        path: A `config.json` in timm's format.
 
     Raises:
-        UserError: If it is no JSON object, or a value is out of range.
+        UserError: If it is not a JSON object, or a value is out of range.
     """
     with as_user_error(f"{path} is damaged"):
         content = json.loads(path.read_text())

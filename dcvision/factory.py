@@ -1,4 +1,4 @@
-"""Making the model of a run: a timm model by name, with composed attention put in where that is asked for."""
+"""Building the model of a run: a timm model by name, optionally with swapped attention."""
 
 import difflib
 import math
@@ -17,14 +17,14 @@ from .swap import swap_attention
 def build_model(
     name: str | nn.Module, num_classes: int, image_size: int, model_kwargs: dict, swap: dict[str, Any] | None = None
 ) -> nn.Module:
-    """Create a timm model by name, or take a module, and with `swap` put composed attention into it by those options.
+    """Create a timm model by name, or use a given module, and apply `swap_attention` with the options `swap`.
 
     Raises:
-        UserError: If the name is unknown, or an argument or option does not fit the model.
+        UserError: If the name is unknown, or an argument or option is invalid.
     """
     if isinstance(name, nn.Module):
         if model_kwargs:
-            raise UserError(f"model_kwargs={model_kwargs} belong to the name of a model; got a module.")
+            raise UserError(f"model_kwargs={model_kwargs} require the name of a model; got a module.")
         with as_user_error(f"swap={swap}"):
             return name if swap is None else swap_attention(name, **swap)
     _check_sizes(name, image_size, model_kwargs)
@@ -33,9 +33,9 @@ def build_model(
         close = difflib.get_close_matches(name, timm.list_models(), n=4)
         raise UserError(f"model {name!r} is unknown to timm; close names: {', '.join(close) or 'none'}.")
     if name == "dcmha_swapped":
-        raise UserError("model='dcmha_swapped' is for loading; to train, name the base and give model.swap options.")
+        raise UserError("model='dcmha_swapped' is for loading only; to train, set the base model and model.swap.")
     if model_kwargs.get("features_only"):
-        raise UserError("model_kwargs.features_only=True gives no classifier; leave it out.")
+        raise UserError("model_kwargs.features_only=True has no classifier; remove it.")
     with as_user_error(f"model {name!r} cannot be built with {model_kwargs} at {image_size} pixels"):
         arguments = resolve_model_input_args(name, {"img_size": image_size}, num_classes=num_classes, **model_kwargs)
         model = timm.create_model(**arguments)
@@ -45,7 +45,7 @@ def build_model(
 
 
 def _check_patches(model: nn.Module, image_size: int) -> None:
-    """Refuse a size of which the model would leave out the last rows and columns of pixels.
+    """Check that patches cover the image; the model would ignore remaining rows and columns of pixels.
 
     Raises:
         UserError: If patches do not cover the image.
@@ -58,15 +58,15 @@ def _check_patches(model: nn.Module, image_size: int) -> None:
             raise UserError(f"image_size={image_size} must be a multiple of the model's patch size, {patch}.")
 
 
-MOST = {"image_size": 8192, "depth": 4096}  # bounds far above any model, before anything is allocated
+MOST = {"image_size": 8192, "depth": 4096}  # limits far above any model, checked before allocation
 MAX_OTHER_SIZES = 2**20
 
 
 def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None:
-    """Check what a model is to be built from, as far as it decides how much memory that takes.
+    """Check the arguments that determine the memory of a model.
 
     Raises:
-        UserError: If a type is wrong, or a number is absurd.
+        UserError: If a type is wrong, or a number is unreasonably large.
     """
     if not isinstance(name, str):
         raise UserError(f"model={name!r}: expected the name of a timm model, or a module.")
@@ -82,5 +82,5 @@ def _check_sizes(name: object, image_size: object, model_kwargs: object) -> None
 
 
 def without_weights(model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Leave out that a model of timm brings weights of its own."""
+    """Return arguments that build a timm model without pretrained weights."""
     return {name: value for name, value in (model_kwargs or {}).items() if name != "pretrained"}

@@ -1,4 +1,4 @@
-"""Weights that an image model starts from: of a run, of an exported folder, or timm's own."""
+"""Initial weights of an image model: from a run, an exported folder, or timm."""
 
 from pathlib import Path
 
@@ -14,23 +14,23 @@ from .swap import fit_weights
 
 
 def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-    """Read weights for a model, and the names of those that are drawn anew.
+    """Read initial weights for a model, and the names of parameters that keep their random initialization.
 
-    Position embeddings and patches are resampled to the model's sizes, as timm does. The head is drawn anew where the
-    classes are others in number, and composition where there was none; a model without a head takes none.
+    Position embeddings and patch embeddings are resampled to the model's sizes, as in timm. The head keeps its random
+    initialization if the number of classes differs, and compose weights if the source has none.
 
     Args:
-        source: A checkpoint or run of `dcvision`, a folder that `export` wrote, or a timm name with pretrained weights.
+        source: A checkpoint or run of `dcvision`, a folder written by `export`, or a timm name with pretrained weights.
         model: A timm model.
 
     Raises:
-        UserError: If there are no weights, or they do not fit.
+        UserError: If there are no weights, or they do not match.
     """
     is_run = Path(source).exists() and not is_exported(source)
     network = load_network(source)[0] if is_run else load_pretrained(source)
     compare_heads(f"init={source}", network, model)
     name = str(getattr(model, "pretrained_cfg", {}).get("architecture", ""))
-    with as_user_error(f"init={source} does not fit the model"):
+    with as_user_error(f"init={source} does not match the model"):
         weights = fit_weights(dict(network.state_dict()), model, name)
     head = _head(model)
     ours = model.state_dict()
@@ -43,7 +43,7 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
 
 
 def _head(model: nn.Module) -> set[str]:
-    """Name the parameters of the classifier."""
+    """Names of the classifier's parameters."""
     classifier = model.get_classifier() if hasattr(model, "get_classifier") else None
     if not isinstance(classifier, nn.Module):
         return set()

@@ -1,4 +1,4 @@
-"""The subcommands of `dcvision` that train, evaluate and predict with Lightning."""
+"""Lightning subcommands of `dcvision`: fit, validate, test, predict."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from .data import ImageDataModule
 
 
 class VisionCLI(TrainerCLI):
-    """The trainers' command line for image classification."""
+    """Command line for image classification."""
 
     program = PROGRAM
     linked = ("num_classes", "image_size", "seed")
@@ -30,25 +30,25 @@ class VisionCLI(TrainerCLI):
         super().__init__(ImageClassifier, ImageDataModule, args)
 
     def describe_score(self, score: float) -> str:
-        """Write the accuracy in percent."""
+        """Format the accuracy in percent."""
         return f"{100 * score:.2f} %"
 
     def has_weights(self) -> bool:
-        """Tell whether the model is a pretrained one of timm's."""
+        """Whether the model has timm's pretrained weights."""
         return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
 
     def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
-            said = "File (CSV) to write; predict/predictions.csv in the run of the checkpoint if left out."
+            said = "Output file (CSV); default: predict/predictions.csv in the run of the checkpoint."
             parser.add_argument("--out", type=str | None, default=None, help=said)
         return parser
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Write the predicted class of each image to `--out`.
 
-        The file has one line per image, with the names of the classes where they are known; there is one file per rank
-        where several split the data.
+        The file has one line per image, with class names if they are known. With several ranks there is one file per
+        rank.
         """
         path = self.evaluated_checkpoint()
         out = self._get(self.config, "out")
@@ -56,11 +56,11 @@ class VisionCLI(TrainerCLI):
             check_writable("out", Path(out))
         with reading(path), exits_on_sigterm():
             batches = self.trainer.predict(model, **{**kwargs, "ckpt_path": path, "return_predictions": True})
-        folder = self.trainer.log_dir  # a broadcast: all ranks ask
+        folder = self.trainer.log_dir  # a collective operation: called on all ranks
         rank, ranks = data_rank(self.trainer)
-        self.trainer.strategy.barrier()  # no rank's part without the others'
+        self.trainer.strategy.barrier()  # wait for all ranks
         if self.trainer.global_rank % (self.trainer.world_size // ranks):
-            return  # another has predicted the same
+            return  # another rank has the same predictions
         path = Path(out or Path(folder) / "predictions.csv")
         path = path.with_stem(f"{path.stem}-rank{rank}") if ranks > 1 else path
         make_folder(str(path.parent))
@@ -69,7 +69,7 @@ class VisionCLI(TrainerCLI):
         print(f"predictions {relative(path)}")
 
     def _table(self, batches: list[list[dict]]) -> str:
-        """Write predictions as CSV."""
+        """Format predictions as CSV."""
         text, names = io.StringIO(newline=""), self.datamodule.classes
         writer = csv.DictWriter(text, ["name", "class", "probability", *(["class_name"] if names else [])])
         writer.writeheader()

@@ -1,8 +1,8 @@
-"""DCViT and its plain-attention twins, registered with timm (paper, section 4.5, tables 7 and 8).
+"""DCViT and its MHA baselines, registered with timm (paper, section 4.5, tables 7 and 8).
 
-They follow big_vision's ViT, which the paper trains: no class token, fixed sin-cos 2-D positions, a final norm and then
-average pooling, biases on q, k, v, Xavier-uniform projections, a zero head. `mhavit_*` differs from `dcvit_*` in the
-attention alone, and both are built from `DCAttention`.
+They follow big_vision's ViT, which the paper uses: no class token, fixed sin-cos 2-D positions, a final norm followed
+by average pooling, biases on q, k, v, Xavier-uniform projections, a zero-initialized head. `mhavit_*` differs from
+`dcvit_*` only in the attention, and both are built from `DCAttention`.
 """
 
 # B batch, T tokens, C model width
@@ -20,11 +20,11 @@ PLAIN_OPTIONS = {"pre_compose": False, "post_compose": False}
 FIXED = {"pos_embed": "none", "class_token": False, "final_norm": True, "fc_norm": False, "qkv_bias": True}
 
 register_notrace_module(ComposedParts)
-register_notrace_module(DCAttention)  # a leaf to torch.fx, whose tracing its checks would end
+register_notrace_module(DCAttention)  # a leaf module for torch.fx, which cannot trace its checks
 
 
 def sincos_positions(height: int, width: int, dim: int) -> Tensor:
-    """Make fixed 2-D position embeddings as big_vision does.
+    """Compute fixed 2-D position embeddings as in big_vision.
 
     Args:
         height: Rows of patches.
@@ -35,7 +35,7 @@ def sincos_positions(height: int, width: int, dim: int) -> Tensor:
         [1, height * width, dim]: sin and cos of the column, then of the row, at dim / 4 frequencies from 1 to 1e-4.
 
     Raises:
-        ValueError: If `dim` does not split into sin and cos of rows and columns.
+        ValueError: If `dim` is not a multiple of 4, or too small.
     """
     if dim % 4 or dim < 8:
         raise ValueError(f"dim={dim} must be a multiple of 4, at least 8, for sin-cos 2-D positions.")
@@ -46,18 +46,18 @@ def sincos_positions(height: int, width: int, dim: int) -> Tensor:
 
 
 class SinCosVisionTransformer(VisionTransformer):
-    """timm's `VisionTransformer` with fixed sin-cos positions that follow the image size.
+    """timm's `VisionTransformer` with fixed sin-cos positions for any image size.
 
-    Register tokens (`reg_tokens`) stand before the patches, without a position, and are left out of the pooling.
+    Register tokens (`reg_tokens`) come before the patches, have no position, and are not pooled.
 
     Args:
-        img_size: Image height and width, or both at once.
+        img_size: Image height and width, or a single number.
         patch_size: Patch size.
         embed_dim: Width C.
-        **kwargs: As timm's `VisionTransformer`, but for what this model is by definition (`FIXED`).
+        **kwargs: Arguments of timm's `VisionTransformer`, except those with fixed values (`FIXED`).
 
     Raises:
-        ValueError: If an argument is to be other than this model has it.
+        ValueError: If an argument differs from its fixed value.
     """
 
     def __init__(self, img_size=224, patch_size=16, embed_dim: int = 384, **kwargs) -> None:
@@ -76,12 +76,12 @@ class SinCosVisionTransformer(VisionTransformer):
         return sincos_positions(*self.patch_embed.grid_size, self.embed_dim).to(device)
 
     def set_input_size(self, img_size=None, patch_size=None) -> None:
-        """Change the image or patch size; positions are made anew."""
+        """Change the image or patch size, and recompute the positions."""
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         self.positions = self._make_positions()
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise as timm does, then q, k and v each by its own fan-out (timm counts them as one matrix)."""
+        """Initialize as in timm, then q, k and v separately by their own fan-out (timm treats them as one matrix)."""
         super().init_weights(mode, needs_reset=needs_reset)
         if (mode or self.weight_init_mode).startswith("jax"):
             for block in self.blocks:
@@ -91,8 +91,8 @@ class SinCosVisionTransformer(VisionTransformer):
             self.positions = self._make_positions()
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add the positions to patches [B, T, C], or [B, rows, columns, C] with `dynamic_img_size`, and put the
-        registers before them.
+        """Add positions to patches [B, T, C], or [B, rows, columns, C] with `dynamic_img_size`, and prepend the
+        registers.
         """
         positions = self.positions
         if self.dynamic_img_size:
@@ -105,7 +105,7 @@ class SinCosVisionTransformer(VisionTransformer):
 
 
 def _make_positions_anew(model: SinCosVisionTransformer, _keys: object) -> None:
-    """Fill the positions of a model that was built on the meta device: no checkpoint holds them."""
+    """Recompute the positions of a model built on the meta device, because checkpoints do not contain them."""
     if not model.patch_embed.proj.weight.is_meta:
         model.positions = model._make_positions()
 
@@ -138,7 +138,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, options: dict, **kwargs) -> SinCosVisionTransformer:
-    """Build a registered model. Options of `DCAttention` among the arguments go to the attention."""
+    """Build a registered model. Options of `DCAttention` are passed to the attention."""
     given = {name: kwargs.pop(name) for name in DCAttention.OPTIONS if name in kwargs}
     return build_model_with_cfg(
         SinCosVisionTransformer,
@@ -204,35 +204,35 @@ def dcvit_digits_patch2_8(pretrained: bool = False, **kwargs) -> SinCosVisionTra
 
 @register_model
 def mhavit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> SinCosVisionTransformer:
-    """ViT (plain-attention twin) Ti/16 at 224 pixels."""
+    """ViT (MHA baseline) Ti/16 at 224 pixels."""
     return _mhavit("tiny_patch16_224", pretrained, kwargs, **TINY)
 
 
 @register_model
 def mhavit_small_patch16_224(pretrained: bool = False, **kwargs) -> SinCosVisionTransformer:
-    """ViT (plain-attention twin) S/16 at 224 pixels, table 7."""
+    """ViT (MHA baseline) S/16 at 224 pixels, table 7."""
     return _mhavit("small_patch16_224", pretrained, kwargs, **SMALL)
 
 
 @register_model
 def mhavit_medium_patch16_224(pretrained: bool = False, **kwargs) -> SinCosVisionTransformer:
-    """ViT (plain-attention twin) M/16 at 224 pixels, table 7."""
+    """ViT (MHA baseline) M/16 at 224 pixels, table 7."""
     return _mhavit("medium_patch16_224", pretrained, kwargs, **MEDIUM)
 
 
 @register_model
 def mhavit_base_patch16_224(pretrained: bool = False, **kwargs) -> SinCosVisionTransformer:
-    """ViT (plain-attention twin) B/16 at 224 pixels."""
+    """ViT (MHA baseline) B/16 at 224 pixels."""
     return _mhavit("base_patch16_224", pretrained, kwargs, **BASE)
 
 
 @register_model
 def mhavit_small_patch4_32(pretrained: bool = False, **kwargs) -> SinCosVisionTransformer:
-    """ViT (plain-attention twin) S/4 for 32-pixel images."""
+    """ViT (MHA baseline) S/4 for 32-pixel images."""
     return _mhavit("small_patch4_32", pretrained, kwargs, **SMALL_32)
 
 
 @register_model
 def mhavit_digits_patch2_8(pretrained: bool = False, **kwargs) -> SinCosVisionTransformer:
-    """ViT (plain-attention twin) for 8-pixel handwritten digits."""
+    """ViT (MHA baseline) for 8-pixel handwritten digits."""
     return _mhavit("digits_patch2_8", pretrained, kwargs, **DIGITS)

@@ -1,4 +1,4 @@
-"""Put composed attention into a timm model that exists, keeping its pretrained projections."""
+"""swap_attention: replace the attention of an existing timm model by composed attention."""
 
 import re
 import sys
@@ -30,36 +30,36 @@ def swap_attention(
 ) -> nn.Module:
     """Replace the self-attention of a timm model by `DCAttention`, in place.
 
-    All that was learned stays: projections of q, k, v and output, biases, norms of q and k, scale, dropout, relative
-    position bias, rotary positions. The compose weights start as the paper says (section 3.4), near the identity. To
-    load a state dict of a swapped model: create the model, swap with the same options, `load_state_dict`. What
-    `timm.models.save_for_hf` writes is made again by `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+    All parameters are kept: projections of q, k, v and output, biases, norms of q and k, scale, dropout, relative
+    position bias, rotary positions. The compose weights are initialized near the identity (paper, section 3.4). To load
+    a state dict of a swapped model, create the model, swap with the same options, and call `load_state_dict`. A model
+    saved by `timm.models.save_for_hf` is loaded by `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
     Args:
         model: A timm model of a supported family; see `SUPPORTED`.
-        layers: Which attention layers, counted from the input, from 0 (negative: from the end); all that are left if
-            None; [] with `pooling` for the pooling alone.
-        pooling: Compose its attention pooling too (`global_pool="map"`), by `DCCrossAttention`.
+        layers: Indices of attention layers from the input (negative: from the end); all remaining layers if None; []
+            with `pooling` for the pooling only.
+        pooling: Whether to also compose the attention pooling (`global_pool="map"`), by `DCCrossAttention`.
         **options: Options of `DCAttention` (`DCAttention.OPTIONS`), such as `rank`, `num_groups` or `query_wise`;
-            `window_size` for families without windows of their own.
+            `window_size` for families without windows.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: If the model is no module.
-        ValueError: If the model has no self-attention or one that is not supported, a layer is out of range, an option
-            is unknown or its value does not fit (heads that do not divide into groups). The model is then as it was.
+        TypeError: If the model is not a module.
+        ValueError: If the model has no supported self-attention, a layer is out of range, or an option is unknown or
+        invalid (such as heads that do not divide into groups). The model is then unchanged.
     """
     check_module(model=model)
     check_names(options, DCAttention.OPTIONS)
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("pre_compose") is False and options.get("post_compose") is False:
-        raise ValueError("pre_compose=False and post_compose=False leave nothing to compose; expected at least one.")
+        raise ValueError("pre_compose=False and post_compose=False: expected at least one of them to be True.")
     names = attention_names(model)
     chosen = _choose(model, names, layers)
     if not chosen and not pooling:
-        raise ValueError(f"layers={layers} leaves nothing to swap in {type(model).__name__}: {_accepted(names)}.")
+        raise ValueError(f"layers={layers}: nothing to swap in {type(model).__name__}; {_accepted(names)}.")
     _check_unshared(model, [names[layer] for layer in chosen])
     swapped = {}
     for name in (names[layer] for layer in chosen):
@@ -79,18 +79,18 @@ def swap_attention(
 
 
 def _check_unshared(model: nn.Module, names: list[str]) -> None:
-    """Refuse layers that the model has in several places: one of them would stay as it is."""
+    """Raise ValueError for layers that the model shares, because only one of their occurrences would be replaced."""
     places: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(name)
     for name in names:
         same = places[id(model.get_submodule(name))]
         if len(same) > 1:
-            raise ValueError(f"{' and '.join(same)} are one module: expected layers with weights of their own.")
+            raise ValueError(f"{' and '.join(same)} are the same module; expected distinct layers.")
 
 
 def _record(model: nn.Module, options: dict) -> None:
-    """Tell timm how to make a model of its own again: the entry point, the model it was, and the options, in turn."""
+    """Record in timm's configuration how to rebuild the model: entry point, base model, and options of each swap."""
     cfg, args = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
     if cfg is None or args is None:
         return
@@ -110,21 +110,21 @@ def dcmha_swapped(
     pretrained_model_args: dict | None = None,
     **kwargs,
 ) -> nn.Module:
-    """Any supported model of timm's with composed attention; saved ones are loaded by this name.
+    """A supported timm model with composed attention; saved models are loaded by this name.
 
     Args:
-        pretrained: Take the base's pretrained weights, or of a saved model its own.
-        base: The model's name in timm.
-        swaps: Options of `swap_attention`, of each call in turn.
-        pretrained_cfg: Pretrained configuration of the base, or of a saved model.
-        pretrained_model_args: With what a saved model was made; timm tells when it loads one.
-        **kwargs: Arguments of the base.
+        pretrained: Load the base model's pretrained weights, or those of a saved model.
+        base: Name of the base model in timm.
+        swaps: Options of each call of `swap_attention`.
+        pretrained_cfg: Pretrained configuration of the base model, or of a saved model.
+        pretrained_model_args: Arguments of a saved model, passed by timm.
+        **kwargs: Arguments of the base model.
 
     Raises:
-        ValueError: If timm has no such model, or a swap is refused.
+        ValueError: If the base model is unknown, or a swap is not supported.
     """
     if not timm.is_model(base):
-        raise ValueError(f"base={base!r} is unknown to timm; expected the name of a model.")
+        raise ValueError(f"base={base!r} is unknown to timm; expected a model name.")
     if pretrained_model_args is None:
         model = timm.create_model(base, pretrained, pretrained_cfg, **kwargs)
         for options in swaps:
@@ -137,7 +137,7 @@ def dcmha_swapped(
         pretrained_cfg=pretrained_cfg,
         pretrained_model_args=pretrained_model_args,
         pretrained_filter_fn=partial(fit_weights, base=base),
-        # another pooling has other parameters
+        # a different pooling has different parameters
         pretrained_strict=kwargs.get("global_pool") == pretrained_model_args.get("global_pool"),
         feature_cfg={"feature_cls": "getter", "out_indices": 3},
         **kwargs,
@@ -145,7 +145,7 @@ def dcmha_swapped(
 
 
 def _rebuild(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
-    """Make a saved model anew, without a pooling that was swapped and later taken out (`reset_classifier`)."""
+    """Rebuild a saved model, without a swapped pooling that was removed later (`reset_classifier`)."""
     model = timm.create_model(base, **kwargs)
     has_pooling = any(isinstance(module, AttentionPoolLatent) for module in model.modules())
     for options in swaps:
@@ -156,8 +156,8 @@ def _rebuild(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
 
 
 def fit_weights(weights: dict, model: nn.Module, base: str) -> dict:
-    """Fit saved weights to another image or patch size, as the model's family in timm (`base` is its name) does."""
-    # timm resamples FlexiViT by name, as it was trained
+    """Adapt saved weights to a different image or patch size, as the base model's family does in timm."""
+    # timm resamples FlexiViT depending on the model name
     options = {"interpolation": "bilinear", "antialias": False} if "flexi" in base else {}
     for cls in type(model).__mro__:
         fit = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)
@@ -167,12 +167,12 @@ def fit_weights(weights: dict, model: nn.Module, base: str) -> dict:
 
 
 def _counterpart(kind: type[nn.Module]) -> type[nn.Module]:
-    """Find the composed class that takes the place of an attention class of timm."""
+    """Return the composed class that replaces a timm attention class."""
     return FAMILIES[kind] if kind in FAMILIES else composed_class(kind, FAMILIES_BY_PARTS[kind])
 
 
 def _compose(name: str, cls: type[nn.Module], module: nn.Module, options: dict) -> nn.Module:
-    """Make the counterpart of a module; an error names it."""
+    """Create the composed counterpart of a module; errors name the module."""
     try:
         return cls(module, **options)
     except (TypeError, ValueError) as error:
@@ -180,20 +180,24 @@ def _compose(name: str, cls: type[nn.Module], module: nn.Module, options: dict) 
 
 
 def attention_names(model: nn.Module) -> list[str]:
-    """Find the attention layers that can be swapped; refuse a model with others."""
+    """Return the attention layers that can be swapped; raise ValueError if there are unsupported ones."""
     modules = dict(model.named_modules())
     reasons = {f"{type(m).__name__} is {UNSUPPORTED[type(m)]}" for m in modules.values() if type(m) in UNSUPPORTED}
     if reasons:
         raise ValueError(f"{type(model).__name__} cannot be composed: {'; '.join(sorted(reasons))}.")
     others = {type(m).__name__ for m in modules.values() if _is_other_attention(m)}
     if others:
-        raise ValueError(f"{type(model).__name__} has {', '.join(sorted(others))}; supported are {SUPPORTED}.")
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(sorted(others))}; expected a supported family: {SUPPORTED}."
+        )
     names = [name for name, m in modules.items() if _is_known(m) or isinstance(m, SWAPPED)]
     if not names:
         has = (
             "its layers are DCAttention" if any(isinstance(m, DCAttention) for m in modules.values()) else "none found"
         )
-        raise ValueError(f"{type(model).__name__} has no self-attention to swap ({has}); supported are {SUPPORTED}.")
+        raise ValueError(
+            f"{type(model).__name__} has no self-attention to swap ({has}); expected a supported family: {SUPPORTED}."
+        )
     return names
 
 
@@ -201,22 +205,24 @@ SWAPPED = (ComposedTimmModule, ComposedParts)
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Tell whether a module is attention of timm's that can be swapped."""
+    """Whether a module is a supported timm attention."""
     return type(module) in FAMILIES or type(module) in FAMILIES_BY_PARTS
 
 
 def _is_other_attention(module: nn.Module) -> bool:
-    """Tell whether a module looks like self-attention of a kind that is not known here."""
+    """Whether a module looks like self-attention of an unknown class."""
     name = type(module).__name__
     is_attention = re.search("Attention|Attn|MHSA|SHMA|ParallelScalingBlock", name) is not None
     is_pooling = re.search("Pool", name) is not None
     if not is_attention or is_pooling or isinstance(module, (DCAttention, ComposedParts, *CONVOLUTIONS)):
         return False
-    return not any(_is_known(part) or isinstance(part, SWAPPED) for part in module.modules())  # blocks may be named so
+    return not any(
+        _is_known(part) or isinstance(part, SWAPPED) for part in module.modules()
+    )  # blocks may have such names
 
 
 def _choose(model: nn.Module, names: list[str], layers: Iterable[int] | None) -> list[int]:
-    """Number the layers that are asked for; without `layers`, all that are not swapped yet."""
+    """Return the indices of the selected layers; all layers that are not swapped yet if `layers` is None."""
     swapped = [isinstance(model.get_submodule(name), SWAPPED) for name in names]
     if layers is None:
         return [layer for layer, done in enumerate(swapped) if not done]
@@ -231,4 +237,4 @@ def _choose(model: nn.Module, names: list[str], layers: Iterable[int] | None) ->
 
 
 def _accepted(names: list[str]) -> str:
-    return f"accepted: some of 0 to {len(names) - 1}, the model's attention layers, that are not swapped yet"
+    return f"expected indices 0 to {len(names) - 1} of attention layers that are not swapped yet"

@@ -1,4 +1,4 @@
-"""How a vision transformer is split over ranks: attention by head groups, the MLP by hidden channels."""
+"""Tensor parallelism of vision transformers: attention is split by head groups, the MLP by hidden channels."""
 
 from timm.layers import Mlp
 from torch import nn
@@ -11,17 +11,17 @@ from dctrain.distributed.tensor_parallel import TensorParallelPlan
 
 
 def split_vit(model: nn.Module, ranks: int) -> TensorParallelPlan:
-    """Tell a vision transformer of composed layers, or its twin, to compute the share of a rank, in place.
+    """Change a vision transformer with `DCAttention` in place to compute the share of a rank.
 
     Args:
-        model: A model of timm's whose blocks have `attn`, a `DCAttention`, and `mlp`, timm's `Mlp`.
-        ranks: Ranks that share each layer.
+        model: A timm model whose blocks have `attn`, a `DCAttention`, and `mlp`, timm's `Mlp`.
+        ranks: Number of ranks.
 
     Returns:
         How its parameters are split.
 
     Raises:
-        ValueError: If it has other blocks, or head groups or hidden channels do not split.
+        ValueError: If it has different blocks, or head groups or hidden channels are not divisible.
     """
     splits, styles, entered = {}, {}, []
     blocks = list(getattr(model, "blocks", ()))
@@ -40,7 +40,7 @@ def _check_block(number: int, block: nn.Module) -> None:
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if not isinstance(attn, DCAttention) or type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
         got = f"{type(attn).__name__} and {type(mlp).__name__}"
-        raise ValueError(f"block {number} of {got} cannot be split; expected DCAttention and timm's Mlp.")
+        raise ValueError(f"block {number} has {got}, which cannot be split; expected DCAttention and timm's Mlp.")
     if any(True for _ in mlp.norm.parameters()):
         raise ValueError(f"block {number}: a norm within the MLP cannot be split.")
 

@@ -1,6 +1,7 @@
-"""Composed attention in the shape of timm's: for each of timm's attention classes a counterpart that takes over its
-parameters and methods, and attends as `DCAttention` does. State-dict keys stay as they are; what is new lies under
-`compose.`.
+"""Composed counterparts of timm's attention classes.
+
+Each shares the parameters and methods of timm's class, and attends like `DCAttention`. State-dict keys are unchanged;
+new parameters are under `compose.`.
 """
 
 # B batch, T tokens, H heads, D head dim, C model width
@@ -24,10 +25,10 @@ from .families.base import share_parameters
 
 
 class ComposedTimmModule(DCAttention):
-    """`DCAttention` with the parameters, buffers, parts and attributes of a timm attention module, which it shares.
+    """`DCAttention` that shares parameters, buffers, submodules and attributes with a timm attention module.
 
     Args:
-        attention: The module that it takes the place of.
+        attention: The replaced module.
         **options: Options of `DCAttention` (`DCAttention.OPTIONS`).
     """
 
@@ -53,7 +54,7 @@ class ComposedAttention(ComposedTimmModule, Attention):
 
 
 class WithBiases(ComposedTimmModule):
-    """What the families whose biases of q and v are parameters of their own share."""
+    """Base of families with separate bias parameters for q and v."""
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.qkv is None:
@@ -67,17 +68,19 @@ class WithBiases(ComposedTimmModule):
 
 
 class WithRotation(ComposedTimmModule):
-    """What the families with rotary positions share: `forward` takes timm's table of rotations."""
+    """Base of families with rotary positions: `forward` accepts timm's rotation table."""
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend within `x` [B, T, C]; `rope` is the table [T - prefix, 2 D] or [B, 1, T - prefix, 2 D], or None."""
+        """Compute self-attention over `x` [B, T, C]; `rope` is [T - prefix, 2 D] or [B, 1, T - prefix, 2 D], or
+        None.
+        """
         rotate = None if rope is None else partial(self._rotate, rope)
         return super().forward(x, attn_mask, is_causal, rope=rotate)
 
     def _rotate(self, rope: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate all but the prefix tokens."""
+        """Rotate all tokens except the prefix tokens."""
         prefix, half = self.num_prefix_tokens, self.rotate_half
         return tuple(
             torch.cat([x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], rope, half=half)], 2).type_as(x)
@@ -100,10 +103,10 @@ class ComposedRopeAttention(WithRotation, AttentionRope):
 
 
 class ComposedBeitAttention(WithBiases, BeitAttention):
-    """Attention of BEiT: relative position bias, of the layer or shared."""
+    """Attention of BEiT, with a relative position bias per layer or shared."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        """Attend within `x` [B, T, C]; the bias is [1, H, T, T] or None."""
+        """Compute self-attention over `x` [B, T, C]; the bias is [1, H, T, T] or None."""
         bias = shared_rel_pos_bias
         if self.relative_position_bias_table is not None:
             own = self._get_rel_pos_bias()
@@ -112,7 +115,7 @@ class ComposedBeitAttention(WithBiases, BeitAttention):
 
 
 class ComposedWindowAttention(ComposedTimmModule, WindowAttention):
-    """Attention of Swin: windows with relative position bias, and masks where they are shifted."""
+    """Attention of Swin: windows with relative position bias, and masks for shifted windows."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows `x` [B windows, T, C]; the mask is [windows, T, T], added to the scores, or None."""
@@ -123,10 +126,10 @@ class ComposedWindowAttention(ComposedTimmModule, WindowAttention):
 
 
 class ComposedPooling(DCCrossAttention, AttentionPoolLatent):
-    """Attention pooling (`global_pool="map"`): learned queries attend to the tokens, composed.
+    """Composed attention pooling (`global_pool="map"`): learned queries attend to the tokens.
 
     Args:
-        pooling: The module that it takes the place of, whose parameters it shares.
+        pooling: The replaced module, whose parameters are shared.
         **options: `impl` and options of `DCCrossAttention`.
     """
 

@@ -1,4 +1,4 @@
-"""`dcvision visualize`: shows what composition does to an image."""
+"""`dcvision visualize`: figures of attention and composition on an image."""
 
 from pathlib import Path
 
@@ -16,20 +16,20 @@ from .export import load_network
 
 
 def visualize(checkpoint: str, image: str, out: str, query: int | None = None) -> list[Path]:
-    """Draw what composition does to an image.
+    """Plot attention before and after composition on an image.
 
     Args:
         checkpoint: A .ckpt file, or the folder of a run.
         image: An image file; it is resized and cropped to the model's size.
-        out: Folder for the pictures, as PNG and for TensorBoard.
-        query: Which patch looks, counted row by row; the middle one if None.
+        out: Folder for the figures, as PNG and for TensorBoard.
+        query: Index of the query patch, row by row; the middle one if None.
 
     Returns:
-        The pictures, which are printed too.
+        Paths of the figures, which are also printed.
 
     Raises:
         UserError: If a file cannot be read or written, the model has no composed layer or attends within windows, or
-            there is no such patch.
+            the patch does not exist.
     """
     model, size, _ = load_network(checkpoint)
     check_layers(model)
@@ -50,15 +50,15 @@ def visualize(checkpoint: str, image: str, out: str, query: int | None = None) -
 
 
 def check_layers(model: nn.Module) -> None:
-    """Check that there is something to look at.
+    """Check that a model has composed layers.
 
     Raises:
         UserError: If not.
     """
     if not any(isinstance(module, ComposedAttentionBase) for module in model.modules()):
-        raise UserError(f"{type(model).__name__} has no DCAttention, nor other composed layers, to look at.")
+        raise UserError(f"{type(model).__name__} has no composed attention layers.")
 
 
 def make_view(model: nn.Module, pixels: Tensor, query: int | None) -> AttentionView:
-    """Describe an image, uint8 [3, size, size], and the patch of it that looks."""
+    """Create the view of an image, uint8 [3, size, size], and a query patch."""
     return AttentionView(pixels, patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)

@@ -124,7 +124,7 @@ def explain_breakdown(recorded: Recorded, pair: QueryKeyPair) -> Explanation:
     said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
     pictures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
     reading = (
-        "The composition of one query and one key, term by term: the scores or weights of all heads before it, the term "
+        "Composition of one query and one key, term by term: the scores or weights of all heads before it, the term "
         "of each branch, and the result. Each row is a head; its terms sum to the last column."
     )
     return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{said}", pictures, tables)

@@ -152,7 +152,7 @@ def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _attention(shown: PageSubject, maps: dict[str, PageMaps]) -> str:
     if not maps:
-        return '<p class="note">The model has no attention layers that can be recorded.</p>'
+        return '<p class="note">The model has no attention layers that support recording.</p>'
     layers = [
         {
             "name": name,

@@ -1,4 +1,4 @@
-"""Data for image classification: sources, order, decoding, and the LightningDataModule that joins them."""
+"""Data for image classification: sources, decoding, augmentation, and the LightningDataModule."""
 
 from typing import TYPE_CHECKING
 

@@ -1,22 +1,22 @@
-"""Unreadable images: skipped, reported once each, and limited."""
+"""Limit for unreadable images, which are skipped and reported once each."""
 
 from dctrain.errors import UserError
 
 from .samples import ImageBatch
 
-ALWAYS_ALLOWED = 10  # of a limit that is a fraction; but never more than half of a set
+ALWAYS_ALLOWED = 10  # minimum limit if it is a fraction, but never more than half of a set
 
 
 class BadImages:
-    """The unreadable images of one set, as one rank sees it.
+    """Unreadable images of one set on one rank.
 
     Args:
-        limit: Most of them: a number, or a fraction of the set.
-        size: Images of the set; None for a stream, of which those seen so far are taken.
-        share: Those of them that this rank can see.
+        limit: Maximum number, or fraction of the set.
+        size: Number of images in the set; None for a stream, for which the images seen so far count.
+        share: Number of images that this rank processes.
 
     Attributes:
-        names: What they are called.
+        names: Names of the unreadable images.
     """
 
     def __init__(self, limit: int | float, size: int | None, share: int | None) -> None:
@@ -26,7 +26,7 @@ class BadImages:
 
     @property
     def allowed(self) -> int:
-        """Most images that may be unreadable."""
+        """Maximum number of unreadable images."""
         size, share = (self._num_seen, self._num_seen) if self.size is None else (self.size, self.share)
         by_limit = self.limit if isinstance(self.limit, int) else max(ALWAYS_ALLOWED, int(self.limit * size))
         is_early = self.size is None and share < 2 * ALWAYS_ALLOWED
@@ -36,7 +36,7 @@ class BadImages:
         """Count and report the unreadable images of a batch.
 
         Raises:
-            UserError: If they have become too many.
+            UserError: If there are too many.
         """
         self._num_seen += len(batch.names) + len(batch.skipped)
         for name, why in batch.skipped:
@@ -46,6 +46,6 @@ class BadImages:
         if len(self.names) > self.allowed:
             last = f"; one of them: {', '.join(batch.skipped[-1])}" if batch.skipped else ""
             raise UserError(
-                f"{len(self.names)} images could not be read; of this set at most {self.allowed} may be so "
+                f"{len(self.names)} images could not be read; at most {self.allowed} of this set are allowed "
                 f"(data.max_bad_images={self.limit}){last}"
             )

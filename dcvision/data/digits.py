@@ -26,7 +26,7 @@ def digit_shards(split: str) -> str:
 
 
 def _write_all(folder: Path) -> None:
-    """Write both splits beside the folder and move them there in one step, so that no reader sees half of them."""
+    """Write both splits to a temporary folder, and rename it atomically."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

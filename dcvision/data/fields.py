@@ -1,4 +1,4 @@
-"""Which fields of a WebDataset sample are taken: its image, and what belongs to it, such as a class number."""
+"""Fields of WebDataset samples: the image and an associated field, such as the class number."""
 
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
@@ -9,12 +9,12 @@ from dctrain.errors import UserError
 
 
 class PickedFields(NamedTuple):
-    """What is taken of a sample.
+    """Selected fields of a sample.
 
     Attributes:
-        image: Its image.
-        field: The name of the other field.
-        other: What that holds.
+        image: The image.
+        field: Name of the other field.
+        other: Content of the other field.
     """
 
     image: object
@@ -24,19 +24,19 @@ class PickedFields(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleFields:
-    """The fields of an image and of something else; of alternatives, parted by ";", one must be there.
+    """Names of the image field and of another field, each with alternatives separated by ";".
 
-    A subclass adds the name of the other field, says what an index keeps of it and how it is read.
+    Subclasses add the name of the other field, and define what an index stores of it and how it is read.
 
     Attributes:
-        image: The encoded image.
+        image: Field of the encoded image.
 
     Raises:
         UserError: If a field has no name.
     """
 
     image: str = "jpg;jpeg;png;webp;bmp;ppm;tif;tiff"
-    other: ClassVar[str]  # the attribute that names the other field
+    other: ClassVar[str]  # attribute with the name of the other field
 
     def __post_init__(self) -> None:
         """Check the names."""
@@ -46,20 +46,20 @@ class SampleFields:
                 raise UserError(f"fields.{field.name}={wanted!r} must name a field, such as jpg or input.jpg.")
 
     def pick(self, sample: dict[str, object], name: str) -> PickedFields:
-        """Take the fields of a sample.
+        """Select the fields of a sample.
 
         Args:
-            sample: Its fields.
-            name: What it is called in messages.
+            sample: Fields of the sample.
+            name: Name of the sample in messages.
 
         Raises:
-            UserError: If there is not one of each.
+            UserError: If a field is missing or ambiguous.
         """
         image, other = (_pick(sample, getattr(self, wanted), name) for wanted in ("image", self.other))
         return PickedFields(sample[image], other, sample[other])
 
     def index(self, tar: TarFile, member: TarInfo, name: str) -> tuple[int, ...]:
-        """Tell what an index keeps of the other field of a sample in a shard.
+        """Return what an index stores of the other field of a sample in a shard.
 
         Args:
             tar: The shard.
@@ -67,33 +67,33 @@ class SampleFields:
             name: What it is called in messages.
 
         Raises:
-            UserError: If it does not hold what it should.
+            UserError: If its content is invalid.
         """
         raise NotImplementedError
 
     def read(self, file: BinaryIO, kept: list[int], name: str) -> object:
-        """Read the other field of a sample, by what the index has kept, from the shard."""
+        """Read the other field of a sample from the shard, given its entry in the index."""
         raise NotImplementedError
 
     def parse(self, content: bytes, field: str, name: str) -> object:
-        """Make of the content of the other field what `read` returns; errors as of `index`."""
+        """Convert the content of the other field to the result of `read`; errors as in `index`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Fields(SampleFields):
-    """The fields of an image and its class number.
+    """Names of the image field and of the class number's field.
 
     Attributes:
-        image: The encoded image.
-        label: The class number in text.
+        image: Field of the encoded image.
+        label: Field of the class number, as text.
     """
 
     label: str = "cls"
     other: ClassVar[str] = "label"
 
     def index(self, tar: TarFile, member: TarInfo, name: str) -> tuple[int]:
-        """Keep the class number."""
+        """Return the class number."""
         return (self.parse(tar.extractfile(member).read(), "", name),)
 
     def read(self, file: BinaryIO, kept: list[int], name: str) -> int:
@@ -101,9 +101,9 @@ class Fields(SampleFields):
         return kept[0]
 
     def parse(self, content: bytes, field: str, name: str) -> int:
-        """Read a class number."""
+        """Parse a class number."""
         if not content.strip().isdigit() or len(content) > 12:
-            raise UserError(f"{name} holds {content[:20]!r}; expected a class number in text.")
+            raise UserError(f"{name} has {content[:20]!r}; expected a class number as text.")
         return int(content)
 
 
@@ -115,6 +115,6 @@ def _pick(sample: dict[str, object], wanted: str, name: str) -> str:
     if len(found) != 1:
         raise UserError(
             f"sample {name} has {len(found)} of the fields {wanted}; expected one. It has {', '.join(sample)} "
-            "(a key ends at the first dot; data.fields names others)."
+            "(a key ends at the first dot; data.fields sets other names)."
         )
     return found[0]

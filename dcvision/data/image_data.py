@@ -1,4 +1,4 @@
-"""ImageData: what every data module of images has, whatever belongs to them: sources, streams, unreadable images."""
+"""ImageData: base of the data modules of images, with sources, streams and unreadable images."""
 
 from collections.abc import Callable, Sized
 
@@ -14,14 +14,14 @@ from .stream import StreamedSample, stream_loader
 
 
 class ImageData(ResumableDataModule):
-    """Base of the data modules of images. A subclass opens its sources, and makes samples of them.
+    """Base of the data modules of images. Subclasses open sources and create samples from them.
 
     Args:
         train: Training set, in the notation of the subclass.
         val: Validation set, likewise.
-        stream_samples: Samples that count as an epoch when `train` is a remote stream.
-        max_bad_images: Unreadable images that end a run: a number, or a fraction of the set.
-        **kwargs: Of `ResumableDataModule`.
+        stream_samples: Samples per epoch if `train` is a remote stream.
+        max_bad_images: Maximum unreadable images: a number, or a fraction of the set.
+        **kwargs: Arguments of `ResumableDataModule`.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class ImageData(ResumableDataModule):
         self.stream_samples, self.max_bad_images = stream_samples, max_bad_images
         self.train_source: Sized | None = None
         self.val_source: Sized | None = None
-        self.bad_images: dict[bool, BadImages] = {}  # of training, and of evaluation
+        self.bad_images: dict[bool, BadImages] = {}  # for training, and for evaluation
 
     def open(self, spec: str, is_train: bool) -> Sized:
         """Open a local set, and check it."""
         raise NotImplementedError
 
     def prepare_data(self) -> None:
-        """Download, write and index what is local and needed, once per machine."""
+        """Download, write and index the required local sets, once per machine."""
         is_fit = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
         for spec, is_train in ((self.train_spec, True), (self.val_spec, False)):
             if stream_urls(spec) is None and (is_fit or not is_train):
@@ -65,21 +65,21 @@ class ImageData(ResumableDataModule):
             self.train_source = self.open(self.train_spec, is_train=True)
 
     def count_samples(self) -> int:
-        """Count the samples of the training set, which is opened if it is local."""
+        """Count the samples of the training set; a local set is opened."""
         self._open_train()
         return self.num_samples
 
     @property
     def num_samples(self) -> int:
-        """Samples of the training set, or those that count as an epoch of a stream."""
+        """Number of samples in the training set, or per epoch of a stream."""
         if self.train_source is not None:
             return len(self.train_source)
         if self.stream_samples is None:
-            raise UserError("data.stream_samples must say how many samples are an epoch when data.train is a stream.")
+            raise UserError("data.stream_samples=None: expected the samples per epoch, because data.train is a stream.")
         return self.stream_samples
 
     def stream(self, spec: str, sample: StreamedSample, collate: Callable, num_steps: int | None) -> DataLoader:
-        """Make a loader over a remote set; arguments as of `stream_loader`."""
+        """Create a loader of a remote set; arguments as in `stream_loader`."""
         return stream_loader(
             stream_urls(spec),
             sample,
@@ -98,7 +98,7 @@ class ImageData(ResumableDataModule):
         if is_train not in self.bad_images:
             source = self.train_source if is_train else self.val_source
             size = None if source is None else len(source)
-            # a rank sees other images of the training set in every epoch, of the validation set always the same
+            # in training a rank gets different images in every epoch, in validation always the same
             share = size if is_train or size is None else -(-size // self.world_size)
             self.bad_images[is_train] = BadImages(self.max_bad_images, size, share)
         self.bad_images[is_train].note(batch)

@@ -1,4 +1,4 @@
-"""The layouts ImageNet comes in: class folders, and the official validation tar with its ground truth."""
+"""Layouts of ImageNet: class folders, and the official validation tar with its ground truth."""
 
 import csv
 import tarfile
@@ -12,7 +12,7 @@ EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
 @dataclass(frozen=True)
 class Image:
-    """One image: where its bytes are (a file, or a part of a tar), its key in a shard, and its class number."""
+    """An image: location of its bytes (a file, or part of a tar), key in a shard, and class number."""
 
     key: str
     path: Path
@@ -35,21 +35,21 @@ def class_folders(root: Path) -> tuple[list[Image], list[str]]:
         UserError: If there is no folder, no class folder, or a class without images.
     """
     if not root.is_dir():
-        raise UserError(f"--folder: {root} is no folder.")
+        raise UserError(f"--folder: {root} is not a folder.")
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
     if not classes:
-        raise UserError(f"--folder: {root} holds no class folders; expected {root}/CLASS/image.jpg.")
+        raise UserError(f"--folder: {root} has no class folders; expected {root}/CLASS/image.jpg.")
     images = []
     for label, name in enumerate(classes):
         files = sorted(path for path in (root / name).iterdir() if path.is_file() and path.suffix.lower() in EXTENSIONS)
         if not files:
-            raise UserError(f"--folder: the class folder {root / name} holds no image.")
+            raise UserError(f"--folder: the class folder {root / name} has no images.")
         images += [_image(path, f"{name}/{path.stem}", label, size=path.stat().st_size) for path in files]
     return images, classes
 
 
 def _image(path: Path, key: str, label: int, size: int) -> Image:
-    """Make an image whose key has no dot, which would end it in a shard."""
+    """Create an image with a key without dots, because a key in a shard ends at the first dot."""
     return Image(key.replace(".", "_"), path, label, path.suffix.lower().lstrip("."), size)
 
 
@@ -59,22 +59,22 @@ def validation_images(
     """List the images of the official validation tar with their labels.
 
     Args:
-        path: The tar, images at its top.
-        labels: Ground truth in one of three forms: one class name (wnid) a line in the order of the file names; the
+        path: The tar, with images at its top level.
+        labels: Ground truth in one of three forms: one class name (wnid) per line in the order of the file names; the
             devkit's class numbers likewise (with `devkit_meta`); or a CSV with the columns ImageId, PredictionString.
-        classes: Class names in order, one a line.
+        classes: Class names in order, one per line.
         devkit_meta: The devkit's `meta.mat`.
 
     Raises:
-        UserError: If a file is missing or the counts and names do not fit.
+        UserError: If a file is missing, or counts or names do not match.
     """
     for option, file in (("--validation_tar", path), ("--labels", labels), ("--classes", classes)):
         if file is None or not file.is_file():
-            raise UserError(f"{option} must name a file; got {file}.")
+            raise UserError(f"{option}={file}: expected a file.")
     with as_user_error(str(classes)):
         names = classes.read_text().split()
     number = {name: i for i, name in enumerate(names)}
-    with as_user_error(f"--validation_tar: {path} is no uncompressed tar file"), tarfile.open(path, "r:") as tar:
+    with as_user_error(f"--validation_tar: {path} is not an uncompressed tar file"), tarfile.open(path, "r:") as tar:
         members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
     truth = _ground_truth(labels, [Path(m.name).stem for m in members], devkit_meta)
     unknown = sorted(set(truth) - set(names))
@@ -108,14 +108,14 @@ def _ground_truth(labels: Path, stems: list[str], devkit_meta: Path | None) -> l
         return [rows[stem] for stem in stems]
     values = [line.strip() for line in lines if line.strip()]
     if len(values) != len(stems):
-        raise UserError(f"{labels} has {len(values)} lines, the tar {len(stems)} images; they must be as many.")
+        raise UserError(f"{labels} has {len(values)} lines, but the tar has {len(stems)} images.")
     if not all(value.isdecimal() for value in values):
         return values
     if devkit_meta is None:
-        raise UserError(f"{labels} holds the devkit's class numbers; --devkit_meta must name its meta.mat.")
+        raise UserError(f"{labels} has the devkit's class numbers; --devkit_meta=meta.mat is required.")
     from scipy.io import loadmat
 
-    with as_user_error(f"{devkit_meta} is no meta.mat of the devkit"):
+    with as_user_error(f"{devkit_meta} is not a meta.mat of the devkit"):
         synsets = loadmat(devkit_meta, squeeze_me=True)["synsets"]
         wnid = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
     unknown = sorted({int(value) for value in values} - wnid.keys())

@@ -1,7 +1,7 @@
-"""From images to WebDataset shards: `python -m dcvision shards`; an interrupted preparation goes on where it stopped.
+"""Conversion of images to WebDataset shards, `python -m dcvision shards`; an interrupted conversion continues.
 
-The images are those of class folders, or of the official validation tar with its ground truth. `PREFIX-manifest.json`
-lists every shard with its number of samples and SHA-256, and the images that could not be read, which are left out.
+Images come from class folders, or from the official validation tar with its ground truth. `PREFIX-manifest.json` lists
+every shard with its number of samples and SHA-256, and the unreadable images, which are omitted.
 """
 
 import json
@@ -36,24 +36,24 @@ def make_shards(
     num_workers: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Turn an image set into WebDataset shards.
+    """Convert an image set to WebDataset shards.
 
     Args:
-        out: Folder of the shards.
-        num_shards: How many to write.
-        folder: Class folders, FOLDER/CLASS/image.jpg.
-        validation_tar: In place of a folder ILSVRC2012_img_val.tar, with labels and classes.
+        out: Output folder.
+        num_shards: Number of shards.
+        folder: Folder of class folders, FOLDER/CLASS/image.jpg.
+        validation_tar: ILSVRC2012_img_val.tar in place of a folder; requires labels and classes.
         labels: Ground truth of the validation images (see docs/data.md).
-        classes: Class names in order, one a line, as this command writes them for class folders.
-        devkit_meta: The devkit's meta.mat, where labels holds its class numbers.
+        classes: Class names in order, one per line, as written by this command for class folders.
+        devkit_meta: The devkit's meta.mat, if labels has its class numbers.
         prefix: Shards are named PREFIX-0000.tar.
-        num_workers: Processes; by default one for each core.
-        seed: Seed of the one shuffle.
+        num_workers: Number of processes; default: one per core.
+        seed: Seed of the shuffle.
     """
     if (folder is None) == (validation_tar is None):
-        raise UserError("--folder or --validation_tar must name the images, one of them.")
+        raise UserError("--folder and --validation_tar: expected one of them.")
     if folder is not None and (labels or classes or devkit_meta):
-        raise UserError("--labels, --classes and --devkit_meta belong to --validation_tar; folders name classes.")
+        raise UserError("--labels, --classes and --devkit_meta require --validation_tar; folders define the classes.")
     if not prefix or prefix != Path(prefix).name:
         raise UserError(f"{prefix=} must be the start of a file's name.")
     if not 0 <= seed < 2**32:
@@ -71,21 +71,19 @@ def make_shards(
     unreadable = [key for shard in manifest["shards"] for key in shard.get("unreadable", ())]
     if unreadable:
         count = len(unreadable)
-        print(
-            f"left out, as they cannot be read (the manifest lists them): {count} images, the first is {unreadable[0]}"
-        )
+        print(f"omitted unreadable images (listed in the manifest): {count}, the first is {unreadable[0]}")
     print(f"{manifest['samples']} images of {len(names)} classes in {num_shards} shards; manifest {manifest_path}")
 
 
 def verify(folder: str) -> None:
-    """Compare shards with their checksums; two to three seconds for a GB, or the disk's speed.
+    """Verify the checksums of shards; takes two to three seconds per GB.
 
     Args:
-        folder: Where dcvision shards wrote them.
+        folder: Folder written by `dcvision shards`.
     """
     manifests = sorted(Path(folder).glob("*-manifest.json"))
     if not manifests:
-        raise UserError(f"--folder: {folder} holds no *-manifest.json of dcvision shards.")
+        raise UserError(f"--folder: {folder} has no *-manifest.json written by `dcvision shards`.")
     for path in manifests:
         with as_user_error(f"{path} is damaged"):
             shards = list(json.loads(path.read_text())["shards"])
@@ -94,22 +92,20 @@ def verify(folder: str) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard to write: its file and its images in order."""
+    """A shard to write: its file and its images in order."""
 
     path: Path
     images: tuple[Image, ...]
 
 
 def plan(images: list[Image], out: Path, prefix: str, num_shards: int, seed: int) -> list[Shard]:
-    """Shuffle the images once, by `seed`, and deal them into shards of nearly equal size."""
+    """Shuffle the images by `seed`, and distribute them over shards of nearly equal size."""
     if not 0 < num_shards <= len(images):
         raise UserError(f"--num_shards={num_shards} must be between 1 and the number of images, {len(images)}.")
     keys: set[str] = set()
     for image in images:
         if image.key in keys:
-            raise UserError(
-                f"two images would be sample {image.key}: names must differ in more than dots and extension."
-            )
+            raise UserError(f"two images have the key {image.key}: names must differ in more than dots and extension.")
         keys.add(image.key)
     order = np.random.default_rng(seed).permutation(len(images))
     width = max(4, len(str(num_shards - 1)))
@@ -120,7 +116,7 @@ def plan(images: list[Image], out: Path, prefix: str, num_shards: int, seed: int
 
 
 def write_shard(shard: Shard) -> dict:
-    """Write one shard whole, but for images that cannot be read, and return its entry of the manifest."""
+    """Write a shard atomically, without unreadable images, and return its entry for the manifest."""
     with atomic_write(shard.path) as file, TarWriter(file, mtime=0) as writer:
         for image in shard.images:
             content = image.read()
@@ -131,7 +127,7 @@ def write_shard(shard: Shard) -> dict:
 
 
 def describe(shard: Shard) -> dict:
-    """Make the entry in the manifest of a shard that is written."""
+    """Return the manifest entry of a written shard."""
     with tarfile.open(shard.path) as tar:
         written = {member.name.removesuffix(".cls") for member in tar if member.name.endswith(".cls")}
     unreadable = [image.key for image in shard.images if image.key not in written]
@@ -142,11 +138,12 @@ def describe(shard: Shard) -> dict:
 def write_shards(
     images: list[Image], classes: list[str], out: Path, prefix: str, num_shards: int, seed: int, num_workers: int
 ) -> Path:
-    """Write the shards that are missing, their manifest and the class names; return the manifest's path.
+    """Write missing shards, the manifest and the class names; return the manifest's path.
 
     Raises:
-        UserError: If there are fewer images than shards, two of one name, or `out` was made from others, or no image of
-            a shard can be read.
+        UserError: If there are fewer images than shards, names are not unique, `out` has shards of different images, or
+            no
+        image of a shard can be read.
     """
     shards = plan(images, out, prefix, num_shards, seed)
     listing = digest_lines(f"{image.key} {image.label} {image.size}" for image in images)
@@ -159,14 +156,14 @@ def write_shards(
             entries = _write_missing(shards, num_workers)
             for entry in entries:
                 if not entry["samples"]:
-                    raise UserError(f"{out / entry['file']} would hold no image: none of its images can be read.")
+                    raise UserError(f"{out / entry['file']} would be empty: none of its images can be read.")
             samples = sum(entry["samples"] for entry in entries)
             preparation.finish({"samples": samples, "classes": len(classes), "shards": entries})
     return preparation.manifest_path
 
 
 def _write_missing(shards: list[Shard], num_workers: int) -> list[dict]:
-    """Write the shards that are missing, in parallel; return the entries of all, in order."""
+    """Write missing shards in parallel; return the entries of all shards in order."""
     missing = [shard for shard in shards if not shard.path.exists()]
     entries = {shard.path.name: describe(shard) for shard in shards if shard.path.exists()}
     with ProcessPoolExecutor(num_workers) as pool, tqdm(total=len(shards), unit="shard", initial=len(entries)) as bar:

@@ -1,4 +1,4 @@
-"""From a source to batches of uint8 images: decode, augment, collate, and carry what went wrong to the main process."""
+"""Samples and batches of uint8 images: decoding, augmentation, collation, and reporting of unreadable images."""
 
 # B batch
 
@@ -15,13 +15,13 @@ from dctrain.errors import UserError, reason
 from .decode import BadImage, Transform, decode, sample_rng
 from .sources import Source
 
-IGNORED = -100  # label of a sample that pads a rank's share and counts nowhere; cross-entropy's own default
+IGNORED = -100  # label of padding samples; the default ignore_index of cross_entropy
 
 
 class ImageBatch(NamedTuple):
-    """What a step gets: images uint8 [B, 3, size, size], labels int64 [B], names; unreadable ones as (name, reason).
+    """A batch: images uint8 [B, 3, size, size], labels int64 [B], names, and unreadable images as (name, reason).
 
-    Where no image could be read, one black image labelled -100 stands in, and `names` is empty.
+    If no image could be read, the batch has one black image with label -100, and `names` is empty.
     """
 
     images: Tensor
@@ -31,18 +31,18 @@ class ImageBatch(NamedTuple):
 
 
 def as_batch(batch: ImageBatch | Sequence[Tensor]) -> ImageBatch:
-    """Take the batches of other loaders, (images, labels)."""
+    """Convert a batch of other loaders, (images, labels)."""
     if isinstance(batch, ImageBatch):
         return batch
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
         got = type(batch).__name__
-        raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (images, labels).")
+        raise UserError(f"the batch is {got}: expected a pair of tensors, (images, labels).")
     images, labels = batch
     return ImageBatch(images, labels, [""] * len(labels), [])
 
 
 class SkippedSample(NamedTuple):
-    """Stands for an unreadable image on its way to the main process."""
+    """Placeholder of an unreadable image, sent to the main process."""
 
     name: str
     reason: str
@@ -52,7 +52,7 @@ class ImageSamples(Dataset):
     """Decoded and transformed samples of a source.
 
     Args:
-        source: Where encoded images come from.
+        source: Source of encoded images.
         transform: uint8 [3, H, W] -> uint8 [3, size, size].
         seed: Seed of the run; augmentation draws from (seed, epoch, index).
         max_pixels: As in `decode`.
@@ -65,7 +65,7 @@ class ImageSamples(Dataset):
         name = self.source.name(ref.index)
         try:
             image, label = self.source.read(ref.index)
-        except OSError as error:  # removed, or a disk that fails
+        except OSError as error:  # a removed file, or a disk error
             return SkippedSample(name, reason(error))
         made = make_image(image, name, self.transform, self.max_pixels, self.seed, ref.epoch, ref.index)
         if isinstance(made, SkippedSample):
@@ -86,7 +86,7 @@ def make_image(
 
 
 class Collate:
-    """Stacks the samples that could be read; a batch may come out smaller than asked for.
+    """Stacks readable samples; a batch can be smaller than the batch size.
 
     Args:
         image_size: Side of the images.

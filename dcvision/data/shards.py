@@ -1,8 +1,8 @@
-"""WebDataset tar shards on local disks as a map-style source: members are indexed once, then read by offset.
+"""Local WebDataset tar shards as a map-style source: members are indexed once, then read by offset.
 
-Samples are what webdataset makes of a shard: members that follow each other and share a key, the name up to the first
-dot behind its folder; the rest, in small letters, names the field. `SampleFields` says which are taken. The index of a
-shard is cached; it belongs to the file as it was then.
+Samples are defined as in webdataset: consecutive members with the same key, the name up to the first dot after its
+folder; the rest, in lower case, is the field name. `SampleFields` selects fields. The index of a shard is cached, and
+valid for one version of the file.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from dctrain.utils.files import atomic_write
 from .fields import DEFAULT_FIELDS, SampleFields
 
 INDEX_VERSION = 3
-MAX_SHARDS = 10**6  # names that a pattern may stand for
+MAX_SHARDS = 10**6  # maximum names of a pattern
 
 
 class ShardIndex(NamedTuple):
-    """Where the samples of one shard lie.
+    """Locations of the samples of one shard.
 
     Attributes:
-        keys: Of each sample [N].
-        offsets: Of the images, in bytes [N].
-        sizes: Likewise.
-        others: What `SampleFields.index` keeps of what belongs to them [N, numbers].
-        stamp: Of the file.
+        keys: Keys of the samples [N].
+        offsets: Offsets of the images, in bytes [N].
+        sizes: Sizes of the images, in bytes [N].
+        others: Result of `SampleFields.index` for each sample [N, numbers].
+        stamp: Stamp of the file's version.
     """
 
     keys: np.ndarray
@@ -52,28 +52,28 @@ def expand_urls(urls: str) -> list[str]:
     """Expand brace patterns (`train-{0000..1023}.tar`, several separated by `::`), or a folder into its `*.tar` files.
 
     Raises:
-        UserError: If braces do not match, or a folder holds no shard.
+        UserError: If braces do not match, or a folder has no shards.
     """
     with as_user_error(f"shards {urls!r}"):
         patterns = (url for part in urls.split("::") for url in braceexpand.braceexpand(part))
         expanded = list(islice(patterns, MAX_SHARDS + 1))
         if len(expanded) > MAX_SHARDS:
-            raise UserError(f"shards {urls!r} are more than {MAX_SHARDS:,} names; expected fewer.")
+            raise UserError(f"shards {urls!r} expand to more than {MAX_SHARDS:,} names.")
     if len(expanded) == 1 and Path(expanded[0]).is_dir():
         folder = Path(expanded[0])
         expanded = sorted(str(path) for path in folder.glob("*.tar"))
         if not expanded:
-            raise UserError(f"no shard: the folder {folder} holds no *.tar file.")
+            raise UserError(f"no shards: the folder {folder} has no *.tar files.")
     return expanded
 
 
 def is_remote(url: str) -> bool:
-    """Tell whether webdataset must stream this URL rather than read a local file."""
+    """Whether this URL must be streamed by webdataset."""
     return url.startswith("pipe:") or "://" in url
 
 
 def class_names(urls: list[str]) -> list[str] | None:
-    """Read the class names that `dcvision shards` writes beside local shards; None if there are none.
+    """Read the class names written by `dcvision shards` next to local shards; None if there are none.
 
     Raises:
         UserError: If shards of several prefixes number their classes differently.
@@ -90,9 +90,9 @@ class ShardSource:
 
     Args:
         urls: Shard files.
-        fields: Which fields of a sample are taken.
+        fields: Fields of a sample.
 
-    Raises:
+        Raises:
         UserError: If a shard is missing, truncated or malformed.
     """
 
@@ -106,7 +106,7 @@ class ShardSource:
         self.shard_sizes = [len(index.keys) for index in self.indices]
         self.starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
         if not len(self):
-            raise UserError(f"no sample in {len(urls)} shards, the first is {urls[0]}.")
+            raise UserError(f"no samples in {len(urls)} shards, the first is {urls[0]}.")
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -116,7 +116,7 @@ class ShardSource:
         return shard, index - int(self.starts[shard])
 
     def name(self, index: int) -> str:
-        """Name a sample for messages and predictions."""
+        """Name of a sample for messages and predictions."""
         shard, i = self._locate(index)
         return f"{self.urls[shard]}/{self.indices[shard].keys[i]}"
 
@@ -125,15 +125,15 @@ class ShardSource:
         return np.concatenate([index.others[:, 0] for index in self.indices])
 
     def read(self, index: int) -> tuple[bytes, object]:
-        """Return the encoded image of one sample and what belongs to it, such as its class number.
+        """Return the encoded image of a sample and its other field, such as the class number.
 
         Raises:
-            UserError: If the shard has changed since it was indexed, or does not hold what it should.
+            UserError: If the shard has changed since it was indexed, or is invalid.
         """
         shard, i = self._locate(index)
         found = self.indices[shard]
         with open(self.urls[shard], "rb") as file:
-            if not np.array_equal(_stamp(os.fstat(file.fileno()))[:3], found.stamp[:3]):  # modes and links may change
+            if not np.array_equal(_stamp(os.fstat(file.fileno()))[:3], found.stamp[:3]):  # not the mode and links
                 raise UserError(f"shard {self.urls[shard]} has changed since the run began.")
             file.seek(int(found.offsets[i]))
             image = file.read(int(found.sizes[i]))
@@ -141,12 +141,12 @@ class ShardSource:
 
 
 def _stamp(stat: os.stat_result) -> np.ndarray:
-    """Tell one state of a file from every other; the last of these changes with every write, and cannot be set."""
+    """Identify the version of a file; the last number (ctime) changes with every write and cannot be set."""
     return np.array([stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns], dtype=np.int64)
 
 
 def _load_indices(urls: list[str], fields: SampleFields) -> list[ShardIndex]:
-    """Load the cached index of every shard, making those that are missing, in parallel where there are many."""
+    """Load the cached indices of all shards; create missing ones, in parallel if there are many."""
     folder = cache_dir() / "shard-index"
     folder.mkdir(exist_ok=True)
     paths = {url: _index_path(folder, url, fields) for url in urls}
@@ -168,7 +168,7 @@ def _index_shards(urls: list[str], fields: SampleFields) -> Iterator[ShardIndex]
 
 
 def _index_path(folder: Path, url: str, fields: SampleFields) -> Path:
-    """Name the cached index of a shard, as it is now."""
+    """Path of the cached index of the current version of a shard."""
     stamp = ":".join(map(str, _stamp(os.stat(url))))
     identity = f"{INDEX_VERSION}:{Path(url).resolve()}:{stamp}:{fields}"
     return folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
@@ -180,7 +180,7 @@ def _save_index(path: Path, index: ShardIndex) -> None:
 
 
 def _read_index(path: Path) -> ShardIndex | None:
-    """Read a cached index; None if there is none, or a damaged one."""
+    """Read a cached index; None if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return ShardIndex(*(arrays[name] for name in ShardIndex._fields))
@@ -189,11 +189,11 @@ def _read_index(path: Path) -> ShardIndex | None:
 
 
 def index_shard(url: str, fields: SampleFields = DEFAULT_FIELDS) -> ShardIndex:
-    """Read the headers of a shard, and its class numbers.
+    """Index a shard: read its headers and class numbers.
 
     Raises:
-        UserError: If the file is compressed, truncated or no tar, a key comes twice, or a sample lacks its image or
-            what belongs to it, or has several.
+        UserError: If the file is compressed, truncated or not a tar file, a key is repeated, or a field is missing or
+        ambiguous.
     """
     rows: dict[str, tuple[int, ...]] = {}
     stamp = _stamp(os.stat(url))
@@ -201,7 +201,7 @@ def index_shard(url: str, fields: SampleFields = DEFAULT_FIELDS) -> ShardIndex:
         with tarfile.open(url, "r:") as tar:
             for key, sample in _samples(tar, url):
                 if key in rows:
-                    raise UserError(f"shard {url} holds sample {key} twice.")
+                    raise UserError(f"shard {url} has sample {key} twice.")
                 image, _, other = fields.pick(sample, f"{key} of shard {url}")
                 rows[key] = (image.offset_data, image.size, *fields.index(tar, other, f"{url}/{other.name}"))
             if stamp[1] < tar.offset + tarfile.BLOCKSIZE:
@@ -209,13 +209,13 @@ def index_shard(url: str, fields: SampleFields = DEFAULT_FIELDS) -> ShardIndex:
     except (tarfile.TarError, EOFError) as error:
         raise UserError(_why_unreadable(url, error)) from error
     if not rows:
-        raise UserError(f"shard {url} holds no sample: none of its members is named KEY.FIELD.")
+        raise UserError(f"shard {url} has no samples: none of its members is named KEY.FIELD.")
     numbers = np.array(list(rows.values()), dtype=np.int64).reshape(len(rows), -1)
     return ShardIndex(np.array(list(rows), dtype=str), numbers[:, 0], numbers[:, 1], numbers[:, 2:], stamp)
 
 
 def _samples(tar: tarfile.TarFile, url: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Group the members of a shard as webdataset does: yield keys, and members by field."""
+    """Group the members of a shard as in webdataset: yield keys, and members by field."""
     key, sample = None, {}
     size = os.path.getsize(url)
     for member in tar:
@@ -229,7 +229,7 @@ def _samples(tar: tarfile.TarFile, url: str) -> Iterator[tuple[str, dict[str, ta
                 yield key, sample
             key, sample = split[1], {}
         if split[2].lower() in sample:
-            raise UserError(f"shard {url} holds {member.name} twice (a key ends at the first dot).")
+            raise UserError(f"shard {url} has {member.name} twice (a key ends at the first dot).")
         sample[split[2].lower()] = member
     if sample:
         yield key, sample
@@ -239,5 +239,5 @@ def _why_unreadable(url: str, error: Exception) -> str:
     with open(url, "rb") as file:
         start = file.read(6)
     if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-        return f"shard {url} is compressed; unpack it first: samples are read from their places in it."
-    return f"shard {url} is truncated or no uncompressed tar file: {error}."
+        return f"shard {url} is compressed; decompress it first, because samples are read by offset."
+    return f"shard {url} is truncated or not an uncompressed tar file: {error}."

@@ -1,9 +1,9 @@
-"""Where images come from: the one-line notation of a data set, and the map-style sources behind it.
+"""Sources of images: the notation of data sets, and map-style access.
 
 - `digits`: the built-in handwritten digits
 - `shards:PATTERN`: WebDataset tar shards, local or remote
 - `folder:DIR`: one folder of images per class, classes numbered in sorted order
-- `torchvision:NAME:DIR`: a torchvision data set by its class name, downloaded to DIR if it can be
+- `torchvision:NAME:DIR`: a torchvision data set by its class name, downloaded to DIR if possible
 """
 
 import inspect
@@ -29,8 +29,8 @@ class Source(Protocol):
     """Random access to samples.
 
     Attributes:
-        shard_sizes: Samples of each part that is shuffled as a whole.
-        classes: Names of the classes by number; None if they are not known.
+        shard_sizes: Samples of each shard, for shuffling.
+        classes: Names of the classes by number; None if unknown.
     """
 
     shard_sizes: list[int]
@@ -39,7 +39,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """Name a sample for messages and predictions."""
+        """Name of a sample for messages and predictions."""
 
     def labels(self) -> np.ndarray:
         """Return all labels, int64."""
@@ -55,13 +55,13 @@ class FolderSource:
         root: The folder of class folders.
 
     Raises:
-        UserError: If there is no class folder, or one without images.
+        UserError: If there are no class folders, or one has no images.
     """
 
     def __init__(self, root: str) -> None:
         if not Path(root).is_dir():
             raise UserError(f"the image folder {root} does not exist.")
-        with as_user_error(f"the image folder {root} is not laid out as one folder per class"):
+        with as_user_error(f"the image folder {root} does not have one folder per class"):
             found = torchvision.datasets.ImageFolder(root)
         self.samples, self.classes = found.samples, found.classes
         self.shard_sizes = [len(self.samples)]
@@ -85,11 +85,11 @@ class TorchvisionSource:
 
     Args:
         name: Class name in `torchvision.datasets`.
-        root: Folder it lies in or is downloaded to.
-        is_train: Which split.
+        root: Folder of the data set, also for downloading.
+        is_train: Whether to use the training split.
 
     Raises:
-        UserError: If there is no such data set, it has no splits, or it is neither there nor downloadable.
+        UserError: If the data set is unknown, has no splits, or is not available.
     """
 
     def __init__(self, name: str, root: str, is_train: bool) -> None:
@@ -120,7 +120,7 @@ def _open_torchvision(name: str, root: str, is_train: bool):
     parameters = inspect.signature(cls).parameters if inspect.isclass(cls) else {}
     if "train" not in parameters and "split" not in parameters:
         raise UserError(
-            f"torchvision has no data set {name!r} with train and test splits (as CIFAR10, Flowers102 have)."
+            f"torchvision has no data set {name!r} with train and test splits (such as CIFAR10, Flowers102)."
         )
     download = {"download": True} if "download" in parameters else {}
     splits = [{"train": is_train}]
@@ -132,11 +132,11 @@ def _open_torchvision(name: str, root: str, is_train: bool):
             return cls(root, **split, **download)
         except (ValueError, RuntimeError, OSError) as error:
             problem = problem or error
-    raise UserError(f"torchvision's {name} can be neither found in {root} nor downloaded: {problem}") from problem
+    raise UserError(f"torchvision's {name} was not found in {root} and could not be downloaded: {problem}") from problem
 
 
 def stream_urls(spec: str) -> list[str] | None:
-    """Return the shards of a remote data set, or None if the data set is local."""
+    """Return the shards of a remote data set; None for a local data set."""
     kind, _, rest = spec.partition(":")
     if kind != "shards" or not rest:
         return None
@@ -145,10 +145,10 @@ def stream_urls(spec: str) -> list[str] | None:
 
 
 def open_source(spec: str, is_train: bool, fields: SampleFields = DEFAULT_FIELDS) -> Source:
-    """Open a local data set given in the notation above; `fields` says what is taken of the samples of shards.
+    """Open a local data set given in the notation above; `fields` applies to samples of shards.
 
     Raises:
-        UserError: If the notation is unknown or the data cannot be opened.
+        UserError: If the notation is unknown, or the data cannot be opened.
     """
     kind, _, rest = spec.partition(":")
     if kind == "digits" and not rest:

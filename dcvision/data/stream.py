@@ -1,8 +1,8 @@
 """Remote shards (`pipe:` commands, cloud URLs) streamed through webdataset.
 
-A stream promises less than local shards: samples are shuffled in a buffer, ranks and workers split the shards (so there
-must be enough of them), an epoch is a number of steps rather than every sample once, and a resumed run starts a new
-shuffle instead of the exact place. Evaluation still sees every sample once.
+Streams guarantee less than local shards: samples are shuffled in a buffer, ranks and workers split the shards (so there
+must be enough of them), an epoch is a number of steps instead of every sample once, and a resumed run starts a new
+shuffle instead of continuing at the exact position. Evaluation still processes every sample once.
 """
 
 import warnings
@@ -24,14 +24,14 @@ SHUFFLE_BUFFER = 5000
 
 
 class StreamedSample:
-    """Turns webdataset's raw sample into what `Collate` takes. A class, so that workers can be spawned.
+    """Converts webdataset's raw samples to samples for `Collate`. A class, so that workers can be spawned.
 
     Args:
         transform: As in `ImageSamples`.
         seed: Seed of the run.
-        fields: Which fields of a sample are taken.
+        fields: Fields of a sample.
         max_pixels: As in `decode`.
-        finish: Makes the sample of an image, or of what was wrong with it, what belongs to it, its name and number.
+        finish: Creates the sample from the image (or the reason why it is unreadable), its other field, name and index.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class StreamedSample:
 def classified(
     num_classes: int, image: Tensor | SkippedSample, label: int, name: str, count: int
 ) -> tuple[Tensor, int, str] | SkippedSample:
-    """Make the sample of an image and its class number.
+    """Create the sample of an image and its class number.
 
     Raises:
-        UserError: If there is no such class.
+        UserError: If the class number is out of range.
     """
     if not 0 <= label < num_classes:
         raise UserError(f"label {label} of {name} is out of range; expected 0 to {num_classes - 1}.")
@@ -71,7 +71,7 @@ def classified(
 
 
 def _told(samples: Iterator) -> Iterator:
-    """Tell in one line what webdataset raises for streams that fail, are cut short or are no tar file."""
+    """Convert webdataset's errors for streams that fail, are truncated or are not tar files."""
     with as_user_error("a stream of shards"):
         yield from samples
 
@@ -88,17 +88,17 @@ def stream_loader(
     num_steps: int | None,
     seed: int,
 ) -> DataLoader:
-    """Make a loader over a stream.
+    """Create a loader of a stream.
 
     Args:
         urls: Shards.
-        sample: Makes one sample.
-        collate: Makes a batch.
-        batch_size: Samples of this rank in a step.
-        num_workers: Loader processes of this rank.
-        rank: This process, of those that split the data.
-        world_size: Number of ranks that do.
-        num_steps: Batches of an epoch, repeating the shards as needed (training); None for one pass (evaluation).
+        sample: Creates a sample.
+        collate: Creates a batch.
+        batch_size: Samples per rank and step.
+        num_workers: Loader workers per rank.
+        rank: Index of this rank among those that split the data.
+        world_size: Number of ranks that split the data.
+        num_steps: Batches per epoch, repeating shards if necessary (training); None for one pass (evaluation).
         seed: Seed of the shuffle.
 
     Raises:
@@ -108,7 +108,7 @@ def stream_loader(
     if len(urls) < splits:
         raise UserError(
             f"a stream of {len(urls)} shards cannot be split over {world_size} ranks x {max(num_workers, 1)} workers; "
-            f"it needs at least {splits} shards, or fewer workers (data.num_workers)."
+            f"use at least {splits} shards, or fewer workers (data.num_workers)."
         )
     training = num_steps is not None
     dataset = wds.WebDataset(
@@ -126,10 +126,10 @@ def stream_loader(
     if not training:
         return loader
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*with_length")  # it tells that the length cuts nothing; with_epoch does
+        warnings.filterwarnings("ignore", ".*with_length")  # the length does not limit the epoch; with_epoch does
         return loader.with_epoch(num_steps).with_length(num_steps)
 
 
 def _of_rank(urls: Iterable, rank: int, world_size: int) -> Iterator:
-    """Leave a rank its part of the shards."""
+    """Select the shards of a rank."""
     return islice(urls, rank, None, world_size)

@@ -1,4 +1,4 @@
-"""Yardsticks for classifiers: accuracy on any images, with ImageNet's own and reassessed labels, and throughput."""
+"""Evaluation of classifiers: accuracy on image sets, with ImageNet's original and ReaL labels, and throughput."""
 
 from .command import evaluate
 

@@ -1,4 +1,4 @@
-"""`dcvision evaluate`: measures classifiers one after the other, keeps every result at once, prints one table."""
+"""`dcvision evaluate`: evaluates classifiers, stores every result immediately, and prints one table."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,24 +36,24 @@ def evaluate(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> None:
-    """Measure classifiers: accuracy on sets of images, by ImageNet's own and reassessed labels, and throughput.
+    """Evaluate classifiers: accuracy on image sets with ImageNet's original and ReaL labels, and throughput.
 
-    Each model gets images as it was made for: runs by their own settings, others as timm says. Results are kept as they
-    come; the same command goes on where it was interrupted. Several processes share the work: torchrun
-    --nproc_per_node N -m dcvision evaluate ...
+    Each model uses its own preprocessing: runs that of their settings, others that of timm. Results are stored
+    immediately; an interrupted evaluation continues when the command is repeated. Several processes can share the work:
+    torchrun --nproc_per_node N -m dcvision evaluate ...
 
     Args:
         checkpoint: Models: .ckpt files, folders of runs or exports, or timm names with a tag of pretrained weights.
-        images: Sets of images: "shards:PATTERN", "folder:DIR" (with classes called by numbers, as ImageNet-V2's, those
-            numbers count), "torchvision:NAME:DIR" or "digits".
-        real: JSON file of ImageNet's reassessed labels (ReaL) for sets whose images are called ILSVRC2012_val_NNNNNNNN.
-        compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
-            the first of the table.
-        out: Folder of the results: MODEL.json, table.csv, table.md; `evaluation` if left out.
-        limit: Only this many images of each set, to try things out.
-        batch_size: Images classified at a time.
-        num_workers: Processes that load images, of each rank.
-        device: Where to run, such as cuda.
+        images: Image sets: "shards:PATTERN", "folder:DIR" (class folders with numeric names, as in ImageNet-V2, are
+            class numbers), "torchvision:NAME:DIR" or "digits".
+        real: JSON file of ImageNet's ReaL labels, for sets with image names ILSVRC2012_val_NNNNNNNN.
+        compare: Results (JSON) of earlier evaluations, shown in the table before these models; differences are to the
+            first model of the table.
+        out: Folder of the results: MODEL.json, table.csv, table.md; default: `evaluation`.
+        limit: Maximum number of images per set, for quick tests.
+        batch_size: Images per batch.
+        num_workers: Loader workers per rank.
+        device: Device, such as cuda.
         dtype: "float32", "bfloat16" or "float16".
     """
     check_asked(checkpoint, images, compare, "images")
@@ -76,7 +76,7 @@ def measure_network(
     dtype: torch.dtype,
     expand: Callable[[nn.Module, Sequence[Measurable]], Sequence[Measurable]] | None = None,
 ) -> Results:
-    """Load a model and measure it; `expand` makes of the measures those of this model."""
+    """Load and evaluate a model; `expand` converts the measurements to those of this model."""
     network, ranks = load_classifier(checkpoint), evaluation.ranks
     place = ranks.device(device)
     with as_user_error(f"device={device!r} cannot be used"):

@@ -1,4 +1,4 @@
-"""Accuracy on a set of images: by its labels, and by ImageNet's reassessed ones (ReaL, Beyer et al. 2020)."""
+"""Accuracy on an image set with its own labels, and with ImageNet's ReaL labels (Beyer et al., 2020)."""
 
 # B batch
 
@@ -30,17 +30,17 @@ TOP = 5
 
 
 class ImageScorer(NamedTuple):
-    """A network and how it is asked.
+    """A classifier with the settings of its evaluation.
 
     Attributes:
         network: The classifier.
-        journal: Where answers are kept.
-        ranks: The processes that share the work.
-        batch_size: Images classified at a time.
-        num_workers: Loader processes of a rank.
-        device: Where the network is.
-        dtype: Of the images.
-        conditions: What the answers depend on beside the image: parts that are switched off.
+        journal: Cache of answers.
+        ranks: Ranks that share the work.
+        batch_size: Images per batch.
+        num_workers: Loader workers per rank.
+        device: Device of the network.
+        dtype: Dtype of the images.
+        conditions: Conditions that answers depend on, such as disabled parts.
     """
 
     network: Classifier
@@ -58,19 +58,19 @@ class ImageScorer(NamedTuple):
         return self.network.model
 
     def under(self, condition: str) -> "ImageScorer":
-        """Ask the same network under a condition, whose answers are kept apart."""
+        """Return a scorer whose answers are cached separately for a condition."""
         return self._replace(conditions=(*self.conditions, condition))
 
 
 class ImageAnswer(NamedTuple):
-    """Of an image: its loss in nats (NaN if it could not be read) and the likeliest classes, the first at first."""
+    """Result of an image: loss in nats (NaN if it could not be read) and the top classes in order."""
 
     loss: float
     classes: list[int]
 
 
 class _Images(torch.utils.data.Dataset):
-    """Some images of a source, as a network takes them; None where one cannot be read."""
+    """Preprocessed images of a source; None for unreadable images."""
 
     def __init__(self, source: Source, network: Classifier, indices: list[int]) -> None:
         self.source, self.prepare, self.indices = source, network.prepare, indices
@@ -87,14 +87,14 @@ class _Images(torch.utils.data.Dataset):
 
 
 class ImageSet(NamedTuple):
-    """A set of images to be classified.
+    """An image set for evaluation.
 
     Attributes:
-        name: In the table.
-        spec: In the notation of `dcvision.data.sources`.
-        real: JSON file of ImageNet's reassessed labels: a list of lists of classes for the 50,000 validation images.
-            None for none.
-        limit: Only this many images.
+        name: Name in the table.
+        spec: Data set in the notation of `dcvision.data.sources`.
+        real: JSON file of ImageNet's ReaL labels: a list of lists of classes for the 50,000 validation images; None for
+            none.
+        limit: Maximum number of images.
     """
 
     name: str
@@ -104,11 +104,11 @@ class ImageSet(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name it, uniquely."""
+        """Unique title."""
         return f"images {self.spec}"
 
     def settings(self, answerer: ImageScorer) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Settings that the numbers depend on, other than the model."""
         source = self.open()
         content = digest([source.name(index) for index in range(len(source))], _labels(source))
         return {
@@ -121,10 +121,10 @@ class ImageSet(NamedTuple):
         }
 
     def run(self, answerer: ImageScorer) -> tuple[list[Measure], str | None]:
-        """Classify all images; the note tells of those that cannot be read.
+        """Classify all images; the note reports unreadable images.
 
         Raises:
-            UserError: If the labels do not fit the model, or the reassessed ones the images.
+            UserError: If the labels do not match the model, or the ReaL labels the images.
         """
         source = self.open()
         labels = _labels(source)[: self.limit]
@@ -143,17 +143,17 @@ class ImageSet(NamedTuple):
             name = f"{self.name}, batches of {answerer.batch_size}"
             measures.append(Measure(name, "images_per_second", speed, None, True, len(todo), "images"))
         lost = len(answers) - len(read)
-        return measures, f"{lost} images cannot be read and were left out" if lost else None
+        return measures, f"{lost} images could not be read and are not included" if lost else None
 
     def open(self) -> Source:
-        """Open it.
+        """Open the set.
 
         Raises:
-            UserError: If it holds no image.
+            UserError: If it is empty.
         """
         source = open_source(self.spec, is_train=False)
         if len(source) == 0:
-            raise UserError(f"{self.spec} holds no image.")
+            raise UserError(f"{self.spec} has no images.")
         return source
 
     def _measures(self, read: list[tuple[int, ImageAnswer]], labels: list[int]) -> list[Measure]:
@@ -167,16 +167,16 @@ class ImageSet(NamedTuple):
         ]
 
     def _reassessed(self, read: list[tuple[int, ImageAnswer]], source: Source) -> list[Measure]:
-        """Score against the reassessed labels: right is any of an image's; images without any do not count."""
-        with as_user_error(f"real={self.real} is no list of lists of classes"):
+        """Score with ReaL labels: any label of an image is correct; images without labels are skipped."""
+        with as_user_error(f"real={self.real} is not a list of lists of classes"):
             real = [list(map(int, labels)) for labels in json.loads(Path(self.real).read_text())]
         hits = []
         for index, answer in read:
             found = VALIDATION_IMAGE.search(source.name(index))
             if found is None or not 1 <= int(found[1]) <= len(real):
                 raise UserError(
-                    f"real={self.real}: {source.name(index)} is none of the {len(real)} images it labels; expected "
-                    "names that hold ILSVRC2012_val_ and a number of eight digits."
+                    f"real={self.real}: {source.name(index)} is not one of its {len(real)} images; expected names that "
+                    "contain ILSVRC2012_val_ and a number of eight digits."
                 )
             labels = real[int(found[1]) - 1]
             if labels:
@@ -187,12 +187,12 @@ class ImageSet(NamedTuple):
 
 
 def readable_images(network: Classifier, spec: str, limit: int | None) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield images of a set as a network takes them [3, size, size], each with its label.
+    """Yield preprocessed images of a set [3, size, size] with their labels.
 
-    They are drawn from all of the set, whatever its order, always the same; those that cannot be read are left out.
+    Images are sampled deterministically from the whole set; unreadable images are skipped.
 
     Raises:
-        UserError: If there is none, or the set has other classes than the network.
+        UserError: If there are none, or the classes of the set and the network differ.
     """
     source = ImageSet("", spec, None, limit).open()
     labels, num_classes = _labels(source), network.model.num_classes
@@ -218,7 +218,7 @@ def _accuracy(name: str, metric: str, hits: list[bool]) -> Measure:
 
 
 def _labels(source: Source) -> list[int]:
-    """Read the labels; classes that are called by numbers, as ImageNet-V2's folders are, have those numbers."""
+    """Return the labels; numeric class names, as the folders of ImageNet-V2, are class numbers."""
     labels = source.labels().tolist()
     names = source.classes
     if names and all(name.isdecimal() for name in names):
@@ -229,14 +229,14 @@ def _labels(source: Source) -> list[int]:
 def _check_classes(spec: str, source: Source, known: list[str] | None) -> None:
     names = source.classes
     if known and names and not all(name.isdecimal() for name in names) and list(names) != list(known):
-        raise UserError(f"{spec} has other classes than the model ({names[0]!r}, ... and {known[0]!r}, ...).")
+        raise UserError(f"{spec} and the model have different classes ({names[0]!r}, ... and {known[0]!r}, ...).")
 
 
 def _answer(
     answerer: ImageScorer, source: Source, indices: list[int], labels: list[int], keys: list[str], described: str
 ) -> float | None:
-    """Classify a rank's images and learn the others' answers; return images per second of the network, copies
-    to and from its device included.
+    """Classify a rank's images and exchange answers; return the images per second of the network, including copies to
+    and from its device.
     """
     answers: dict = {}
     seconds, count = [], []
@@ -279,7 +279,7 @@ def _classify(answerer: ImageScorer, images: torch.Tensor) -> torch.Tensor:
 
 def _judge(logits: torch.Tensor, numbers: list[int], labels: list[int], keys: list[str]) -> dict[str, list]:
     if logits.isnan().any():
-        raise UserError("the logits are NaN: the weights are damaged, or too large for their dtype.")
+        raise UserError("the logits are NaN: the weights are damaged or too large for their dtype.")
     targets = torch.tensor([labels[number] for number in numbers])
     if int(targets.max()) >= logits.shape[1] or int(targets.min()) < 0:
         raise UserError(f"labels reach {int(targets.max())}; the model has {logits.shape[1]} classes.")

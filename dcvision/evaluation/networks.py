@@ -1,4 +1,4 @@
-"""Any classifier with the preprocessing it was made for: of a run, of an exported folder, or timm's own."""
+"""Loading classifiers with their preprocessing: runs, exported folders, and timm's pretrained models."""
 
 import io
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from ..pretrained import is_exported, load_pretrained
 
 
 class Classifier(NamedTuple):
-    """A classifier.
+    """A classifier with its preprocessing.
 
     Attributes:
-        model: Gives logits [B, classes] for images [B, 3, size, size].
-        prepare: Makes such an image, [3, size, size], of an encoded or a decoded one.
-        preprocessing: What `prepare` does, in words and numbers.
-        classes: Names of the classes; None if they are not known.
+        model: Returns logits [B, classes] for images [B, 3, size, size].
+        prepare: Preprocesses an encoded or decoded image to [3, size, size].
+        preprocessing: Description of `prepare`.
+        classes: Names of the classes; None if unknown.
     """
 
     model: nn.Module
@@ -40,16 +40,16 @@ def load_classifier(checkpoint: str) -> Classifier:
     """Load a classifier.
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvision fit` (its average, if it kept one, and its own preprocessing), a
-            folder that `export` wrote, or a timm name with pretrained weights (timm's preprocessing).
+        checkpoint: A .ckpt file or run of `dcvision fit` (with its averaged weights, if any, and its preprocessing), a
+            folder written by `export`, or a timm name with pretrained weights (with timm's preprocessing).
 
     Raises:
-        UserError: If there is none.
+        UserError: If it cannot be loaded.
     """
     if Path(checkpoint).exists() and not is_exported(checkpoint):
         return _of_run(checkpoint)
     model = load_pretrained(checkpoint).eval()
-    with as_user_error(f"{checkpoint}: its pretrained_cfg does not describe a preprocessing"):
+    with as_user_error(f"{checkpoint}: invalid preprocessing in its pretrained_cfg"):
         config = resolve_data_config({}, model=model)
         transform = create_transform(**config)
     words = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
@@ -72,7 +72,7 @@ def _by_timm(transform: Callable[[Image.Image], Tensor], image: bytes | Tensor) 
 
 
 def as_in_training(transform: Transform, mean: list[float], std: list[float], image: bytes | Tensor) -> Tensor:
-    """Make of an image, encoded or decoded, what training made of it: transformed and normalised [3, size, size]."""
+    """Preprocess an encoded or decoded image as in training: transformed and normalized [3, size, size]."""
     pixels = decode(image) if isinstance(image, bytes) else image
     return normalize(transform(pixels).float() / 255, mean, std)
 

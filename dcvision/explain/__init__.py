@@ -1,4 +1,4 @@
-"""`dcvision explain`: what the heads of image models do, and what composition makes of it."""
+"""`dcvision explain`: analysis of heads and their composition in image models."""
 
 KINDS = ("ablate", "attribute", "breakdown", "circuits", "diversity", "mixing", "report")
 EXPLANATIONS = {kind: f"dcvision.explain.{kind}:{kind}" for kind in KINDS}

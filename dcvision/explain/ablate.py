@@ -1,4 +1,4 @@
-"""`dcvision explain ablate`: what a classifier loses where parts of it are switched off."""
+"""`dcvision explain ablate`: evaluation of classifiers with parts disabled."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,26 +30,27 @@ def ablate(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> None:
-    """Measure a trained classifier without branches or layers of its composition, or without a head.
+    """Evaluate a trained classifier with branches or layers of its composition, or heads, disabled.
 
-    All images are classified once more for each part: a model of L layers has up to 13 + L measurements for branches
-    and layers, and L H for heads. Results are kept as they come; the same command goes on where it was interrupted.
+    All images are classified once for each part: a model with L layers has up to 13 + L measurements for branches and
+    layers, and L H for heads. Results are stored immediately; an interrupted evaluation continues when the command is
+    repeated.
 
     Args:
-        checkpoint: Models, as `evaluate` takes them; plain ones have heads alone.
-        images: Sets of images, as `evaluate` takes them.
-        off: What is switched off, one by one: "branches" (each of the pre- and the post-composition in all layers, each
-            composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer). By
-            default branches and layers, of plain attention heads.
+        checkpoint: Models, as in `evaluate`; plain models have only heads.
+        images: Image sets, as in `evaluate`.
+        off: Parts to disable, one at a time: "branches" (each branch of the pre- and post-composition in all layers,
+            each composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer).
+            Default: branches and layers, or heads for plain attention.
         out: Folder of the results: MODEL.json, ablation.csv, MODEL-ablation.png.
-        limit: Only this many images of each set, the first.
-        batch_size: Images classified at a time.
-        num_workers: Processes that load images, of each rank.
-        device: Where to run, such as cuda.
+        limit: Maximum number of images per set, the first ones.
+        batch_size: Images per batch.
+        num_workers: Loader workers per rank.
+        device: Device, such as cuda.
         dtype: "float32", "bfloat16" or "float16".
 
     Raises:
-        UserError: If something is not there, or a model has no such parts.
+        UserError: If an input does not exist, or a model has no such parts.
     """
     check_asked(checkpoint, images, (), "images")
     check_at_least_one(limit=limit, batch_size=batch_size)

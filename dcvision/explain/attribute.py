@@ -1,4 +1,4 @@
-"""`dcvision explain attribute`: which branches, heads and patches a class is owed to, by integrated gradients."""
+"""`dcvision explain attribute`: attribution of a class to branches, heads and patches by integrated gradients."""
 
 # B batch
 
@@ -41,34 +41,38 @@ def attribute(
     batch_size: int = 32,
     device: str = "cpu",
 ) -> None:
-    """Credit the log-probability of a class to branches of the compositions, to heads, and to patches of the image.
+    """Attribute the log-probability of a class to branches of the compositions, to heads, and to patches of the image.
 
-    Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): parts are faded in together, from none to all;
-    patches from the colour that is 0 once normalised. What is credited is the log-probability of a class for an image,
-    or the mean of the right classes of many. Each kind takes two forward passes and `steps` forward and backward ones.
+    Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): all parts are scaled together from 0 to 1;
+    patches from the colour that is 0 after normalization. The scalar is the log-probability of a class for one image,
+    or the mean log-probability of the labels for many images. Each kind needs two forward passes, and `steps` forward
+    and backward passes.
 
     Args:
-        checkpoint: A model, as `evaluate` takes it.
-        image: An image file, which is prepared as the model was made for.
-        target: Name or number of the image's class; the likeliest one if left out.
-        images: A set of images, as `evaluate` takes it, in place of one image.
-        over: What is credited, each by itself: "branches", "heads", and of one image "patches". By default all of them.
-        alone: Also switch off each part by itself, a forward pass for each, and tell how well both orders agree.
-        steps: Points of the integral; the table tells by how much the credits miss their sum.
-        limit: At most this many images of a set, drawn from all of it.
+        checkpoint: A model, as in `evaluate`.
+        image: An image file, preprocessed for the model.
+        target: Name or number of the image's class; default: the predicted class.
+        images: An image set, as in `evaluate`, in place of one image.
+        over: Kinds of parts, attributed separately: "branches", "heads", and for one image "patches". Default: all.
+        alone: Also disable each part separately, one forward pass each, and report the rank correlation.
+        steps: Integration points; the integration error is reported.
+        limit: Maximum number of images, sampled from the whole set.
         out: Folder for attribution.csv, attribution-sums.csv, attribution.json and attribution.png.
-        batch_size: Images of a set that are looked at together.
-        device: Where to run, such as cuda.
+        batch_size: Images per batch.
+        device: Device, such as cuda.
 
     Raises:
-        UserError: If something cannot be read, the model has no such parts, there is no such class, or not one thing is
-            asked.
+        UserError: If an input cannot be read, the model has no such parts, the class is unknown, or not exactly one of
+            image
+        and images is given.
     """
     asked = locals().copy()
     if (image is None) == (images is None):
-        raise UserError(f"{'nothing is' if image is None else 'image and images are'} asked; expected one of them.")
+        raise UserError(
+            f"{'no image is' if image is None else 'image and images are both'} given; expected one of them."
+        )
     if images is not None and target is not None:
-        raise UserError(f"target={target!r} is of one image; the right classes of a set are credited.")
+        raise UserError(f"target={target!r} requires image; for images the labels are the targets.")
     kinds = KINDS if images is None else KINDS[:2]
     if over:
         check_kinds("over", over, kinds)
@@ -92,9 +96,9 @@ def attribute(
 def attribution_of(
     network: Classifier, pixels: Tensor, number: int, credits: AttributionSettings, shown: Tensor
 ) -> Explanation:
-    """Credit the log-probability of a class, given by its number, for an image [1, 3, size, size].
+    """Attribute the log-probability of a class, given by its number, for an image [1, 3, size, size].
 
-    The credits of patches are drawn over `shown`, the image as uint8 [3, height, width].
+    Attributions to patches are plotted over `shown`, the image as uint8 [3, height, width].
 
     Raises:
         UserError: If the model has no such parts.
@@ -108,7 +112,7 @@ def attribution_of(
 
 
 def find_class(network: Classifier, target: str | None, logits: Tensor) -> int:
-    """Find a class by its name or number; the likeliest one if None."""
+    """Return a class given its name or number; the predicted class if None."""
     if target is None:
         return int(logits.argmax())
     if network.classes and target in network.classes:
@@ -120,14 +124,14 @@ def find_class(network: Classifier, target: str | None, logits: Tensor) -> int:
 
 
 def class_name(network: Classifier, number: int) -> str:
-    """Name a class, by its number if need be."""
+    """Name of a class, or its number if unknown."""
     return network.classes[number] if network.classes else f"class {number}"
 
 
 def _mean_attribution(
     network: Classifier, images: str, credits: AttributionSettings, limit: int, batch_size: int
 ) -> Explanation:
-    """Credit the mean log-probability of the right classes; one batch at a time is on the device."""
+    """Attribute the mean log-probability of the labels; one batch at a time is on the device."""
     model = network.model.requires_grad_(False)
     device = next(model.parameters()).device
     found = list(readable_images(network, images, limit))
@@ -139,17 +143,17 @@ def _mean_attribution(
 
     rest = iter(found)
     objectives = [partial(objective, batch) for batch in iter(lambda: list(islice(rest, batch_size)), [])]
-    what = f"mean log-probability of the right classes of {len(found)} images of {images}"
+    what = f"mean log-probability of the labels of {len(found)} images of {images}"
     return explain_attribution(credits.attribute(model, objectives, {}), what)
 
 
 def _mean_log_probability(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
-    """Average over images [B, 3, size, size] the log-probability of a class each [B]."""
+    """Mean log-probability of one class per image [B] for images [B, 3, size, size]."""
     return -F.cross_entropy(model(pixels).float(), labels)
 
 
 def _patch_parts(model: nn.Module, size: int) -> PartSet:
-    """List the patches of an image, which fade in from the colour that is 0 once normalised."""
+    """Return the patches of an image, scaled from the colour that is 0 after normalization."""
     rows, columns = patch_grid(model, size)
 
     @contextmanager

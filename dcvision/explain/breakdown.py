@@ -27,25 +27,25 @@ def breakdown(
     out: str = "breakdown",
     device: str = "cpu",
 ) -> None:
-    """Break what composition makes of the attention from one patch to another into its terms, head by head.
+    """Break the composition of the attention from one patch to another into its terms, per head.
 
-    The terms are those of equation 7; with the weights that the two patches bring, and what the heads look at before
-    and after (figures 7 and 8). `dcvision visualize` draws the same attention on the image.
+    Reports the terms of equation 7, the compose weights of the two patches, and the attention of the heads before and
+    after composition (figures 7 and 8). `dcvision visualize` plots the same attention on the image.
 
     Args:
-        checkpoint: A model, as `evaluate` takes it.
-        image: An image file, which is prepared as the model was made for.
-        layer: Name of the layer, or its number among all attention layers; the one that changes the query's attention
-            most if left out.
-        composition: "pre" breaks scores, "post" weights.
-        query: Which patch looks, counted row by row; the middle one if left out.
-        key: Which patch it looks at; the token whose attention changes most if left out.
+        checkpoint: A model, as in `evaluate`.
+        image: An image file, preprocessed for the model.
+        layer: Name of the layer, or its index among all attention layers; default: the layer that changes the query's
+            attention most.
+        composition: "pre" for scores, "post" for attention weights.
+        query: Index of the query patch, row by row; default: the middle one.
+        key: Index of the key patch; default: the token whose attention changes most.
         out: Folder for breakdown.csv and breakdown.png.
-        device: Where to run, such as cuda.
+        device: Device, such as cuda.
 
     Raises:
-        UserError: If something cannot be read, there is no such layer or patch, the model composes nothing there, or
-            its layers attend within windows.
+        UserError: If an input cannot be read, the layer or patch does not exist, the composition is disabled, or layers
+        attend within windows.
     """
     asked = locals().copy()
     folder = make_folder(out)
@@ -64,11 +64,11 @@ def breakdown_of(
     query: int | None = None,
     key: int | None = None,
 ) -> Explanation:
-    """Break a pair of patches of an image [1, 3, size, size] down; other arguments as of `breakdown`.
+    """Break down a pair of patches of an image [1, 3, size, size]; other arguments as in `breakdown`.
 
     Raises:
-        ValueError: If there is no such layer, or none with this composition.
-        UserError: If there is no such patch, or layers attend within windows.
+        ValueError: If the layer does not exist or has no such composition.
+        UserError: If the patch does not exist, or layers attend within windows.
     """
     model = network.model
     view = AttentionView(pixels[0], patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)
@@ -83,6 +83,6 @@ def breakdown_of(
 
 
 def token_names(view: AttentionView) -> list[str]:
-    """Call patches by row and column."""
+    """Name patches by row and column."""
     rows, columns = view.grid
     return [f"prefix {n}" for n in range(view.prefix)] + [f"{r}, {c}" for r in range(rows) for c in range(columns)]

@@ -1,4 +1,4 @@
-"""`dcvision explain circuits`: which classes heads write for what they look at (equation 12)."""
+"""`dcvision explain circuits`: classes that the heads' OV circuits write for images (equation 12)."""
 
 # B images, T tokens, C model width, K classes
 
@@ -36,22 +36,22 @@ def circuits(
 ) -> None:
     """List the classes that each head's OV circuit writes for images, and the heads that write the image's own class.
 
-    A head is given the mean of the tokens that its layer attends to, prefix tokens left out, as if it looked at all
-    alike; what it writes is multiplied by the block's layer scale, if it has one, and by the classifier (equation 12;
-    no norm behind the heads, output gate or final norm). Layers of another width than the classifier's are left out.
-    Images are drawn from all of the set.
+    The input of a head is the mean of the tokens of its layer, without prefix tokens, i.e. uniform attention. Its
+    output is multiplied by the block's layer scale, if any, and by the classifier (equation 12; without norms after the
+    heads, output gate or final norm). Layers whose width differs from the classifier's are skipped. Images are sampled
+    from the whole set.
 
     Args:
-        checkpoint: A model, as `evaluate` takes it.
-        images: A set of images, as `evaluate` takes it.
-        limit: How many of them are looked at, at most.
-        top: Classes listed of each head, and how good the own class must rank to count.
+        checkpoint: A model, as in `evaluate`.
+        images: An image set, as in `evaluate`.
+        limit: Maximum number of images.
+        top: Number of listed classes per head, and maximum rank of the image's class to count as found.
         out: Folder for heads.csv, heads.png and circuits.csv.
-        batch_size: Images looked at together.
-        device: Where to run, such as cuda.
+        batch_size: Images per batch.
+        device: Device, such as cuda.
 
     Raises:
-        UserError: If something cannot be read, or the model has no linear classifier or no attention layers of its
+        UserError: If an input cannot be read, or the model has no linear classifier or no attention layers of its
             width.
     """
     asked = locals().copy()
@@ -67,7 +67,7 @@ def circuits(
         while batch := list(islice(shown, batch_size)):
             labels += [label for label, _ in batch]
             model(torch.stack([image for _, image in batch]).to(device))
-            for name, tokens in seen.items():  # of windows, the mean of an image's
+            for name, tokens in seen.items():  # with windows, the mean over those of an image
                 seen[name][-1] = tokens[-1].unflatten(0, (len(batch), -1)).mean(1)
     names = network.classes or [f"class {number}" for number in range(model.get_classifier().out_features)]
     scores, written = [], []
@@ -80,7 +80,7 @@ def circuits(
 
 
 def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:
-    """Find the attention layers whose outputs the classifier could read."""
+    """Return the attention layers with the classifier's width."""
     classifier = model.get_classifier()
     if not isinstance(classifier, nn.Linear):
         raise UserError(f"{checkpoint} has no linear classifier.")
@@ -94,7 +94,7 @@ def _layers(checkpoint: str, model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _watching(layers: dict[str, nn.Module], prefix: int, seen: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Keep the mean of the patches [B, C] that each layer is given, while the context is open."""
+    """Record the mean input patch [B, C] of each layer while the context is active."""
 
     def keep(name: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen[name].append(args[0][:, prefix:].mean(1))
@@ -106,7 +106,7 @@ def _watching(layers: dict[str, nn.Module], prefix: int, seen: dict[str, list[Te
 
 
 def _layer_scale(model: nn.Module, name: str) -> Tensor | float:
-    """Find what a block multiplies with what its attention writes, channel by channel [C]; 1 if nothing."""
+    """Return the layer scale of a block's attention [C]; 1 if there is none."""
     block = model.get_submodule(name.rpartition(".")[0])
     scale = getattr(getattr(block, "ls1", None), "gamma", None)
     scale = getattr(block, "gamma_1", None) if scale is None else scale
@@ -117,8 +117,8 @@ def _layer_scale(model: nn.Module, name: str) -> Tensor | float:
 def _judge(
     name: str, layer: nn.Module, tokens: Tensor, reads: Tensor, labels: list[int], names: list[str], top: int
 ) -> tuple[list[Score], list[HeadWrites]]:
-    """Score the heads of a layer by what `reads` [K, C] makes of what they write, and list the classes that they write
-    for the images of each class.
+    """Score the heads of a layer by the logits of the classifier `reads` [K, C] for their outputs, and list the classes
+    that they write for the images of each class.
     """
     scores, written, of = [], [], torch.tensor(labels)
     present = sorted(set(labels))

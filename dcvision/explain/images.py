@@ -1,4 +1,4 @@
-"""A classifier and an image for it."""
+"""Loading a classifier with an image."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from ..evaluation.networks import Classifier, load_classifier
 
 
 def load_with_image(checkpoint: str, image: str, device: str) -> tuple[Classifier, Tensor]:
-    """Load a classifier, and an image as it takes it [1, 3, size, size].
+    """Load a classifier and a preprocessed image [1, 3, size, size].
 
     Raises:
-        UserError: If one cannot be read, or the device cannot be used.
+        UserError: If an input cannot be read, or the device cannot be used.
     """
     network = load_on(checkpoint, device)
-    with as_user_error(f"the image {image} cannot be read"):
+    with as_user_error(f"cannot read the image {image}"):
         return network, network.prepare(check_regular(Path(image)).read_bytes())[None].to(device)
 
 

@@ -1,4 +1,4 @@
-"""`dcvision explain mixing`: what the compositions of a classifier are like over images."""
+"""`dcvision explain mixing`: composition statistics of a classifier over images."""
 
 from itertools import islice
 
@@ -19,21 +19,21 @@ from .images import load_on
 def mixing(
     checkpoint: str, images: str, limit: int = 256, out: str = "mixing", batch_size: int = 8, device: str = "cpu"
 ) -> None:
-    """Tell how large the branches of each composition are, of what rank it is, and how much it depends on patches.
+    """Report the size of the branches of each composition, its effective rank, and its dependence on the patches.
 
-    Beside the model a layer holds nine matrices of H x H for each token of a batch, of one layer at a time. Images are
-    drawn from all of the set.
+    In addition to the model, one layer at a time needs nine H x H matrices per token of a batch. Images are sampled
+    from the whole set.
 
     Args:
-        checkpoint: A model, as `evaluate` takes it.
-        images: A set of images, as `evaluate` takes it.
-        limit: How many of them are looked at, at most.
+        checkpoint: A model, as in `evaluate`.
+        images: An image set, as in `evaluate`.
+        limit: Maximum number of images.
         out: Folder for mixing.csv and mixing.png.
-        batch_size: Images looked at together.
-        device: Where to run, such as cuda.
+        batch_size: Images per batch.
+        device: Device, such as cuda.
 
     Raises:
-        UserError: If something cannot be read, or the model composes nothing.
+        UserError: If an input cannot be read, or the model composes nothing.
     """
     asked = locals().copy()
     folder = make_folder(out)

@@ -1,4 +1,4 @@
-"""`dcvision explain report`: what there is to see of a model on an image, as one page."""
+"""`dcvision explain report`: all explanations of a model for an image, as one HTML page."""
 
 from pathlib import Path
 
@@ -39,22 +39,23 @@ def report(
     steps: int = 32,
     device: str = "cpu",
 ) -> None:
-    """Write a page: where each head looks before and after composition, credits, a breakdown, sizes, and diversity.
+    """Write an HTML page: attention of each head before and after composition, attribution, breakdown, statistics.
 
-    It needs no network and no other file. The maps of one layer at a time are in memory; in the page each takes two
-    bytes for each pair of tokens and head.
+    The page is self-contained. The maps of one layer at a time are in memory; in the page they take two bytes per pair
+    of tokens and head.
 
     Args:
-        checkpoint: A model, as `evaluate` takes it; of a plain one what makes sense is shown.
-        image: An image file, which is prepared as the model was made for.
-        target: Name or number of the class that is credited to parts of the model; the likeliest one if left out.
-        out: The page, a file that ends in .html; any other name is a folder for its index.html.
-        steps: Points of the integral of the credits.
-        device: Where to run, such as cuda.
+        checkpoint: A model, as in `evaluate`; parts about composition are omitted for plain models.
+        image: An image file, preprocessed for the model.
+        target: Name or number of the class for the attribution; default: the predicted class.
+        out: Output file that ends in .html, or a folder for index.html.
+        steps: Integration points of the attribution.
+        device: Device, such as cuda.
 
     Raises:
-        UserError: If something cannot be read or written, there is no such class, the model has too many tokens for a
-            page, or its layers attend within windows.
+        UserError: If a file cannot be read or written, the class is unknown, the model has too many tokens for a page,
+            or
+        its layers attend within windows.
     """
     check_steps(steps)
     network, pixels = load_with_image(checkpoint, image, device)
@@ -70,7 +71,7 @@ def report(
     maps = _maps(model, pixels, view)
     found = [*_of_image(network, pixels, view.pixels, number, steps), explain_diversity([(name, model)])]
     shown = PageSubject(token_names(view), view.grid, view.prefix, view.pixels)
-    composed = "" if _composing(model) else " Plain attention: there is no composition to break down."
+    composed = "" if _composing(model) else " Plain attention: the model has no composition."
     missing = [name for name in attention_layers(model) if name not in maps]
     composed += f" Not recorded: {', '.join(missing)}." if missing else ""
     facts = f"{model_facts(origin_of(checkpoint, model), model)}{composed}"
@@ -87,10 +88,10 @@ def _composing(model: nn.Module) -> list[ComposedAttentionBase]:
 
 @torch.inference_mode()
 def _maps(model: nn.Module, pixels: Tensor, view: AttentionView) -> dict[str, PageMaps]:
-    """Record all layers that can be: self-attention of this project's.
+    """Record all supported layers: self-attention of this project.
 
     Raises:
-        UserError: If one attends within windows.
+        UserError: If a layer attends within windows.
     """
     layers = [name for name, layer in model.named_modules() if isinstance(layer, ComposedAttentionBase)]
     if not layers:
@@ -106,7 +107,7 @@ def _maps(model: nn.Module, pixels: Tensor, view: AttentionView) -> dict[str, Pa
 
 
 def _of_image(network: Classifier, pixels: Tensor, shown: Tensor, number: int, steps: int) -> list[Explanation]:
-    """Explain what the model does with an image; of plain attention, without what is of compositions."""
+    """Explain the model for an image; without compositions for plain attention."""
     composing = _composing(network.model)
     if not composing:
         credits = AttributionSettings([kind for kind in KINDS if kind != "branches"], steps)

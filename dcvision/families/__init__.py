@@ -1,6 +1,6 @@
-"""Attention of timm's families beyond the plain vision transformers: what each computes, in parts that can be composed.
+"""Attention classes of timm's families beyond plain vision transformers, as parts that can be composed.
 
-`FAMILIES_BY_PARTS` names the classes that can be composed, `UNSUPPORTED` those that cannot, with the reason.
+`FAMILIES_BY_PARTS` lists the supported classes, `UNSUPPORTED` the others with the reason.
 """
 
 from timm.layers.attention2d import Attention2d as ImageAttention

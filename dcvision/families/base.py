@@ -1,4 +1,4 @@
-"""One layer for many attention classes of timm: a family says what queries, keys and values are, and what follows."""
+"""One composed layer for many attention classes of timm: a family defines queries, keys, values and output."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, C model width
 
@@ -14,18 +14,18 @@ from dcmha.cross import CrossComposeProjection
 
 
 class AttentionParts(NamedTuple):
-    """What an attention module makes of its input.
+    """Intermediate results of an attention module.
 
     Attributes:
         q: Queries [B, H, T, D].
         k: Keys [B, H, S, D].
         v: Values [B, H, S, D].
-        queries: Tokens that make the query side of the compose weights [B, T, C].
-        keys: Tokens that make the key side [B, S, C].
-        finish: Makes the module's output of the attended values [B, H, T, D].
+        queries: Tokens for the query side of the compose weights [B, T, C].
+        keys: Tokens for the key side [B, S, C].
+        finish: Computes the module's output from the attended values [B, H, T, D].
         bias: Added to the scores after their composition, broadcastable to [B, H, T, S]; None for none.
-        pre: Static mixing of the scores by the module itself, beyond the identity [H, H] (from, to); None for none.
-        post: The same of the weights.
+        pre: The module's own static mixing of the scores, minus the identity [H, H] (from, to); None for none.
+        post: The module's own static mixing of the attention weights, likewise.
     """
 
     q: Tensor
@@ -40,7 +40,7 @@ class AttentionParts(NamedTuple):
 
 
 class AttentionWidths(NamedTuple):
-    """Of the tokens that make compose weights: of the queries, and of the keys if they are others."""
+    """Width of the tokens for the query side, and of those for the key side if it differs."""
 
     queries: int
     keys: int | None = None
@@ -50,11 +50,11 @@ class Family(NamedTuple):
     """An attention class of timm.
 
     Attributes:
-        parts: Makes the parts: the module and the arguments of its forward.
-        widths: Reads the widths off a module.
-        heads: Name of the attribute that counts heads.
-        scale: Reads what queries are scaled by.
-        mixes_heads: Whether the class has static mixing of its own, of all heads.
+        parts: Computes the parts from the module and the arguments of its forward.
+        widths: Returns the widths of a module.
+        heads: Name of the attribute with the number of heads.
+        scale: Returns the scale of the queries.
+        mixes_heads: Whether the class has its own static mixing of all heads.
     """
 
     parts: Callable[..., AttentionParts]
@@ -65,14 +65,14 @@ class Family(NamedTuple):
 
 
 class ComposedParts(ComposedAttentionBase):
-    """Attention of a family, composed. It shares the parameters, buffers, parts and attributes of timm's module.
+    """Composed attention of a family. Shares parameters, buffers, submodules and attributes with timm's module.
 
     Args:
-        attention: The module that it takes the place of.
+        attention: The replaced module.
         **options: `impl` and fields of `ComposeOptions`.
 
     Raises:
-        ValueError: If an option is unknown or out of range, or does not fit the module.
+        ValueError: If an option is unknown or out of range, or does not match the module.
     """
 
     family: ClassVar[Family]
@@ -84,12 +84,10 @@ class ComposedParts(ComposedAttentionBase):
         self._set_options(**options)
         if self.window_size is not None:
             raise ValueError(
-                f"window_size={self.window_size}: {type(attention).__name__} has windows of its own, or none."
+                f"window_size={self.window_size}: {type(attention).__name__} has its own windows, or none."
             )
         if self.family.mixes_heads and self.options.num_groups > 1:
-            raise ValueError(
-                f"num_groups={self.options.num_groups}: {type(attention).__name__} mixes all heads itself."
-            )
+            raise ValueError(f"num_groups={self.options.num_groups}: {type(attention).__name__} mixes all heads.")
         self.num_heads = getattr(attention, self.family.heads)
         self.scale = self.family.scale(attention)
         if not hasattr(self, "attn_drop"):
@@ -102,12 +100,12 @@ class ComposedParts(ComposedAttentionBase):
             self.compose = CrossComposeProjection(widths.queries, widths.keys, self.num_heads, **made)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Pickle by timm's class: a process that reads it may not have made the composed class yet."""
+        """Pickle by timm's class, because the composed class may not exist yet in the reading process."""
         _, _, *state = super().__reduce_ex__(protocol)
         return (_empty, (self.kind,), *state)
 
     def forward(self, *args, **kwargs):
-        """Attend as timm's module does, with composed heads; arguments and output are its own."""
+        """Compute timm's attention with composed heads; arguments and output as in timm."""
         parts = self.family.parts(self, *args, **kwargs)
         is_one = isinstance(self.compose, ComposeProjection)
         pre, post = self.compose(parts.queries) if is_one else self.compose(parts.queries, parts.keys)
@@ -116,7 +114,7 @@ class ComposedParts(ComposedAttentionBase):
 
 
 def share_parameters(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the parameters, buffers, parts and attributes of another."""
+    """Share the parameters, buffers, submodules and attributes of another module."""
     module.__dict__.update({n: v.copy() if isinstance(v, dict | set) else v for n, v in vars(other).items()})
 
 
@@ -128,19 +126,19 @@ def _with_base(weights: ComposeWeights | None, base: Tensor | None) -> ComposeWe
     return weights._replace(base=base[None] if weights.base is None else weights.base + base[None])
 
 
-FAMILIES: dict[type[nn.Module], Family] = {}  # by timm's classes; the package fills it in
+FAMILIES: dict[type[nn.Module], Family] = {}  # by timm's classes; filled in by the package
 
 
 @cache
 def composed_class(kind: type[nn.Module], family: Family) -> type[ComposedParts]:
-    """Make the composed counterpart of a class of timm: a subclass of it, so that its methods and checks hold."""
+    """Create the composed counterpart of a timm class: a subclass, so that isinstance checks and methods work."""
     return type(
         f"Composed{kind.__name__}", (ComposedParts, kind), {"family": family, "kind": kind, "__module__": __name__}
     )
 
 
 def _empty(kind: type[nn.Module]) -> ComposedParts:
-    """Make the composed counterpart of a class of timm without its state, which unpickling fills in."""
+    """Create an instance of the composed counterpart without state, for unpickling."""
     made = composed_class(kind, FAMILIES[kind])
     return made.__new__(made)
 
@@ -156,12 +154,12 @@ def join(x: Tensor) -> Tensor:
 
 
 def project(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make q, k and v [B, H, T, D] of tokens [B, T, C] by a fused projection, all queries first."""
+    """Project tokens [B, T, C] to q, k and v [B, H, T, D] by a fused projection, all queries first."""
     return tuple(heads(part, module.num_heads) for part in module.qkv(x).chunk(3, -1))
 
 
 def one_width(module: nn.Module) -> AttentionWidths:
-    """Read the width of the input of a fused projection."""
+    """Return the input width of a fused projection."""
     return AttentionWidths(module.qkv.in_features)
 
 

@@ -20,7 +20,7 @@ from .base import (
 
 
 def _sam(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of images or windows [B, h, w, C]; the bias depends on the queries."""
+    """Images or windows [B, h, w, C]; the bias depends on the queries."""
     size, tokens = x.shape[1:3], x.flatten(1, 2)
     q, k, v = project(module, tokens)
     q, k, bias = module.q_norm(q), module.k_norm(k), None
@@ -43,7 +43,7 @@ def _rel_pos(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None)
 
 
 def _maxvit(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> AttentionParts:
-    """Of windows or grids [B, h, w, C]."""
+    """Windows or grids [B, h, w, C]."""
     tokens, size = x.flatten(1, -2), x.shape[1:-1]
 
     def finish(attended: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _maxvit(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) 
 
 
 def _coatnet(module: nn.Module, x: Tensor, shared_rel_pos: Tensor | None = None) -> AttentionParts:
-    """Of images [B, C, h, w]."""
+    """Images [B, C, h, w]."""
     tokens, parts = as_tokens(x), split_by_order(module, as_tokens(module.qkv(x)))
     finish = partial(conv_output, module, size=x.shape[2:])
     return AttentionParts(*parts, tokens, tokens, finish, _bias(module, shared_rel_pos))

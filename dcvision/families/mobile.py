@@ -1,4 +1,4 @@
-"""Attention of MobileNet v4 and v5: of images, and multi-query attention, whose heads share keys and values."""
+"""Attention of MobileNet v4 and v5, including multi-query attention."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ from .base import AttentionParts, AttentionWidths, Family, as_image, as_tokens, 
 
 
 def _multi_query(module: nn.Module, x: Tensor, attn_mask: Tensor | None = None) -> AttentionParts:
-    """Of images [B, C, h, w]; queries may be pooled, keys and values made of fewer places."""
-    query, key = module.query[:-1](x), module.key[:-1](x)  # what the projections read
+    """Images [B, C, h, w]; queries may be pooled, keys and values may be downsampled."""
+    query, key = module.query[:-1](x), module.key[:-1](x)  # inputs of the projections
     q = heads(as_tokens(module.query[-1](query)), module.num_heads)
     shared = (as_tokens(part)[:, None] for part in (module.key[-1](key), module.value(x)))
     k, v = (part.expand(-1, module.num_heads, -1, -1) for part in shared)
@@ -26,7 +26,7 @@ def _multi_query_widths(module: nn.Module) -> AttentionWidths:
 
 
 def _of_images(module: nn.Module, x: Tensor, attn_mask: Tensor | None = None) -> AttentionParts:
-    """Of images [B, C, h, w]."""
+    """Images [B, C, h, w]."""
     tokens, parts = as_tokens(x), split_by_order(module, as_tokens(module.qkv(x)))
     return AttentionParts(*parts, tokens, tokens, partial(conv_output, module, size=x.shape[2:]), attn_mask)
 

@@ -1,4 +1,4 @@
-"""Attention with a learned bias for each offset of two places, and values wider than the keys: TinyViT, LeViT and
+"""Attention with a learned bias per relative offset, and values wider than the keys: TinyViT, LeViT,
 EfficientFormer.
 """
 
@@ -12,8 +12,8 @@ from .talking_heads import constant_of, static_mixing
 
 
 def _parts(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *others) -> AttentionParts:
-    """Make parts of q, k [B, H, T, D] and v [B, H, S, E]. Queries and keys get zeros up to the width E of the values,
-    which the operator has one of: no score changes.
+    """Create parts from q, k [B, H, T, D] and v [B, H, S, E]. Queries and keys are zero-padded to the width E of the
+    values, because the operator has a single head dim; scores are unchanged.
     """
     q, k = (F.pad(part, (0, v.shape[-1] - part.shape[-1])) for part in (q, k))
     parts = AttentionParts(q, k, v, *others)
@@ -21,7 +21,7 @@ def _parts(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *others) -> Atten
 
 
 def _bias(module: nn.Module, q: Tensor) -> Tensor:
-    """Read the bias [1, H, T, S] of the places' offsets."""
+    """Return the bias [1, H, T, S] of relative offsets."""
     return module.get_attention_biases(q.device)[None]
 
 
@@ -42,7 +42,7 @@ def _efficientformer(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _levit(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of tokens [B, T, C], or of images [B, C, h, w] if the model is made of convolutions."""
+    """Tokens [B, T, C], or images [B, C, h, w] in convolutional models."""
     qkv, tokens = module.qkv(x), x
     if module.use_conv:
         qkv, tokens = as_tokens(qkv), as_tokens(x)
@@ -51,7 +51,7 @@ def _levit(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _levit_down(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Queries are fewer than keys."""
+    """There are fewer queries than keys."""
     down = module.q.down(x)
     q, kv, queries, keys, size = module.q.ln(down), module.kv(x), down, x, down.shape[2:]
     if module.use_conv:
@@ -67,7 +67,7 @@ def _levit_output(module: nn.Module, size: tuple[int, int], attended: Tensor) ->
 
 
 def _efficientformer_v2(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of images [B, C, h, w], with static mixing of scores, after their bias, and of weights."""
+    """Images [B, C, h, w], with static mixing of the scores, after the bias, and of the weights."""
     if module.stride_conv is not None:
         x = module.stride_conv(x)
     tokens, size, value = as_tokens(x), x.shape[2:], module.v(x)
@@ -84,7 +84,7 @@ def _efficientformer_v2(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _efficientformer_v2_down(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Queries are every second pixel's."""
+    """Queries are downsampled by two."""
     queries, keys, value, query = as_tokens(x[..., ::2, ::2]), as_tokens(x), module.v(x), module.q(x)
     q, k, v = (heads(as_tokens(part), module.num_heads) for part in (query, module.k(x), value))
 

@@ -1,4 +1,5 @@
-"""Attention that differs from a plain vision transformer's in the layout of its tokens, or in where queries come from:
+"""Attention that differs from a plain ViT's only in token layout or source of the queries.
+
 MetaFormer (CAFormer), NesT, FastViT, Visformer, TNT, CrossViT, GC ViT and Gemma 4's image tower.
 """
 
@@ -27,8 +28,8 @@ def _metaformer(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _nest(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of blocks [B, blocks, T, C], which attend within themselves; its output projection reads channel by channel of
-    all heads.
+    """Blocks [B, blocks, T, C] with attention within each block; the output projection expects channels before
+    heads.
     """
     tokens = x.flatten(0, 1)
 
@@ -40,7 +41,7 @@ def _nest(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _fastvit(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of images [B, C, h, w], projected as tokens."""
+    """Images [B, C, h, w], projected as tokens."""
     tokens, size = as_tokens(x), x.shape[2:]
     return AttentionParts(
         *project(module, tokens), tokens, tokens, lambda attended: as_image(output(module, attended), size)
@@ -48,7 +49,7 @@ def _fastvit(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _visformer(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of images [B, C, h, w], projected by convolutions."""
+    """Images [B, C, h, w], projected by convolutions."""
     tokens = as_tokens(x)
     q, k, v = (heads(part, module.num_heads) for part in as_tokens(module.qkv(x)).chunk(3, -1))
     return AttentionParts(q, k, v, tokens, tokens, partial(conv_output, module, size=x.shape[2:]))
@@ -67,7 +68,7 @@ def _crossvit(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _gcvit(module: nn.Module, x: Tensor, q_global: Tensor | None = None) -> AttentionParts:
-    """Of windows [B windows, T, C]; global queries [B, T, C], one set for each image, are not projected."""
+    """Windows [B windows, T, C]; global queries [B, T, C], one set per image, are not projected."""
     bias = module.rel_pos.get_bias()
     if not module.use_global:
         return AttentionParts(*project(module, x), x, x, partial(output, module), bias)

@@ -37,7 +37,7 @@ def _nextvit(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _mvit(module: nn.Module, x: Tensor, feat_size: Sequence[int]) -> AttentionParts:
-    """Heads are pooled one by one; side by side, they are the tokens that make compose weights."""
+    """Heads are pooled separately; concatenated they are the tokens for the compose weights."""
     q, k, v = project(module, x)
     (q, q_size), (k, k_size), (v, _) = (
         _pool_heads(module, part, name, feat_size) for part, name in ((q, "q"), (k, "k"), (v, "v"))
@@ -55,7 +55,7 @@ def _mvit(module: nn.Module, x: Tensor, feat_size: Sequence[int]) -> AttentionPa
 
 
 def _pool_heads(module: nn.Module, x: Tensor, name: str, size: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Pool and normalise heads [B, H, T, D] of q, k or v; the class token is left out of the pooling."""
+    """Pool and normalize heads [B, H, T, D] of q, k or v; the class token is not pooled."""
     pool, norm = getattr(module, f"pool_{name}"), getattr(module, f"norm_{name}")
     if pool is not None:
         grid, token = reshape_pre_pool(x, size, module.has_cls_token)
@@ -64,7 +64,7 @@ def _pool_heads(module: nn.Module, x: Tensor, name: str, size: Sequence[int]) ->
 
 
 def _hiera(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Tokens [B, T, C] come as (token of a unit, unit); queries are the largest of `q_stride` tokens."""
+    """Tokens [B, T, C] are ordered (token within unit, unit); queries are max-pooled over `q_stride` tokens."""
     units = x.shape[1] // (module.q_stride * module.window_size) if module.use_mask_unit_attn else 1
     tokens = x.unflatten(1, (-1, units)).transpose(1, 2).flatten(0, 1)
     q, k, v = (heads(part, module.heads) for part in module.qkv(tokens).chunk(3, -1))
@@ -80,7 +80,7 @@ def _hiera(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def _sam2(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Of windows [B, h, w, C]; queries are pooled as images."""
+    """Windows [B, h, w, C]; queries are pooled as images."""
     tokens, size = x.flatten(1, 2), x.shape[1:3]
     q, k, v = module.qkv(tokens).chunk(3, -1)
     queries = tokens

@@ -11,17 +11,17 @@ from torch import nn
 
 from ..swap import attention_names
 
-TAKEN, UNSUPPORTED, NONE = "taken", "refused", "no self-attention"
+TAKEN, UNSUPPORTED, NONE = "supported", "not supported", "no self-attention"
 
 
 def survey() -> list[tuple[str, str, str, str]]:
-    """Ask of one model of each of timm's modules: return module, model, verdict, and what is taken or why it is not."""
+    """Try one model of each timm module: return module, model, verdict, and the attention classes or the reason."""
     modules = [module for module in timm.list_modules() if find_spec(f"timm.models.{module}") is not None]
     return [(module, *_ask(sorted(timm.list_models(module=module), key=_by_size))) for module in modules]
 
 
 def _by_size(name: str) -> tuple:
-    """Order models by how small they are likely to be."""
+    """Sort key that prefers small models."""
     small = ("atto", "femto", "pico", "nano", "xxs", "xxt", "xs", "tiny", "_t", "_s", "small", "_b0", "18")
     return next((i for i, word in enumerate(small) if word in name), len(small)), len(name), name
 
@@ -48,7 +48,7 @@ def _verdict(model: nn.Module) -> tuple[str, str]:
 
 
 def table(rows: list[tuple[str, str, str, str]]) -> str:
-    """Write the families that have attention as Markdown, and name the others."""
+    """Format the families with attention as a Markdown table, and list the others."""
     lines = ["| family (timm module) | example | verdict | attention, or the reason |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows if row[2] != NONE]
     others = ", ".join(row[0] for row in rows if row[2] == NONE)

@@ -1,4 +1,4 @@
-"""CaiT: attention that mixes heads by static projections of its own, and attention of the class token."""
+"""CaiT: attention with its own static mixing of heads (talking heads), and class attention."""
 
 from functools import partial
 
@@ -9,8 +9,8 @@ from .base import AttentionParts, AttentionWidths, Family, heads, one_width, out
 
 
 def _cait(module: nn.Module, x: Tensor) -> AttentionParts:
-    """Scores become W a + b over heads, which is composition with the static base W^T - I. The softmax does not see the
-    constant b of a head; that of the weights adds b times the sum of the head's values.
+    """The mixing W a + b over heads is a composition with static base W^T - I. For scores the softmax is invariant to
+    b; for weights, b adds b times the sum of the head's values.
     """
     q, k, v = project(module, x)
     pre, post = (static_mixing(projection.weight) for projection in (module.proj_l, module.proj_w))
@@ -22,12 +22,12 @@ def _cait(module: nn.Module, x: Tensor) -> AttentionParts:
 
 
 def static_mixing(weight: Tensor) -> Tensor:
-    """Write a projection over heads [to, from] as the static part of a composition, without the identity."""
+    """Convert a projection over heads [to, from] to a static base, without the identity."""
     return weight.T - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
 
 
 def constant_of(bias: Tensor, v: Tensor) -> Tensor:
-    """Compute what a constant of each head [H], added to its weights, adds to its output, for values [B, H, S, D]."""
+    """Effect on the output of a constant [H] added to the weights of each head, for values [B, H, S, D]."""
     return bias.view(1, -1, 1, 1) * v.sum(2, keepdim=True)
 
 

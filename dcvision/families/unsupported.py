@@ -1,4 +1,4 @@
-"""Attention that cannot be composed by heads, with the reason."""
+"""Attention classes that cannot be composed, with the reason."""
 
 from timm.layers import SelectiveKernel, SplitAttn
 from timm.layers.cbam import ChannelAttn, LightChannelAttn, LightSpatialAttn, SpatialAttn
@@ -20,12 +20,12 @@ from timm.models.volo import OutlookAttention
 from timm.models.xcit import XCA
 from torch import nn
 
-OF_CHANNELS = "channel attention: channels attend to channels, and there are no pairs of tokens to compose"
+OF_CHANNELS = "channel attention: channels attend to channels, so there are no token pairs to compose"
 LINEAR = "linear attention: the scores of pairs of tokens are never computed"
-GATES = "gates of channels or places: tokens do not attend to tokens"
+GATES = "gates of channels or positions: tokens do not attend to tokens"
 ONE_HEAD = "a single head: there are no heads to mix"
 
-CONVOLUTIONS = (ConvAttention,)  # which are named attention
+CONVOLUTIONS = (ConvAttention,)  # convolutions named attention
 
 UNSUPPORTED: dict[type[nn.Module], str] = {
     **dict.fromkeys((XCA, ChannelAttention, ChannelAttentionV2, CrossCovarianceAttn), OF_CHANNELS),
@@ -34,6 +34,6 @@ UNSUPPORTED: dict[type[nn.Module], str] = {
     **dict.fromkeys((SpatialAttn, LightSpatialAttn, CoordAttn, SimpleCoordAttn, EfficientLocalAttn, StripAttn), GATES),
     **dict.fromkeys((SHSA, SHMA, NonLocalAttn, BatNonLocalAttn, BilinearAttnTransform), ONE_HEAD),
     GPSA: "gated positional attention: weights are a learned blend of content and position after the softmax",
-    CascadedGroupAttention: "cascaded heads: each head reads the output of the one before, so scores never meet",
-    OutlookAttention: "outlook attention: weights are read off one token, without keys",
+    CascadedGroupAttention: "cascaded heads: each head depends on the output of the previous one",
+    OutlookAttention: "outlook attention: weights are computed from one token, without keys",
 }

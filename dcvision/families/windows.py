@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from .base import AttentionParts, Family, heads, join, one_width, output, project
 
-MAX_LOG_SCALE = math.log(100.0)  # of cosine attention
+MAX_LOG_SCALE = math.log(100.0)  # cosine attention
 
 
 def _cosine(q: Tensor, k: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalise q and k; the scale of each head goes into q, as the operator has one for all."""
+    """Normalize q and k; the scale per head is applied to q, because the operator has a single scale."""
     scale = log_scale.reshape(1, -1, 1, 1).clamp(max=MAX_LOG_SCALE).exp()
     return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
 
@@ -33,7 +33,7 @@ def _swin_v2(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> Attent
 
 
 def _swin_v2_bias(module: nn.Module) -> Tensor:
-    """Make the continuous relative position bias [1, H, T, T]."""
+    """Compute the continuous relative position bias [1, H, T, T]."""
     tokens = module.window_size[0] * module.window_size[1]
     table = module.cpb_mlp(module.relative_coords_table).view(-1, module.num_heads)
     bias = table[module.relative_position_index.view(-1)].view(tokens, tokens, -1)
@@ -48,7 +48,7 @@ def _swin_v2_cr(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> Att
 
 
 def _twins_local(module: nn.Module, x: Tensor, size: tuple[int, int]) -> AttentionParts:
-    """Tokens are padded with zeros to whole windows, which are attended to, as in timm."""
+    """Tokens are zero-padded to full windows; padding is attended to, as in timm."""
     (height, width), side = size, module.ws
     padded = F.pad(x.unflatten(1, (height, width)), (0, 0, 0, -width % side, 0, -height % side))
     grid = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)  # [B, rows, columns, ws, ws, C]
