@@ -1,4 +1,4 @@
-"""Beam search: of the likeliest beginnings of continuations some are kept at each step, and the best that ends wins."""
+"""Beam search."""
 
 # B prompts, T tokens of a prompt, K beams, V vocabulary
 
@@ -33,19 +33,19 @@ def beam_search(
     Args:
         decoder: The model.
         input_ids: Prompts of one length [B, T].
-        max_new_tokens: Most tokens to add to each, at least 1.
-        num_beams: Beginnings K that are kept at each step.
-        length_penalty: 0 compares log-probabilities, so that short ones win; 1 their means per token.
-        stop_tokens: A continuation ends with the first of these that it makes.
-        context: What the last layers look at too, a row for each prompt; for a model with `cross_layers` alone.
+        max_new_tokens: Maximum number of new tokens per prompt, at least 1.
+        num_beams: Number of beams K.
+        length_penalty: 0 compares log-probabilities, which favours short continuations; 1 compares means per token.
+        stop_tokens: A continuation ends with the first of these tokens.
+        context: Context of the cross-attention layers, one row per prompt; for models with `cross_layers` only.
 
     Returns:
-        Prompts with their continuations, each as long as it is.
+        Prompts with their continuations, of different lengths.
 
     Raises:
-        TypeError: If `decoder` is no `Decoder`.
-        ValueError: As `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
-        MemoryError: If there is no room for the cache.
+        TypeError: If `decoder` is not a `Decoder`.
+        ValueError: As in `dclm.generate`, or if `num_beams`, `length_penalty` or `max_new_tokens` is out of range.
+        MemoryError: If the cache cannot be allocated.
     """
     check_module(Decoder, decoder=decoder)
     try:
@@ -69,12 +69,12 @@ def beam_search(
 
 
 class _Beams:
-    """Beginnings that go on, and the best continuation that has ended, of each prompt.
+    """Active beams, and the best finished continuation, of each prompt.
 
     Attributes:
-        tokens: New tokens of the beginnings [B, K, steps].
-        scores: Their log-probabilities [B, K]; -inf where there is none.
-        ended: The best continuation of each prompt that has ended.
+        tokens: New tokens of the beams [B, K, steps].
+        scores: Log-probabilities of the beams [B, K]; -inf for unused beams.
+        ended: The best finished continuation of each prompt.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class _Beams:
         self.stops = torch.tensor(list(stops), dtype=torch.long, device=device)
         self.tokens = torch.empty(rows, num_beams, 0, dtype=torch.long, device=device)
         self.scores = torch.full((rows, num_beams), -torch.inf, device=device)
-        self.scores[:, 0] = 0.0  # all begin alike
+        self.scores[:, 0] = 0.0  # all beams start with the same tokens
         self.ended = [self.tokens[0, 0]] * rows
         self.ended_scores = torch.full((rows,), -torch.inf, dtype=torch.float64, device=device)
 
     @property
     def last(self) -> Tensor:
-        """The newest token of each beginning [B K]."""
+        """The newest token of each beam [B K]."""
         return self.tokens[..., -1].flatten()
 
     def grow(self, logits: Tensor) -> Tensor:
-        """Go on by a token, given logits [B K, V]; return the row that each beginning was made of [B K]."""
+        """Extend the beams by one token, given logits [B K, V]; return the source row of each beam [B K]."""
         B, K, steps = self.tokens.shape
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if logits.isnan().any():
-            raise ValueError(f"the logits of new token {steps} hold NaN: the weights are damaged, or too large.")
+            raise ValueError(f"the logits of new token {steps} have NaN: the weights are damaged or too large.")
         found = self.scores.to(logits.dtype)[..., None] + logits.log_softmax(-1).unflatten(0, (B, K))
         V = found.shape[-1]
         scores, places = found.flatten(1).topk(min(K * (1 + len(self.stops)), K * V))
@@ -115,13 +115,13 @@ class _Beams:
         return (parents.gather(1, kept) + K * torch.arange(B, device=parents.device)[:, None]).flatten()
 
     def _end(self, tokens: Tensor, scores: Tensor) -> None:
-        """Keep the best of continuations that have ended [B, candidates, steps], by their scores; -inf is none."""
+        """Keep the best of finished continuations [B, candidates, steps] by score; -inf means not finished."""
         best, places = (scores.double() / tokens.shape[-1] ** self.penalty).max(1)
         for row in (best > self.ended_scores).nonzero().flatten().tolist():
             self.ended[row] = tokens[row, places[row]]
         self.ended_scores = torch.maximum(self.ended_scores, best)
 
     def are_done(self) -> bool:
-        """Tell whether no beginning can lead to a better end."""
-        bound = self.scores.amax(1).double() / self.longest**self.penalty  # scores only fall
+        """Whether no active beam can beat the best finished continuation."""
+        bound = self.scores.amax(1).double() / self.longest**self.penalty  # scores only decrease
         return self.tokens.shape[-1] == self.longest or bool((self.ended_scores >= bound).all())

@@ -1,4 +1,4 @@
-"""A byte-bigram model of text: the baseline that any language model must beat."""
+"""A byte-bigram model, a simple baseline for language models."""
 
 import math
 
@@ -8,10 +8,10 @@ SMOOTHING = 0.1
 
 
 class ByteBigram:
-    """Probability of a byte given the one before, counted on a text, with additive smoothing.
+    """Probability of a byte given the previous one, with additive smoothing.
 
     Args:
-        text: What to count, as bytes.
+        text: Training text, as bytes.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -19,7 +19,7 @@ class ByteBigram:
         self.log_probabilities = np.log(counts / counts.sum(1, keepdims=True))
 
     def bits_per_byte(self, text: bytes) -> float:
-        """Average the bits that each byte after the first costs."""
+        """Return the mean bits per byte, without the first byte."""
         counts = _pair_counts(text)
         return float(-(counts * self.log_probabilities).sum() / counts.sum() / math.log(2))
 

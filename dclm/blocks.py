@@ -1,4 +1,4 @@
-"""Blocks of a decoder: attention and MLP with pre-norms, one after the other or in parallel."""
+"""Blocks of a decoder: attention and MLP with pre-norms, sequential or parallel."""
 
 # B batch, T tokens, C model width, F hidden width of the MLP
 
@@ -19,7 +19,7 @@ QK_NORM_EPS = 1e-6
 
 
 def make_norm(config: DecoderConfig, **dd) -> nn.Module:
-    """Make a norm over the width."""
+    """Create a norm over the width."""
     norm = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
     return norm(config.dim, eps=config.norm_eps, **dd)
 
@@ -39,7 +39,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_dim, config.dim, config.bias, **dd)
         groups = config.mlp_groups
         self.group_gate = nn.Linear(config.dim, groups, bias=False, **dd) if groups else None
-        self.groups = slice(None)  # whose channels are here
+        self.groups = slice(None)  # groups of this rank
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, C] to [B, T, C]."""
@@ -53,11 +53,11 @@ class MLP(nn.Module):
 
 
 class CrossContext(NamedTuple):
-    """Another sequence that is looked at.
+    """A context sequence for cross-attention.
 
     Attributes:
         tokens: [B, S, context_dim].
-        mask: Boolean [B, S], True = a real token; None if all are.
+        mask: Boolean [B, S], True = a real token; None without padding.
     """
 
     tokens: Tensor
@@ -70,7 +70,7 @@ class DecoderBlock(nn.Module):
     Args:
         config: Architecture of the decoder.
         window_size: Attention window of this layer, or None.
-        looks: Whether it looks at a context, after its self-attention.
+        has_cross_attention: Whether the layer has cross-attention, after its self-attention.
         **dd: Device and dtype of the parameters.
     """
 
@@ -106,7 +106,9 @@ class DecoderBlock(nn.Module):
         cache: AttentionCache | None,
         context: CrossContext | ContextKV | None = None,
     ) -> Tensor:
-        """Map [B, T, C] to [B, T, C]; `context` is for a layer that looks at one, the others are `DCAttention`'s."""
+        """Map [B, T, C] to [B, T, C]; `context` is for cross-attention, the other arguments are those of
+        `DCAttention`.
+        """
         attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "document_ids": document_ids}
         attended = x + self.attn(self.attn_norm(x), **attention)
         if self.cross is not None:

@@ -1,4 +1,4 @@
-"""Trainer callbacks for text: a baseline to compare with, a sample of what the model writes, unseen tasks."""
+"""Trainer callbacks for language models: bigram baseline, text samples, accuracy on unseen tasks."""
 
 import lightning as L
 import torch
@@ -20,18 +20,18 @@ BASELINE_TOKENS = 2**23
 
 
 class BigramBaseline(Callback):
-    """Prints the bits per byte of a byte-bigram model on the validation text, and at the end the model's beside it."""
+    """Prints the bits per byte of a byte-bigram model on the validation text, and at the end those of the model."""
 
     def __init__(self) -> None:
         self.bits = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a model that has no bits per byte."""
+        """Raise UserError for models without bits per byte."""
         with as_user_error("BigramBaseline"):
             pl_module.model.check_causal()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the bigrams of the training text (its first 8 million tokens)."""
+        """Train the bigram model on the first 8 million tokens of the training text."""
         data: TokenDataModule = trainer.datamodule
         tokenizer = data.corpus.tokenizer()
         train = tokenizer.decode(data.train_samples.row[:BASELINE_TOKENS].tolist()).encode()
@@ -42,23 +42,23 @@ class BigramBaseline(Callback):
             print(f"byte-bigram baseline: {self.bits:.3f} bits per byte on the validation text")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare."""
+        """Print the comparison."""
         ours = trainer.callback_metrics.get("val/bits_per_byte")
         if trainer.is_global_zero and ours is not None:
             print(f"bits per byte: {float(ours):.3f}, byte-bigram baseline {self.bits:.3f}")
 
 
 class UnseenAccuracy(Callback):
-    """Logs at every validation how many answers of synthetic tasks that training never shows are the likeliest token.
+    """Logs the accuracy on synthetic tasks that do not occur in training, at every validation.
 
-    `val/accuracy` is of combinations of pattern and transformation that training shows (`data.tokens: tasks`); this is
-    `val/unseen_accuracy`, of the others.
+    `val/accuracy` is for combinations of pattern and transformation that occur in training (`data.tokens: tasks`); this
+    callback logs `val/unseen_accuracy` for the others.
 
     Args:
-        texts: Their number; which they are is the same at every validation.
+        texts: Number of texts, the same ones at every validation.
 
     Raises:
-        UserError: If there are none.
+        UserError: If `texts` is less than 1.
     """
 
     def __init__(self, texts: int = 256) -> None:
@@ -67,13 +67,13 @@ class UnseenAccuracy(Callback):
         self.texts = texts
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check that the data are tasks."""
+        """Check that the data are synthetic tasks."""
         if not isinstance(getattr(trainer.datamodule, "corpus", None), TaskStream):
-            raise UserError("UnseenAccuracy is for data.tokens=tasks.")
+            raise UserError("UnseenAccuracy requires data.tokens=tasks.")
 
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ask and log; every rank asks the same."""
+        """Measure and log; all ranks process the same texts."""
         data, device = trainer.datamodule, pl_module.device
         texts = data.corpus.texts("unseen", data.context_length)
         is_right = []
@@ -87,13 +87,13 @@ class UnseenAccuracy(Callback):
 
 
 class TextSample(Callback):
-    """Continues a prompt after training; prints the text and logs it to TensorBoard. Not under FSDP.
+    """Continues a prompt after training; prints the text and logs it to TensorBoard. Not supported under FSDP.
 
     Args:
-        prompt: What to continue.
+        prompt: Prompt.
         max_new_tokens: Tokens to add.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_p: Sample among the likeliest tokens whose probabilities first sum to this.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        top_p: Nucleus sampling: smallest set of top tokens whose probabilities sum to this.
 
     Raises:
         UserError: If the prompt is empty, or a number is out of range.
@@ -101,7 +101,7 @@ class TextSample(Callback):
 
     def __init__(self, prompt: str, max_new_tokens: int = 200, temperature: float = 0.8, top_p: float = 0.95) -> None:
         if not prompt:
-            raise UserError("TextSample's prompt='' must hold some text to go on from.")
+            raise UserError("TextSample's prompt='': expected a text.")
         if max_new_tokens < 1:
             raise UserError(f"TextSample's {max_new_tokens=} must be at least 1.")
         with as_user_error("TextSample"):
@@ -110,16 +110,16 @@ class TextSample(Callback):
         self.temperature, self.top_p = temperature, top_p
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a model that continues no text."""
+        """Raise UserError for models that cannot generate."""
         with as_user_error("TextSample"):
             pl_module.model.check_causal()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Sample, the same for every run of the same weights."""
+        """Sample deterministically."""
         if not trainer.is_global_zero:
             return
         if isinstance(trainer.strategy, FSDP2Strategy):
-            print("no sample: the weights are sharded over ranks; see `dclm generate`.")
+            print("no text sample, because the weights are sharded; use `dclm generate`.")
             return
         tokenizer = trainer.datamodule.corpus.tokenizer()
         prompt = torch.from_numpy(tokenizer.encode([self.prompt])[0].astype("int64"))

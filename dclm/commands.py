@@ -33,20 +33,20 @@ def generate(
     device: str = "cpu",
     compile: bool = False,
 ) -> None:
-    """Continue texts; one alone is written as it grows.
+    """Generate continuations of prompts; a single one is streamed.
 
     Args:
         checkpoint: A .ckpt file, the folder of a run, or a folder of a DCFormer, DCPythia, Pythia or Llama model.
-        prompt: Texts to continue, together in one batch; a single one that begins with a dash as --prompt=-text.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        max_new_tokens: Most tokens to add to each.
-        temperature: 0 takes the likeliest token.
-        top_k: Sample among the k likeliest tokens.
-        top_p: Sample among the likeliest tokens whose probabilities first sum to p.
-        stop_at_eos: End at the tokenizer's end of a document.
-        stop: End before any of these texts.
-        seed: Seed of the samples.
-        device: Where to run, such as cuda.
+        prompt: Prompts, processed as one batch; a prompt that starts with a dash is given as --prompt=-text.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        max_new_tokens: Maximum number of new tokens per prompt.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        top_k: Sample among the top k tokens.
+        top_p: Nucleus sampling: smallest set of top tokens whose probabilities sum to p.
+        stop_at_eos: Stop at the tokenizer's end-of-text token.
+        stop: Stop before any of these strings.
+        seed: Seed of sampling.
+        device: Device, such as cuda.
         compile: Compile the decode step.
     """
     with as_user_error():
@@ -66,32 +66,32 @@ def generate(
 
 
 def export(checkpoint: str, out: str, native: bool = False) -> None:
-    """Write a trained model as a folder, with its tokenizer unless that is bytes.
+    """Export a trained model to a folder, with its tokenizer unless that is bytes.
 
-    The format is that of the published models where it can express the model, otherwise our own, which expresses every
-    one. `dclm.huggingface` lets `transformers` read both.
+    The format is that of the published models if it supports the model, otherwise this package's own format.
+    `dclm.huggingface` makes both available to `transformers`.
 
     Args:
         checkpoint: A .ckpt file, or the folder of a run.
-        out: Folder to write; must not hold a model already.
-        native: Write our own format in any case.
+        out: Output folder; must not contain a model.
+        native: Always use this package's own format.
     """
     check_no_run(out)
     decoder, tokenizer = load_model(checkpoint)
     with as_user_error():
         if not native and (reason := why_not_published(decoder.config)) is not None:
-            print(f"in our own format, as the published one cannot express the model: {reason}")
+            print(f"exported in the native format, because the published format does not support the model: {reason}")
             native = True
         save_pretrained(decoder, out, native=native)
     if tokenizer.spec == BYTES:
-        print("tokens are bytes: generate from the folder with --tokenizer bytes")
+        print("the tokenizer is bytes: use --tokenizer bytes with this folder")
     else:
         _write_tokenizer(Path(out), tokenizer)
     print(f'exported to {out}; load with dclm.load_pretrained("{out}")')
 
 
 def _write_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> None:
-    """Write the tokenizer as Hugging Face's library reads it, and for its generation what ends a text."""
+    """Write the tokenizer in Hugging Face's format, and the end-of-text token for its generation."""
     (folder / "tokenizer.json").write_text(tokenizer.spec)
     ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token)
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | ends)
@@ -101,19 +101,19 @@ def _write_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> None:
 
 
 def suite(out: str, seed: int = 0, combinations: Literal["all", "trained", "unseen"] = "all") -> None:
-    """Write the synthetic suite: 74 tasks of an attention pattern and a transformation, 12 texts each.
+    """Write the synthetic task suite: 74 tasks, each an attention pattern with a transformation, 12 texts per task.
 
     Args:
-        out: File (JSONL) to write, for `dclm evaluate --suites`.
+        out: Output file (JSONL), for `dclm evaluate --suites`.
         seed: Seed of names and words.
-        combinations: Of pattern and transformation: "all", or of the easier tasks that `data.tokens: tasks` draws those
-            that training shows ("trained") or does not show ("unseen").
+        combinations: Combinations of pattern and transformation: "all", or, of the easier tasks of
+            `data.tokens: tasks`, those that occur in training ("trained") or do not ("unseen").
     """
     if seed < 0:
         raise UserError(f"seed={seed}: expected at least 0.")
     path = Path(out)
     if path.exists():
-        raise UserError(f"{out} exists already; nothing was overwritten.")
+        raise UserError(f"{out} already exists; nothing was overwritten.")
     make_folder(str(path.parent))
     tasks, cast = {"all": (TASKS, SUITE), "trained": (TRAINED, CAST), "unseen": (UNSEEN, CAST)}[combinations]
     write_texts(path, texts := make_suite(seed, tasks, cast=cast))

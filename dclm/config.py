@@ -1,4 +1,4 @@
-"""DecoderConfig: what a decoder is, and the named sizes of the paper (tables 3 and 6, section 4)."""
+"""DecoderConfig: architecture of a decoder, and named configurations of the paper (tables 3 and 6, section 4)."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -15,36 +15,35 @@ from dctrain.errors import UserError, as_user_error
 class DecoderConfig(ComposeOptions):
     """Architecture of a language model.
 
-    The fields of `ComposeOptions` belong to it; composition is off unless `pre_compose` or `post_compose` is set.
+    It includes the fields of `ComposeOptions`; composition is disabled unless `pre_compose` or `post_compose` is set.
 
     Attributes:
         dim: Width C.
-        num_layers: Blocks.
+        num_layers: Number of blocks.
         num_heads: Heads H; the head dim is C / H.
         num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads heads (grouped-query attention);
             null for H.
         mlp_dim: Hidden width of the MLP.
-        vocab_size: Rows V of the embedding and of the output.
-        context_length: Longest text of training; with learned positions, of all.
+        vocab_size: Rows V of the embedding and of the output layer.
+        context_length: Sequence length of training; with learned positions also the maximum length.
         norm: LayerNorm or RMSNorm.
-        norm_eps: Epsilon of the norms of blocks and output (q and k are normalised with 1e-6).
+        norm_eps: Epsilon of the norms of blocks and output (QK-norm uses 1e-6).
         mlp: GELU, or SwiGLU: down(silu(gate x) * up x).
-        mlp_groups: Groups of hidden channels, each scaled by a softmax gate of the input (the mgate of the authors' 8B
+        mlp_groups: Groups of hidden channels, each scaled by a softmax gate of the input (mgate in the authors' 8B
             code); 0 for none.
-        bias: Biases on all linear layers but the output.
+        bias: Biases on all linear layers except the output layer.
         position: Learned absolute positions, or rotary embedding.
-        rotary_fraction: Part of each head's channels that turns.
+        rotary_fraction: Fraction of each head's channels that is rotated.
         rotary_base: Base of the rotary frequencies.
-        parallel_residual: Attention and MLP read the same input, as in GPT-NeoX.
-        qk_norm: RMS-normalise q and k per head.
-        is_causal: Tokens see those before them alone; otherwise all, for masked language modelling.
-        windows: Pattern of attention windows, repeated over the layers: [256, null] is local and global in turn. A
-            window is the tokens seen before, the own included; without `is_causal` as many to each side.
-        context_dim: Width of another sequence that the last layers look at too, such as the patches of an image; null
-            for none.
-        cross_layers: How many of the last layers look at it, after their self-attention.
-        cross_compose: Compose the heads of that cross-attention, before and after its softmax, with the options above.
-        init_std: Standard deviation of all weights; null initialises as GPT-NeoX does for Pythia.
+        parallel_residual: Attention and MLP in parallel, as in GPT-NeoX.
+        qk_norm: RMSNorm of q and k per head.
+        is_causal: Causal attention; false for bidirectional attention, for masked language modelling.
+        windows: Pattern of window sizes, repeated over the layers: [256, null] alternates local and global attention. A
+            window includes the token's own position; without `is_causal` it extends to both sides.
+        context_dim: Width of the context of cross-attention, such as the patches of an image; null for none.
+        cross_layers: Number of the last layers with cross-attention, after their self-attention.
+        cross_compose: Compose the heads of the cross-attention, with the options above.
+        init_std: Standard deviation of all weights; null for GPT-NeoX's initialization, as in Pythia.
         impl: Implementation of composed attention.
 
     Raises:
@@ -79,7 +78,7 @@ class DecoderConfig(ComposeOptions):
     post_compose: bool = False
 
     def __post_init__(self) -> None:
-        """Check what the layers would not, or would only late."""
+        """Check values that the layers do not check, or check too late."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in NUMBERS and type(value) not in NUMBERS[field.type]:
@@ -107,7 +106,9 @@ class DecoderConfig(ComposeOptions):
         if self.mlp_groups < 0 or (self.mlp_groups and self.mlp_dim % self.mlp_groups):
             raise ValueError(f"mlp_groups={self.mlp_groups} must be 0 or divide mlp_dim={self.mlp_dim}.")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"windows={list(self.windows)} must name at least one window of at least 1, or null.")
+            raise ValueError(
+                f"windows={list(self.windows)} must have at least one entry, each a positive integer or null."
+            )
         self._check_context()
         if self.position == "rotary" and not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"rotary_fraction={self.rotary_fraction} must be in (0, 1].")
@@ -128,29 +129,30 @@ class DecoderConfig(ComposeOptions):
             raise ValueError(f"cross_layers={self.cross_layers} must be from 0 to num_layers={self.num_layers}.")
         if self.cross_compose:
             if not self.cross_layers:
-                raise ValueError("cross_compose=True without cross_layers: there is nothing to compose.")
+                raise ValueError("cross_compose=True requires cross_layers of at least 1.")
             self.cross_options.check_composes()
             self.group_heads(self.num_heads)
 
     @property
     def cross_options(self) -> ComposeOptions:
-        """What is composed where layers look at a context."""
+        """Compose options of the cross-attention."""
         options = compose_options_of(self) | dict.fromkeys(("pre_compose", "post_compose"), self.cross_compose)
         return ComposeOptions(**options)
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that turn."""
+        """Rotated channels per head."""
         return int(self.dim // self.num_heads * self.rotary_fraction)
 
     @property
     def layer_windows(self) -> list[int | None]:
-        """The window of every layer."""
+        """Window size of every layer."""
         return [self.windows[i % len(self.windows)] for i in range(self.num_layers)]
 
 
-SMALLEST, LARGEST = 1e-30, 1e30  # of numbers of any size, so that float32 holds their products
-# Bounds far above any model, so that a damaged or hostile file is refused before anything is allocated.
+SMALLEST, LARGEST = 1e-30, 1e30  # range of numbers, so that their products are representable in float32
+
+# Limits far above any model, so that damaged or hostile files are rejected before allocation.
 MOST = {
     **{"dim": 2**17, "num_layers": 2**12, "num_heads": 2**12, "mlp_dim": 2**20},
     **{"vocab_size": 2**25, "context_length": 2**24},
@@ -167,7 +169,7 @@ COMPOSED = {"pre_compose": True, "post_compose": True, "qk_norm": True, "windows
 DEBUG = {"context_length": 256, "init_std": 0.02}
 DEBUG_WINDOWS = (64, None)
 
-SIZES = {  # layers, width, heads, hidden width of GELU and of SwiGLU
+SIZES = {  # layers, width, heads, hidden width with GELU and with SwiGLU
     "debug": (4, 128, 4, 512, 384),
     "405m": (24, 1024, 16, 4096, 2816),
     "834m": (24, 1536, 24, 6144, 4096),
@@ -178,7 +180,7 @@ SIZES = {  # layers, width, heads, hidden width of GELU and of SwiGLU
     "13b": (40, 5120, 40, None, 13824),
     "33b": (60, 6656, 52, None, 17920),
 }
-FAMILIES = {  # name of the plain model, of the composed one, what it is, and in which sizes the paper has it
+FAMILIES = {  # name of the baseline and of the composed model, architecture, and sizes in the paper
     ("transformer", "dcformer"): (TRANSFORMER, ("debug", "405m", "834m", "1b4")),
     ("transformer_pp", "dcformer_pp"): (TRANSFORMER_PP, ("debug", "405m", "834m", "1b4", "2b8", "6b9", "13b", "33b")),
     ("pythia", "dcpythia"): (PYTHIA, ("debug", "2b8", "6b9", "12b")),
@@ -224,7 +226,7 @@ def decoder_config(name: str, **overrides) -> DecoderConfig:
 
 
 def build_config(model: str, vocab_size: int, context_length: int, overrides: dict[str, Any]) -> DecoderConfig:
-    """Make the configuration of a named model.
+    """Create the configuration of a named model.
 
     Raises:
         UserError: If the name or an override is unknown, or a value out of range.
@@ -232,29 +234,29 @@ def build_config(model: str, vocab_size: int, context_length: int, overrides: di
     fixed = {"vocab_size": vocab_size, "context_length": context_length}
     twice = sorted(set(overrides) & set(fixed))
     if twice:
-        raise UserError(f"model.overrides must not hold {twice}: data.{twice[0]} says it for model and data.")
+        raise UserError(f"model.overrides must not contain {twice}: data.{twice[0]} sets it for model and data.")
     with as_user_error():
         return decoder_config(model, **fixed, **overrides)
 
 
-OF_TRAINING = ("impl", "init_std", "context_length")  # fields that say nothing of what weights mean
-OF_CHOICE = ("windows",)  # fields that weights can be trained further with
+OF_TRAINING = ("impl", "init_std", "context_length")  # fields that do not affect the meaning of weights
+OF_CHOICE = ("windows",)  # fields that may change in further training
 
 
 def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: str) -> None:
-    """Check that the weights of one model mean the same in another.
+    """Check that the weights of one model can be used in another.
 
-    Composition and QK-norm may be added; where there was some it must be the same. Windows may be others; so may the
-    context, but for learned positions.
+    Composition and QK-norm may be added, but not changed. Windows may differ, and the context length, except with
+    learned positions.
 
     Args:
-        before: The model that they are of.
-        now: The other.
-        said: How the message begins.
-        settings: What it names as the settings to look at.
+        before: Configuration of the weights.
+        now: Configuration of the other model.
+        said: Start of the message.
+        settings: Settings named in the message.
 
     Raises:
-        UserError: If they do not; it names each field with both values.
+        UserError: If they cannot; the message has each differing field with both values.
     """
     free = {*OF_TRAINING, *OF_CHOICE}
     if not before.is_composed:

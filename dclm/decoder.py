@@ -1,4 +1,4 @@
-"""Decoder: token ids to logits, for the paper's three architectures with and without composition."""
+"""Decoder: language model for the paper's three architectures, with and without composition."""
 
 # B batch, T tokens, C model width, V vocabulary
 
@@ -19,7 +19,7 @@ from .loss import IGNORED, Likelihood, score_targets, token_loss
 
 
 class Decoder(nn.Module):
-    """A language model: causal, or with `is_causal=False` one that sees both ways, to be trained on masked tokens.
+    """A language model: causal, or bidirectional (`is_causal=False`) for masked language modelling.
 
     Args:
         config: Architecture of the model.
@@ -36,14 +36,14 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(config, DecoderConfig):
-            raise ValueError(f"config={config!r} must be a DecoderConfig, such as decoder_config(NAME) makes.")
+            raise ValueError(f"config={config!r} must be a DecoderConfig, such as decoder_config(NAME).")
         check_factory(device, dtype)
-        dd = {"device": "meta", "dtype": dtype}  # whose modules draw no weights that are drawn anew
+        dd = {"device": "meta", "dtype": dtype}  # built without initialization, which follows below
         self.config, self.grad_checkpointing = config, False
         self.embed = nn.Embedding(config.vocab_size, config.dim, **dd)
         learned = config.position == "learned"
         self.position_embed = nn.Embedding(config.context_length, config.dim, **dd) if learned else None
-        self.first_cross_layer = config.num_layers - config.cross_layers  # the first block that looks at a context
+        self.first_cross_layer = config.num_layers - config.cross_layers  # the first block with cross-attention
         self.blocks = nn.ModuleList(
             DecoderBlock(config, window_size, number >= self.first_cross_layer, **dd)
             for number, window_size in enumerate(config.layer_windows)
@@ -56,20 +56,20 @@ class Decoder(nn.Module):
             self.init_weights()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the blocks' inputs for the backward pass, and compute the rest again."""
+        """Enable activation checkpointing of the blocks."""
         self.grad_checkpointing = enable
 
     def init_weights(self) -> None:
-        """Draw all weights anew: N(0, init_std), biases zero, compose weights as the paper says.
+        """Initialize all weights: N(0, init_std), zero biases, compose weights as in the paper.
 
-        With `init_std=None`, as GPT-NeoX does for Pythia: variance 2 / 5C, and (2 / L)^2 / C for projections that end
-        a residual branch.
+        With `init_std=None`, as in GPT-NeoX for Pythia: variance 2 / 5C, and (2 / L)^2 / C for the output projections
+        of residual branches.
         """
         for name, module in self.named_modules():
             self.init_module(name, module)
 
     def init_module(self, name: str, module: nn.Module) -> None:
-        """Draw the weights that one module, called `name` here, holds itself."""
+        """Initialize the direct parameters of one module with the given name."""
         config = self.config
         std = math.sqrt(0.4 / config.dim) if config.init_std is None else config.init_std
         if isinstance(module, nn.Linear):
@@ -92,24 +92,24 @@ class Decoder(nn.Module):
         context: CrossContext | None = None,
         per_token: bool = False,
     ) -> Tensor | Likelihood:
-        """Predict a token at each position: the next one, or with `is_causal=False` what belongs there.
+        """Predict a token at each position: the next one, or the token itself if `is_causal=False`.
 
         Args:
             input_ids: Token ids [B, T], int64 or int32.
-            targets: Ids [B, T] that are to be predicted, int64; -100 does not count.
-            document_ids: Number of each token's document [B, T], ascending: tokens attend within their own, and positions
-                start again in each.
-            context: What the last layers look at too; for a model with `cross_layers` alone.
-            per_token: Score the targets that count one by one, without a gradient.
+            targets: Target ids [B, T], int64; -100 is ignored.
+            document_ids: Document id of each token [B, T], ascending: tokens attend within their document, and
+                positions restart in each.
+            context: Context of the cross-attention layers; for models with `cross_layers` only.
+            per_token: Whether to return the likelihood of each target, without a gradient.
 
         Returns:
-            Logits [B, T, V]; with `targets` the mean loss, a scalar; with `per_token` too the `Likelihood` of the M
-            targets that count, in the order of the batch.
+            Logits [B, T, V]; with `targets` the mean loss, a scalar; with `per_token` the `Likelihood` of the M targets
+            that are not ignored, in batch order.
 
         Raises:
-            ValueError: If shapes or dtypes do not fit, a position is beyond the position table, or (checked on the CPU
-                alone) a token is outside the vocabulary; if there is a context and no layer looks, or none and one
-                does; if `per_token` is asked for without targets.
+            ValueError: If shapes or dtypes are wrong, a position exceeds the position table, a token is outside of the
+            vocabulary (checked on the CPU only), a context is missing or not supported, or `per_token` is set without
+            targets.
         """
         if per_token:
             return self._score(input_ids, targets, document_ids, context)
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, targets: Tensor | None, document_ids: Tensor | None, context: CrossContext | None
     ) -> Likelihood:
         if targets is None:
-            raise ValueError("per_token=True without targets: there is nothing to score.")
+            raise ValueError("per_token=True requires targets.")
         _check_like("targets", targets, input_ids)
         x, counts = self.hidden_states(input_ids, document_ids=document_ids, context=context), targets != IGNORED
         return score_targets(x[counts], self.output.weight, targets[counts])
@@ -133,15 +133,15 @@ class Decoder(nn.Module):
     def hidden_states(
         self, input_ids: Tensor, *, document_ids: Tensor | None = None, context: CrossContext | None = None
     ) -> Tensor:
-        """Compute what `output` turns into logits: the final hidden states [B, T, C]; arguments as in `forward`."""
+        """Compute the final hidden states [B, T, C], the input of `output`; arguments as in `forward`."""
         return self.hidden_and_final(input_ids, document_ids=document_ids, context=context)[1]
 
     def hidden_and_final(
         self, input_ids: Tensor, *, document_ids: Tensor | None = None, context: CrossContext | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the hidden states before the first layer that looks at a context, not normed, and the final ones.
+        """Compute the hidden states before the first cross-attention layer, without norm, and the final ones.
 
-        Where no layer looks, the first are those before the final norm. Arguments as in `forward`; [B, T, C] each.
+        Without cross-attention the former are those before the final norm. Arguments as in `forward`; [B, T, C] each.
         """
         self._check_ids(input_ids)
         self._check_context(context, len(input_ids))
@@ -151,12 +151,12 @@ class Decoder(nn.Module):
         return before, self.norm(after)
 
     def states_before_context(self, input_ids: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-        """Compute the first of `hidden_and_final` alone, for which no context is needed."""
+        """Compute the first result of `hidden_and_final`, which needs no context."""
         self._check_ids(input_ids)
         return self._before_context(input_ids, self._documents(document_ids, input_ids))[0]
 
     def _documents(self, document_ids: Tensor | None, input_ids: Tensor) -> DocumentBounds | None:
-        """Find the documents, once for all layers."""
+        """Compute the document bounds, once for all layers."""
         if document_ids is None:
             return None
         _check_like("document_ids", document_ids, input_ids)
@@ -172,20 +172,20 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         return self.output.weight.device
 
     @torch.no_grad()
     def likelihood(self, input_ids: Tensor, places: tuple[Tensor, Tensor], targets: Tensor) -> Likelihood:
-        """Score tokens at some places of a batch, without a gradient.
+        """Compute the likelihood of tokens at given positions of a batch, without a gradient.
 
         Args:
             input_ids: Token ids [B, T].
-            places: Rows and columns of the batch [M].
-            targets: Ids [M] that are predicted there.
+            places: Rows and columns in the batch [M].
+            targets: Target ids [M].
 
         Raises:
-            ValueError: If these are not equally many.
+            ValueError: If the sizes differ.
         """
         shapes = [list(part.shape) for part in (*places, targets)]
         if any(shape != shapes[0] or len(shape) != 1 for shape in shapes):
@@ -193,23 +193,23 @@ class Decoder(nn.Module):
         return score_targets(self.hidden_states(input_ids)[places], self.output.weight, targets)
 
     def decode(self, input_ids: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
-        """Predict what follows tokens that come after those in a cache, and add them to it.
+        """Predict the tokens after new tokens that follow those in a cache, and add the new tokens to the cache.
 
         Args:
             input_ids: Token ids [B, T].
-            cache: What earlier calls have seen, made by `make_cache`. Refused arguments leave it as it was; after any
-                other failure it refuses to go on.
-            last_only: Predict after the last token alone.
+            cache: Cache from `make_cache`. It is unchanged after a ValueError, and unusable after any other error.
+            last_only: Whether to predict only after the last token.
 
         Returns:
             Logits [B, T, V], or [B, 1, V] if `last_only`.
 
         Raises:
-            ValueError: As `forward`, or if the cache is full, of another model, or of other rows.
+            ValueError: As in `forward`, or if the cache is full, of a different model, or has a different number of
+                rows.
         """
         self._check_ids(input_ids)
         if cache.windows != tuple(self.config.layer_windows):
-            raise ValueError("the cache is of a model with other layers or windows; make_cache makes one that fits.")
+            raise ValueError("the cache does not match the model's layers or windows; use make_cache.")
         B, T = input_ids.shape
         self._check_length(cache.num_tokens + T)
         positions = cache.advance(B, T, input_ids.device)
@@ -220,20 +220,20 @@ class Decoder(nn.Module):
             raise
 
     def step(self, input_ids: Tensor, positions: Tensor, cache: DecodingCache, *, last_only: bool = False) -> Tensor:
-        """Compute what `decode` returns, unchecked, at the positions that `cache.advance` gave: what to compile."""
+        """`decode` without checks, given the positions from `cache.advance`; this is the function to compile."""
         x, rope = self._begin(input_ids, positions)
         x = self.norm(self._through(slice(None), x, rope, cache=cache))
         return self.output(x[:, -1:] if last_only else x)
 
     def check_causal(self) -> None:
-        """Refuse what takes a model that predicts the next token.
+        """Check that the model is causal.
 
         Raises:
-            ValueError: If it sees both ways.
+            ValueError: If it is bidirectional.
         """
         if not self.config.is_causal:
             raise ValueError(
-                "the model sees both ways (is_causal=False): it fills in masked tokens and continues none."
+                "the model is bidirectional (is_causal=False), so it cannot generate or score continuations."
             )
 
     def _check_ids(self, input_ids: Tensor) -> None:
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
             low, high = map(int, input_ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
-                raise ValueError(f"input_ids holds token {wrong}; expected 0 to {self.config.vocab_size - 1}.")
+                raise ValueError(f"input_ids has token {wrong}; expected 0 to {self.config.vocab_size - 1}.")
 
     def _check_length(self, num_tokens: int) -> None:
         if self.position_embed is not None and num_tokens > self.config.context_length:
@@ -260,17 +260,19 @@ class Decoder(nn.Module):
         width = self.config.context_dim
         if context is not None and not isinstance(context, CrossContext):
             raise ValueError(
-                f"context={type(context).__name__}: expected a dclm.blocks.Context(tokens, mask), or None."
+                f"context={type(context).__name__}: expected a dclm.blocks.CrossContext(tokens, mask), or None."
             )
         if context is None and width is not None:
-            raise ValueError(f"context=None; the last {self.config.cross_layers} layers look at one of width {width}.")
+            raise ValueError(
+                f"context=None: the last {self.config.cross_layers} layers require a context of width {width}."
+            )
         if context is not None and width is None:
-            raise ValueError("context is given to a model that looks at none (cross_layers=0).")
+            raise ValueError("context: expected None, as the model has no cross-attention (cross_layers=0).")
         if context is not None and rows not in (None, len(context.tokens)):
-            raise ValueError(f"context has {len(context.tokens)} rows; expected {rows}, those of the text.")
+            raise ValueError(f"context has {len(context.tokens)} rows; expected {rows}, as in input_ids.")
 
     def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
-        """Embed tokens [B, T, C], and make the rotation of rotary positions."""
+        """Embed tokens [B, T, C], and create the rotary embedding."""
         x = self.embed(input_ids)
         if self.position_embed is not None:
             return x + self.position_embed(positions), None
@@ -287,7 +289,7 @@ class Decoder(nn.Module):
         context: CrossContext | None = None,
         cache: DecodingCache | None = None,
     ) -> Tensor:
-        """Send hidden states [B, T, C] through some of the blocks."""
+        """Apply some of the blocks to hidden states [B, T, C]."""
         blocks = self.blocks[part]
         caches = [None] * len(blocks) if cache is None else cache.layers
         contexts = [context] * len(blocks) if cache is None else cache.contexts
@@ -301,7 +303,7 @@ class Decoder(nn.Module):
     def make_cache(
         self, capacity: int, padding: Tensor | None = None, context: CrossContext | None = None
     ) -> DecodingCache:
-        """Make an empty cache for decoding up to `capacity` tokens a row, in which the context has been seen, once.
+        """Create an empty cache for decoding up to `capacity` tokens per row, with the precomputed context.
 
         Args:
             capacity: As in `DecodingCache`.
@@ -309,14 +311,14 @@ class Decoder(nn.Module):
             context: As in `forward`.
 
         Raises:
-            ValueError: If the model sees both ways, or the context does not fit.
+            ValueError: If the model is bidirectional, or the context does not match.
         """
         self.check_causal()
         self._check_context(context, None if padding is None else len(padding))
         return DecodingCache(self.config.layer_windows, capacity, padding, self._see(context))
 
     def _see(self, context: CrossContext | None) -> list[ContextKV | None]:
-        """Let each layer that looks at a context make of it what it needs."""
+        """Precompute the context for each cross-attention layer."""
         return [None if block.cross is None else block.cross.precompute_kv(*context) for block in self.blocks]
 
 

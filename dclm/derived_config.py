@@ -1,4 +1,4 @@
-"""The decoder that a new run derives from the weights it starts from (`dclm fit --init`)."""
+"""Deriving the architecture of a new run from its initial weights (`dclm fit --init`)."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,16 +11,16 @@ from dctrain.errors import UserError
 from .config import CONFIGS, FAMILIES, OF_CHOICE, OF_TRAINING, DecoderConfig
 from .load import load_config
 
-SIZES_OF_DATA = ("vocab_size", "context_length")  # which data and weights decide, not overrides
+SIZES_OF_DATA = ("vocab_size", "context_length")  # determined by data and weights, not by overrides
 
 
 class Derived(NamedTuple):
-    """A decoder's configuration as `LanguageModel` takes it.
+    """A decoder's configuration in the form of `LanguageModel`.
 
     Attributes:
         model: Name of a configuration of its family.
         overrides: Fields that differ from it.
-        vocab_size: Rows of its embeddings.
+        vocab_size: Number of embedding rows.
     """
 
     model: str
@@ -29,15 +29,15 @@ class Derived(NamedTuple):
 
 
 def derive_model(source: str, added: Mapping[str, Any]) -> Derived:
-    """Derive the configuration from the weights and the fields that a user adds.
+    """Derive the configuration from initial weights and additional fields.
 
     Args:
-        source: A run or checkpoint of dclm, or a folder of a model.
-        added: Fields of `DecoderConfig`: windows, what only training uses, and QK-norm and composition where there was
+        source: A run or checkpoint of dclm, or a model folder.
+        added: Fields of `DecoderConfig`: windows, training-only fields, and QK-norm and composition if the source has
             none.
 
     Raises:
-        UserError: If the weights are of no model, or a field contradicts them.
+        UserError: If there is no model, or a field contradicts it.
     """
     config = load_config(Path(source))
     free = {*OF_TRAINING, *OF_CHOICE}
@@ -47,15 +47,15 @@ def derive_model(source: str, added: Mapping[str, Any]) -> Derived:
         theirs = getattr(config, name, None)
         if name not in free and value != (list(theirs) if isinstance(theirs, tuple) else theirs):
             raise UserError(
-                f"model.overrides.{name}={value!r} contradicts init={source}, which has {theirs!r}; leave it out, or "
-                "name model.model to build another model."
+                f"model.overrides.{name}={value!r} contradicts init={source}, which has {theirs!r}; remove it, or "
+                "set model.model to build a different model."
             )
     model = _nearest(config)
     return Derived(model, _differences(CONFIGS[model], config) | dict(added), config.vocab_size)
 
 
 def _nearest(config: DecoderConfig) -> str:
-    """Name the smallest plain configuration of the family that differs in the fewest fields."""
+    """Return the smallest plain configuration of the family that differs in the fewest fields."""
     names = [f"{plain}_debug" for plain, _ in FAMILIES]
     return min(names, key=lambda name: len(_differences(CONFIGS[name], config)))
 

@@ -1,4 +1,4 @@
-"""Generation: one pass over the prompts fills the cache, then one pass per token."""
+"""Generation with a decoding cache: one forward pass over the prompts, then one per token."""
 
 # B batch, T tokens of the longest prompt
 
@@ -39,33 +39,32 @@ def generate(
     seed: int | None = None,
     compile: bool = False,
 ) -> Tensor | list[Tensor]:
-    """Continue prompts.
+    """Generate continuations of prompts.
 
     Args:
         decoder: The model.
-        input_ids: Prompts of one length [B, T], or a sequence of prompts of any lengths.
-        max_new_tokens: Most tokens to add to each.
-        temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
-        top_k: Sample among the k likeliest.
-        top_p: Sample among the likeliest whose probabilities first sum to p.
-        stop_tokens: A row ends with the first of these that it makes. None by default.
-        stop_strings: A row ends with the token that completes one of these in its new text. None by default.
-        tokenizer: That of the model; needed for `stop_strings`.
-        context: What the last layers look at too, a row for each prompt; for a model with `cross_layers` alone.
-        seed: Seed of the samples; None draws from torch's global generator.
-        compile: Compile the decode step: once, and again when prompts of other sizes or numbers come (its sizes are
-            then dynamic).
+        input_ids: Prompts of the same length [B, T], or a sequence of prompts of any lengths.
+        max_new_tokens: Maximum number of new tokens per prompt.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        top_k: Sample among the top k tokens.
+        top_p: Nucleus sampling: smallest set of top tokens whose probabilities sum to p.
+        stop_tokens: A row ends with the first of these tokens. None by default.
+        stop_strings: A row ends with the token that completes one of these strings. None by default.
+        tokenizer: Tokenizer of the model; required for `stop_strings`.
+        context: Context of the cross-attention layers, one row per prompt; for models with `cross_layers` only.
+        seed: Seed of sampling; None for torch's global generator.
+        compile: Compile the decode step: once, and a second time with dynamic sizes if the sizes of prompts change.
 
     Returns:
         Prompts with their continuations: [B, T + new] for a tensor, where rows that ended early repeat their last
-        token; else a list of tensors, each as long as its row.
+        token; else a list of tensors of different lengths.
 
     Raises:
-        TypeError: If `decoder` is no `Decoder`.
-        ValueError: If the model sees both ways, a prompt is empty, a token outside the vocabulary, the position table
-            too short, the context does not fit, an option out of range, or logits are NaN (on CUDA this is seen at the
-            first token alone).
-        MemoryError: If there is no room for the cache.
+        TypeError: If `decoder` is not a `Decoder`.
+        ValueError: If the model is bidirectional, a prompt is empty, a token is outside of the vocabulary, the position
+            table is too short, the context does not match, an option is out of range, or logits are NaN (on CUDA
+            checked for the first token only).
+        MemoryError: If the cache cannot be allocated.
     """
     check_module(Decoder, decoder=decoder)
     prompts = check_prompts(decoder, input_ids, max_new_tokens, stop_tokens)
@@ -90,11 +89,11 @@ def generate(
 
 
 def _watch(stop_strings: Sequence[str], tokenizer: Tokenizer | None, num_rows: int) -> Watch | None:
-    """Make what sees rows end with their text."""
+    """Create the function that detects stop strings."""
     if not stop_strings:
         return None
     if tokenizer is None:
-        raise ValueError("tokenizer=None; stop_strings need the model's.")
+        raise ValueError("tokenizer=None: stop_strings require the model's tokenizer.")
     texts = [StopStringBuffer(tokenizer, stop_strings=stop_strings) for _ in range(num_rows)]
 
     def watch(tokens: list[int]) -> list[bool]:
@@ -106,7 +105,7 @@ def _watch(stop_strings: Sequence[str], tokenizer: Tokenizer | None, num_rows: i
 
 
 def _stack(steps: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> tuple[Tensor, Tensor]:
-    """Put steps together [B, new]; count the tokens of each row up to what ended it [B]."""
+    """Stack steps [B, new]; count the tokens of each row up to its end [B]."""
     tokens, ended = [], []
     for chosen, has_ended in steps:
         tokens.append(chosen)
@@ -119,13 +118,13 @@ def _stack(steps: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> tuple[Tenso
 def check_prompts(
     decoder: Decoder, input_ids: Prompts, max_new_tokens: int, stop_tokens: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Turn prompts into a list of tensors of ids, or say what is wrong with them."""
+    """Convert prompts to a list of tensors of ids; raise ValueError if they are invalid."""
     if not isinstance(input_ids, Tensor | Sequence) or isinstance(input_ids, str):
         raise ValueError(f"input_ids: expected a tensor [B, T] or a list of prompts, not {type(input_ids).__name__}.")
     if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; expected [B, T], or a list of prompts.")
     if len(input_ids) == 0:
-        raise ValueError("input_ids holds no prompt.")
+        raise ValueError("input_ids has no prompts.")
     check_integers(least=0, max_new_tokens=max_new_tokens)
     if max_new_tokens > MAX_GENERATED_TOKENS:
         raise ValueError(f"{max_new_tokens=} must be at most {MAX_GENERATED_TOKENS}.")
@@ -136,7 +135,7 @@ def check_prompts(
     config = decoder.config
     wrong = [t for t in stop_tokens if not isinstance(t, Integral) or not 0 <= t < config.vocab_size]
     if wrong:
-        raise ValueError(f"stop_tokens holds {wrong[0]!r}; expected integers from 0 to {config.vocab_size - 1}.")
+        raise ValueError(f"stop_tokens has {wrong[0]!r}; expected integers from 0 to {config.vocab_size - 1}.")
     prompts = [_as_ids(number, prompt) for number, prompt in enumerate(input_ids)]
     for number, prompt in enumerate(prompts):
         if prompt.dim() != 1 or prompt.numel() == 0:
@@ -144,7 +143,7 @@ def check_prompts(
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
-            raise ValueError(f"prompt {number} holds token {wrong}; expected 0 to {config.vocab_size - 1}.")
+            raise ValueError(f"prompt {number} has token {wrong}; expected 0 to {config.vocab_size - 1}.")
         if config.position == "learned" and len(prompt) + max_new_tokens > config.context_length:
             raise ValueError(
                 f"prompt {number} of {len(prompt)} tokens and max_new_tokens={max_new_tokens} exceed the position "
@@ -157,7 +156,7 @@ def _as_ids(number: int, prompt: Tensor | Sequence[int]) -> Tensor:
     try:
         ids = torch.as_tensor(prompt) if len(prompt) else torch.empty(0, dtype=torch.long)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"prompt {number} is no sequence of token ids: {error}") from error
+        raise ValueError(f"prompt {number} is not a sequence of token ids: {error}") from error
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"prompt {number} has dtype {ids.dtype}; expected integer token ids.")
     return ids.long()
@@ -176,10 +175,10 @@ def stream(
     seed: int | None = None,
     compile: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the new tokens [B] and which rows have ended [B], step by step, until all have or `max_new_tokens` came.
+    """Yield the new tokens [B] and the finished rows [B] of each step, until all rows are finished or `max_new_tokens`.
 
-    Arguments are those of `generate`, with `prompts` as `check_prompts` returns them; `watch` is told the new tokens of
-    each step and tells which rows end with them. A row that has ended repeats its last token.
+    Arguments as in `generate`, with `prompts` from `check_prompts`; `watch` receives the new tokens of each step and
+    returns which rows end. A finished row repeats its last token.
     """
     device = decoder.device
     ids, padding = _pad_left(prompts, device)
@@ -197,7 +196,7 @@ def stream(
         else:
             logits = step(tokens[:, None], cache.advance(len(prompts), 1, device), cache)
         if (number == 0 or device.type == "cpu") and logits.isnan().any():
-            raise ValueError(f"the logits of new token {number} hold NaN: the weights are damaged, or too large.")
+            raise ValueError(f"the logits of new token {number} have NaN: the weights are damaged or too large.")
         chosen = sampling.choose(logits[:, -1], generator)
         tokens = chosen if tokens is None else torch.where(ended, tokens, chosen)
         if len(stops):
@@ -210,7 +209,7 @@ def stream(
 
 
 def _pad_left(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Stack prompts so that they end together [B, T]; count each row's padding [B], None if there is none."""
+    """Stack prompts with left padding [B, T]; return each row's padding [B], None if there is none."""
     longest = max(len(prompt) for prompt in prompts)
     padding = [longest - len(prompt) for prompt in prompts]
     rows = [F.pad(prompt.to(device), (count, 0)) for prompt, count in zip(prompts, padding, strict=True)]

@@ -1,4 +1,4 @@
-"""LanguageModel: loss, metrics and optimiser around a Decoder."""
+"""LanguageModel: LightningModule for a `Decoder`."""
 
 # B batch, T tokens
 
@@ -27,44 +27,43 @@ from .tensor_parallel import split_decoder
 
 
 def _may_be_drawn(name: str) -> bool:
-    """Tell whether a parameter may be missing where weights come from: of what can be added to a model."""
+    """Whether a parameter may be missing in initial weights: those of composition and QK-norm."""
     return is_of_composition(name) or ".q_norm." in name or ".k_norm." in name
 
 
 def check_objective(is_causal: bool, mask_fraction: float | None) -> None:
-    """Refuse to ask a model for what it sees, and a causal one for masked tokens.
+    """Check that the objective matches the model: next tokens for causal models, masked tokens for bidirectional ones.
 
     Raises:
-        UserError: If model and data are of different objectives.
+        UserError: If they do not match.
     """
     if (mask_fraction is None) != is_causal:
         raise UserError(
             f"model.overrides.is_causal={is_causal} with data.mask_fraction={mask_fraction}: a causal model predicts "
-            "the next token (mask_fraction null), one that sees both ways masked tokens (such as 0.15)."
+            "the next token (mask_fraction null), a bidirectional one masked tokens (such as 0.15)."
         )
 
 
 class LanguageModel(TrainingModule):
-    """Trains a decoder to predict the next token, or masked ones, on `TokenDataModule` or on any other loader.
+    """Trains a decoder to predict next or masked tokens, on batches of `TokenDataModule` or of any other loader.
 
-    Other loaders give (input_ids, targets), both int64 [B, T], where targets of -100 do not count. A decoder of
-    `is_causal: false` sees both ways, and must not be asked for what it sees: its targets are masked in its input.
+    Batches of other loaders are (input_ids, targets), both int64 [B, T]; targets of -100 are ignored. For decoders with
+    `is_causal: false` the targets must be masked in the input.
 
     Args:
         model: Name of a configuration (`dclm.CONFIGS`).
-        vocab_size: Rows of the embeddings.
-        context_length: Tokens of a sequence.
-        overrides: Other fields of `DecoderConfig` to replace.
-        recompute: What is computed again in the backward pass, to keep less until then: "none"; "attention", each
-            attention layer; "block", each block.
+        vocab_size: Number of embedding rows.
+        context_length: Tokens per sequence.
+        overrides: Other fields of `DecoderConfig`.
+        recompute: Activation checkpointing: "none", "attention" (each attention layer) or "block" (each block).
         lr: Peak learning rate.
         weight_decay: AdamW's weight decay, multiplied by the learning rate.
-        betas: AdamW's decay rates of the moments.
-        decay_all: Decay every parameter, as the paper's code does; otherwise norms, biases and compose gates are left
-            out.
-        warmup_fraction: Part of the run's steps that is linear warm-up.
+        betas: Decay rates of AdamW's moments.
+        decay_all: Decay every parameter, as the paper's code does; otherwise norms, biases and compose gates are not
+            decayed.
+        warmup_fraction: Fraction of the steps with linear warm-up.
         final_lr_fraction: Fraction of the peak at which the cosine ends.
-        compile: Compile the decoder in place (checkpoint keys stay clean).
+        compile: Compile the decoder in place, which does not change checkpoint keys.
         seed: Seed of the random numbers in the training step.
 
     Raises:
@@ -106,46 +105,48 @@ class LanguageModel(TrainingModule):
         return batch.input_ids.numel()
 
     def example(self, batch_size: int) -> Example:
-        """Make token ids [B, T] and targets."""
+        """Create token ids [B, T] and targets."""
         ids = torch.zeros(batch_size, self.config.context_length, dtype=torch.long, device="meta")
         return Example((ids,), {"targets": ids}, ids.numel())
 
     def setup(self, stage: str) -> None:
-        """Refuse data of another objective."""
+        """Check that the data match the objective."""
         if isinstance(self.trainer.datamodule, TokenDataModule):
             check_objective(self.config.is_causal, self.trainer.datamodule.mask_fraction)
 
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
-        """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
+        """Compare a checkpoint with this module: tensors, and properties such as the number of heads."""
         super().check_architecture(theirs, trained)
-        if "overrides" not in trained:  # saved by a subclass with arguments of its own
+        if "overrides" not in trained:  # saved by a subclass with different arguments
             return
         named = [trained[name] for name in ("model", "vocab_size", "context_length")]
         before = build_config(*named, trained["overrides"] or {})
-        check_same(before, self.config, "the checkpoint was trained with another model", "model.model, model.overrides")
+        check_same(
+            before, self.config, "the checkpoint was trained with a different model", "model.model, model.overrides"
+        )
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Tell how many optimiser steps the warm-up takes."""
+        """Return the number of warm-up steps."""
         return min(math.ceil(self.hparams.warmup_fraction * total_steps), total_steps - 1)
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
+        if self.forward_flops is not None or self._trainer is None:  # no trainer: `load_from_checkpoint`
             return
         (example,), _, units = self.example(1)
         self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // units
         self.shard_and_compile(self.model.blocks)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
-        """Read a decoder of any format; what composes may be missing, and is drawn."""
+        """Read a decoder of any format; missing compose weights keep their random initialization."""
         decoder = load_decoder(source)
         settings = "data.vocab_size, model.model, model.overrides"
-        check_same(decoder.config, self.config, f"init={source} is another model", settings)
+        check_same(decoder.config, self.config, f"init={source} is a different model", settings)
         weights = decoder.state_dict()
         return weights, check_initial(source, weights, self.model, _may_be_drawn)
 
     def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
-        """Tell the decoder to compute a rank's share; return how it is split then."""
+        """Change the decoder to compute a rank's share; return how it is split."""
         with as_user_error(f"trainer.strategy.tensor_parallel={ranks}"):
             return split_decoder(self.model, rank, ranks)
 
@@ -154,17 +155,17 @@ class LanguageModel(TrainingModule):
         return self.model(input_ids)
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """Compute the loss of one batch, in nats per token."""
+        """Compute the loss of a batch, in nats per token."""
         batch = as_batch(batch)
         loss = self.model(batch.input_ids, targets=batch.targets, document_ids=batch.document_ids)
         return self.log_step(loss, batch_size=len(batch.input_ids))
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Add one batch to the means over tokens, which are reduced over ranks at the end."""
+        """Update the means over tokens, which are reduced over ranks at the end."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Do what `validation_step` does, and log it under "test"."""
+        """Same as `validation_step`, logged under "test"."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: TokenBatch, prefix: str) -> None:
@@ -175,7 +176,7 @@ class LanguageModel(TrainingModule):
         self._keep_items(batch, scores, prefix)
 
     def _keep_items(self, batch: TokenBatch, scores: Likelihood, prefix: str) -> None:
-        """Keep the mean loss and accuracy of each sequence that counts."""
+        """Record the mean loss and accuracy of each sequence, without padding."""
         is_scored = batch.targets != IGNORED
         counts = is_scored.sum(1)
         rows = is_scored.nonzero()[:, 0]
@@ -186,11 +187,11 @@ class LanguageModel(TrainingModule):
             self.items.add(f"{prefix}/{metric}", names, (sums / counts)[kept], counts[kept])
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity and accuracy per token, and of next tokens bits per byte of text."""
+        """Log loss, perplexity and accuracy per token, and bits per byte for next-token prediction."""
         self._log_metrics("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log what `on_validation_epoch_end` logs, under "test"."""
+        """Same as `on_validation_epoch_end`, logged under "test"."""
         self._log_metrics("test")
 
     def _log_metrics(self, prefix: str) -> None:
@@ -199,7 +200,7 @@ class LanguageModel(TrainingModule):
         metrics = {"loss": loss, "perplexity": loss.exp(), "accuracy": self.val_accuracy.compute()}
         self.val_accuracy.reset()
         data = self.trainer.datamodule
-        bytes_per_token = None if data is None else data.bytes_per_token  # other loaders do not know their bytes
+        bytes_per_token = None if data is None else data.bytes_per_token  # unknown for other loaders
         if bytes_per_token is not None:
             metrics["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)

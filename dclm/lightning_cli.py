@@ -1,4 +1,4 @@
-"""The subcommands of `dclm` that train and evaluate with Lightning."""
+"""Lightning subcommands of `dclm`: fit, validate, test."""
 
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -15,7 +15,7 @@ from .load import load_tokenizer
 
 
 class LanguageCLI(VocabularyCLI):
-    """The trainers' command line for language models."""
+    """Command line for language models."""
 
     program = PROGRAM
     vocabulary_rows = staticmethod(embedding_rows)
@@ -29,18 +29,18 @@ class LanguageCLI(VocabularyCLI):
         super().__init__(LanguageModel, TokenDataModule, args)
 
     def add_arguments_to_parser(self, parser) -> None:
-        """Leave the model open: `--init` brings one."""
+        """Make the model optional, because `--init` can define it."""
         super().add_arguments_to_parser(parser)
         parser.set_defaults({"model.model": None})
 
     def before_instantiate_classes(self) -> None:
-        """Take over the model of `--init`; refuse a model and data of different objectives, of a plan too."""
+        """Use the model of `--init`, and check the objective."""
         self._name_model()
         model, data = self._get(self.config, "model"), self._get(self.config, "data")
         check_objective((model.overrides or {}).get("is_causal", True), data.mask_fraction)
 
     def _name_model(self) -> None:
-        """Take the default model, or that of `--init`, unless one is named."""
+        """Use the model of `--init`, or the default model, unless one is given."""
         model, source = self._get(self.config, "model"), self._get(self.config, "init", default=None)
         if model.model is not None:
             return
@@ -50,16 +50,16 @@ class LanguageCLI(VocabularyCLI):
         derived = derive_model(source, model.overrides or {})
         if model.vocab_size > derived.vocab_size:
             raise UserError(
-                f"the data need {model.vocab_size} rows of embeddings and init={source} has {derived.vocab_size}: "
-                "it is of another tokenizer."
+                f"the data require {model.vocab_size} embedding rows, but init={source} has {derived.vocab_size}: "
+                "it has a different tokenizer."
             )
         model.model, model.overrides, model.vocab_size = derived
         data = self._get(self.config, "data")
-        data.vocab_size, data.vocab_multiple = derived.vocab_size, 1  # config.yaml has the rows that it was made with
-        rank_zero_only(print)(f"the model is that of {source}: {derived.model} with {derived.overrides}", flush=True)
+        data.vocab_size, data.vocab_multiple = derived.vocab_size, 1  # record the number of rows in config.yaml
+        rank_zero_only(print)(f"model from {source}: {derived.model} with {derived.overrides}", flush=True)
 
     def check_init(self, source: str) -> None:
-        """Refuse weights of another tokenizer than the data's."""
+        """Check that initial weights and data have the same tokenizer."""
         theirs = load_tokenizer(source)
         if theirs is not None:
             self.datamodule.prepare_data()
@@ -67,5 +67,5 @@ class LanguageCLI(VocabularyCLI):
             check_same_tokenizer(f"init={source}", theirs, corpus)
 
     def describe_score(self, score: float) -> str:
-        """Write the loss in nats."""
+        """Format the loss in nats."""
         return f"{score:.4f} nats per token"

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations and of masked tokens, in batches, without the logits of what is not asked for."""
+"""Log-likelihoods of continuations and of masked tokens in batches, with logits of the targets only."""
 
 # B batch, T tokens, C model width, V vocabulary, M tokens of continuations, N tokens of one
 
@@ -22,13 +22,13 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
     """Encode contexts with their continuations, as the lm-evaluation-harness does.
 
-    Both are encoded together, so that no word is cut between them; spaces that end a context are the continuation's. An
-    empty context becomes the token that begins a text: the tokenizer's own, or the end of the document before.
+    Both are encoded together, so that words are not split between them; trailing spaces of a context belong to the
+    continuation. An empty context is replaced by the token that begins a text: the tokenizer's, or the end token.
     """
     _check_pairs(pairs)
     wrong = next((pair for pair in pairs if not all(isinstance(text, str) for text in pair)), None)
     if wrong is not None:
-        raise ValueError(f"pairs holds {wrong!r}; expected pairs of a context and its continuation, both texts.")
+        raise ValueError(f"pairs has {wrong!r}; expected pairs of context and continuation, both str.")
     moved = []
     for context, continuation in pairs:
         stripped = context.rstrip()
@@ -42,7 +42,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
 
 
 def _check_pairs(pairs: Sequence[Pair]) -> None:
-    """Check that these are pairs of something."""
+    """Check that the items are pairs."""
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         raise ValueError(f"pairs: expected a sequence of (context, continuation), not {type(pairs).__name__}.")
     for number, pair in enumerate(pairs):
@@ -55,10 +55,10 @@ def _begun(tokenizer: Tokenizer, is_empty: bool) -> list[int]:
 
 
 def cut_left(pair: Pair, num_tokens: int) -> Pair:
-    """Leave out tokens of the context, from its left end, so that the model reads at most `num_tokens`.
+    """Truncate the context on the left to at most `num_tokens` in total.
 
     Raises:
-        ValueError: If the continuation alone is longer.
+        ValueError: If the continuation is longer.
     """
     context, continuation = pair
     if len(continuation) > num_tokens:
@@ -70,21 +70,21 @@ def cut_left(pair: Pair, num_tokens: int) -> Pair:
 def log_likelihoods(decoder: Decoder, pairs: Sequence[Pair], *, batch_size: int = 8) -> list[Likelihood]:
     """Score continuations.
 
-    Texts are read longest first, in batches padded on the right; what several pairs have in common up to their last
-    token is read once. Logits are made of the continuations' tokens alone, some at a time, in max(dtype, float32).
+    Texts are processed longest first, in batches with right padding; pairs that share all tokens but the last are
+    processed once. Logits are computed for the continuations only, in chunks, in max(dtype, float32).
 
     Args:
         decoder: The model, on any device.
         pairs: Token ids of contexts, at least one each, and of their continuations.
-        batch_size: Texts read at a time.
+        batch_size: Texts per batch.
 
     Returns:
-        One for each pair, in their order, on the CPU.
+        One result per pair, in order, on the CPU.
 
     Raises:
-        TypeError: If `decoder` is no `Decoder`.
-        ValueError: If the model sees both ways, a context or a continuation is empty, a token is outside the
-            vocabulary, the position table too short, or a log-likelihood NaN.
+        TypeError: If `decoder` is not a `Decoder`.
+        ValueError: If the model is bidirectional, a context or continuation is empty, a token is outside of the
+            vocabulary, the position table is too short, or a log-likelihood is NaN.
     """
     check_module(Decoder, decoder=decoder)
     _check_pairs(pairs)
@@ -92,21 +92,21 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[Pair], *, batch_size: int 
     for batch in batches(decoder, pairs, batch_size):
         for number, likelihood in score(decoder, batch):
             if likelihood.log_likelihoods.isnan().any():
-                raise ValueError("the model's log-likelihoods hold NaN: the weights are damaged, or too large.")
+                raise ValueError("the model's log-likelihoods have NaN: the weights are damaged or too large.")
             found[number] = likelihood
     return found
 
 
 @dataclass
 class Text:
-    """Tokens that are read, and the pairs whose continuations end them: (number, where the targets begin, targets)."""
+    """Tokens of a text, and the pairs whose continuations end it: (index, start of the targets, targets)."""
 
     tokens: tuple[int, ...]
     pairs: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
 
 def batches(decoder: Decoder, pairs: Sequence[Pair], batch_size: int) -> list[list[Text]]:
-    """Put pairs into the batches that are read together; errors are those of `log_likelihoods`."""
+    """Group pairs into batches; errors as in `log_likelihoods`."""
     decoder.check_causal()
     check_integers(batch_size=batch_size)
     _check_pairs(pairs)
@@ -133,11 +133,11 @@ def _check(decoder: Decoder, number: int, context: Sequence[int], continuation: 
     low, high = min(min(context), min(continuation)), max(max(context), max(continuation))
     if low < 0 or high >= decoder.config.vocab_size:
         wrong = low if low < 0 else high
-        raise ValueError(f"pair {number} holds token {wrong}; expected 0 to {decoder.config.vocab_size - 1}.")
+        raise ValueError(f"pair {number} has token {wrong}; expected 0 to {decoder.config.vocab_size - 1}.")
 
 
 def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likelihood]]:
-    """Read one batch; yield the likelihood of each pair with its number."""
+    """Process one batch; yield the likelihood of each pair with its index."""
     ids, places, targets = arrange(decoder, texts)
     scores, is_greedy = decoder.likelihood(ids, places, targets)
     pairs = [pair for text in texts for pair in text.pairs]
@@ -148,11 +148,11 @@ def score(decoder: Decoder, texts: Sequence[Text]) -> Iterator[tuple[int, Likeli
 
 
 def arrange(decoder: Decoder, texts: Sequence[Text]) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Put a batch together, on the model's device.
+    """Create a batch on the model's device.
 
     Returns:
-        Token ids [B, T], padded on the right; rows and columns of the batch where continuations are predicted [M] each,
-        text by text and pair by pair; the tokens that they predict [M].
+        Token ids [B, T] with right padding; rows and columns of the predictions of continuations [M] each, by text and
+        pair; target tokens [M].
     """
     longest = max(len(text.tokens) for text in texts)
     ids = torch.stack([F.pad(torch.tensor(text.tokens), (0, longest - len(text.tokens))) for text in texts])
@@ -164,10 +164,10 @@ def arrange(decoder: Decoder, texts: Sequence[Text]) -> tuple[Tensor, tuple[Tens
 
 @torch.no_grad()
 def score_masked(decoder: Decoder, texts: Sequence[Masked]) -> list[Likelihood]:
-    """Score the tokens that texts of any lengths ask for, of a model that sees both ways.
+    """Score the masked tokens of texts of any lengths with a bidirectional model.
 
     Returns:
-        One for each text, on the CPU.
+        One result per text, on the CPU.
     """
     longest = max(len(text.input_ids) for text in texts)
     padded = [_padded(text, longest) for text in texts]
@@ -179,7 +179,7 @@ def score_masked(decoder: Decoder, texts: Sequence[Masked]) -> list[Likelihood]:
 
 
 def _padded(text: Masked, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad a text with what is asked for nothing, as another document, so that it is not seen."""
+    """Pad a text; padding is a separate document, so that it is not attended to, and has no targets."""
     ids, targets = (torch.from_numpy(row) for row in text)
     padding = (0, longest - len(ids))
     document_ids = F.pad(torch.zeros_like(ids), padding, value=1)

@@ -1,4 +1,4 @@
-"""Loading any model: a run, a checkpoint, or a folder of any format that is read here; for scoring, others too."""
+"""Loading models: runs, checkpoints, and folders of all supported formats."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ACCEPTED = "a .ckpt file, the folder of a run, or of a DCFormer, DCPythia, Pythi
 
 
 class LoadedModel(NamedTuple):
-    """A decoder, in evaluation mode, and its tokenizer. `load_scored` may give a `ScoredModel` in its place."""
+    """A decoder in evaluation mode, or a `ScoredModel` of `load_scored`, and its tokenizer."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -37,14 +37,13 @@ def load_model(
     """Load a decoder and its tokenizer.
 
     Args:
-        checkpoint: A `.ckpt` file or run folder of `dclm fit`, or a folder that `load_pretrained` takes.
-        tokenizer: As `open_tokenizer` takes it; None takes the one in the checkpoint or folder.
-        dtype: Dtype of the parameters; None keeps theirs.
-        device: Where to put them.
+        checkpoint: A `.ckpt` file or run of `dclm fit`, or a folder for `load_pretrained`.
+        tokenizer: As in `open_tokenizer`; None for the tokenizer of the checkpoint or folder.
+        dtype: Dtype of the parameters; None to keep it.
+        device: Device of the model.
 
     Raises:
-        UserError: If there is none, it is of another format, the tokenizer has more tokens than the model, or the
-            device cannot be used.
+        UserError: If it cannot be loaded, the tokenizer has more tokens than the model, or the device cannot be used.
     """
     return _with_tokenizer(*_load(checkpoint, dtype), checkpoint, tokenizer, device)
 
@@ -56,10 +55,10 @@ def load_scored(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LoadedModel:
-    """Load what `load_model` loads, and folders of any other causal model through `transformers`, for scoring alone.
+    """Like `load_model`, but also load folders of other causal models by `transformers`, for scoring only.
 
     Raises:
-        UserError: As `load_model`, or if `transformers` is needed and not installed.
+        UserError: As in `load_model`, or if `transformers` is required and not installed.
     """
     folder = Path(checkpoint)
     with as_user_error():
@@ -69,7 +68,7 @@ def load_scored(
     try:
         from .huggingface.hf_scorer import ScoredModel
     except ModuleNotFoundError as error:
-        raise UserError(f'{folder} needs transformers: pip install "dcmha[huggingface]" ({error})') from error
+        raise UserError(f'{folder} requires transformers: pip install "dcmha[huggingface]" ({error})') from error
     return _with_tokenizer(ScoredModel(folder, dtype), partial(_tokenizer_in, folder), checkpoint, tokenizer, device)
 
 
@@ -84,7 +83,7 @@ def _with_tokenizer(
     if words.vocab_size > decoder.config.vocab_size:
         raise UserError(
             f"the tokenizer {tokenizer or 'of ' + str(checkpoint)} has {words.vocab_size} tokens and the model "
-            f"{decoder.config.vocab_size} rows: it is of another model."
+            f"{decoder.config.vocab_size} rows: it belongs to a different model."
         )
     with as_user_error(f"device={str(device)!r} cannot be used"):
         decoder.to(check_device(device))
@@ -92,7 +91,7 @@ def _with_tokenizer(
 
 
 def load_config(checkpoint: str | Path) -> DecoderConfig:
-    """Read the configuration of a decoder, without its weights; arguments and errors as of `load_model`."""
+    """Read the configuration of a decoder, without its weights; arguments and errors as in `load_model`."""
     if (Path(checkpoint) / "config.json").is_file():
         with as_user_error():
             return read_config(Path(checkpoint))
@@ -103,13 +102,13 @@ def load_config(checkpoint: str | Path) -> DecoderConfig:
 def _config_of(content: dict, path: Path) -> DecoderConfig:
     hp = content.get("hyper_parameters", {})
     if not {"model", "vocab_size", "context_length", "overrides"} <= hp.keys():
-        raise UserError(f"{path} is no checkpoint of dclm.")
+        raise UserError(f"{path} is not a checkpoint of dclm.")
     with as_user_error(f"{path} does not hold the weights of the model that it names"):
         return build_config(hp["model"], hp["vocab_size"], hp["context_length"], hp["overrides"] or {})
 
 
 def load_tokenizer(checkpoint: str | Path) -> Tokenizer | None:
-    """Read the tokenizer that lies with a model, without its weights; None if there is none."""
+    """Read the tokenizer of a model, without its weights; None if there is none."""
     if (Path(checkpoint) / "config.json").is_file():
         has_one = (Path(checkpoint) / "tokenizer.json").is_file()
         return _tokenizer_in(Path(checkpoint)) if has_one else None
@@ -119,12 +118,12 @@ def load_tokenizer(checkpoint: str | Path) -> Tokenizer | None:
 
 
 def load_decoder(checkpoint: str | Path, dtype: torch.dtype | None = None) -> Decoder:
-    """Load a decoder alone; arguments and errors as of `load_model`."""
+    """Load a decoder without a tokenizer; arguments and errors as in `load_model`."""
     return _load(checkpoint, dtype)[0].eval()
 
 
 def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, Callable[[], Tokenizer]]:
-    """Load a decoder, and tell how to make the tokenizer that lies with it."""
+    """Load a decoder, and return a function that loads its tokenizer."""
     if (Path(checkpoint) / "config.json").is_file():
         with as_user_error():
             return load_pretrained(checkpoint, dtype), partial(_tokenizer_in, Path(checkpoint))
@@ -134,18 +133,18 @@ def _load(checkpoint: str | Path, dtype: torch.dtype | None) -> tuple[Decoder, C
     content = load_checkpoint(path)
     config, data = _config_of(content, path), content.get("TokenDataModule", {})
     if "state_dict" not in content:
-        raise UserError(f"{path} is no checkpoint of dclm: it holds no weights.")
+        raise UserError(f"{path} is not a checkpoint of dclm: it has no weights.")
     weights = {k.removeprefix("model."): w for k, w in content["state_dict"].items() if k.startswith("model.")}
     with as_user_error(f"{path} does not hold the weights of the model that it names"):
-        decoder = Decoder(config, device="meta")  # nothing is allocated before shapes are compared
+        decoder = Decoder(config, device="meta")  # no allocation before shapes are compared
         decoder.load_state_dict(weights, assign=True)
     return decoder.to(dtype), partial(_tokenizer_of, data, path)
 
 
 def _tokenizer_of(data: dict, path: Path) -> Tokenizer:
     if "tokenizer" not in data:
-        raise UserError(f"{path} was not trained on tokens of dclm and holds no tokenizer; name one.")
-    with as_user_error(f"the tokenizer in {path} cannot be read"):
+        raise UserError(f"{path} has no tokenizer; set one.")
+    with as_user_error(f"cannot read the tokenizer in {path}"):
         return tokenizer_from_spec(data["tokenizer"], data.get("eos"))
 
 
@@ -153,14 +152,14 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            f"no tokenizer: {path} does not exist. Name one with --tokenizer where it is an option ({BYTES!r}, a "
-            "tokenizer.json, a hub name), or put it there."
+            f"no tokenizer: {path} does not exist. Set --tokenizer if it is an option ({BYTES!r}, a tokenizer.json, "
+            "a hub name), or add the file."
         )
     return open_tokenizer(str(path), _end_token(folder))
 
 
 def _end_token(folder: Path) -> str | None:
-    """Read which token ends a text, where the folder says it."""
+    """Read the end-of-text token of a folder; None if unknown."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None
@@ -168,5 +167,5 @@ def _end_token(folder: Path) -> str | None:
         token = json.loads(path.read_text()).get("eos_token")
         token = token["content"] if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
-            raise UserError(f"{path} is damaged: eos_token={token!r} is no text.")
+            raise UserError(f"{path} is damaged: eos_token={token!r} is not a string.")
     return token

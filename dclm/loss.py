@@ -1,4 +1,4 @@
-"""Cross-entropy straight from hidden states, a chunk of tokens at a time."""
+"""Cross-entropy computed from hidden states in chunks of tokens."""
 
 # B batch, T tokens, C model width, V vocabulary, M tokens in a row
 
@@ -16,24 +16,24 @@ from dcmha.functional import autocast_dtype
 from dctrain.distributed.tensor_parallel import copy_to_ranks
 
 IGNORED = -100
-CHUNK_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32
+CHUNK_LOGITS = 2**27  # logits per chunk: 512 MiB in float32
 
 
 def token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
-    """Average the cross-entropy of the targets, without ever holding all logits.
+    """Compute the mean cross-entropy of the targets without storing all logits.
 
-    Logits of a chunk are made, used and dropped, and made again in the backward pass. They, the softmax and sums are of
-    max(dtype, float32): rounded to 16 bits they add noise of 0.01 nats a token (`benchmarks/results/logits.json`).
+    Logits of a chunk are recomputed in the backward pass. Logits, softmax and sums are in max(dtype, float32): in 16
+    bits they would add noise of 0.01 nats per token (`benchmarks/results/logits.json`).
 
     Args:
         hidden: Final hidden states [B, T, C].
-        output: Output embedding [V, C]; if it is split over ranks (a DTensor), so are the logits, and what calls this
-            and differentiates it does so within `torch.distributed.tensor.parallel.loss_parallel`.
-        targets: Token ids [B, T]; -100 does not count.
-        chunk_logits: Logits held at once, about.
+        output: Output embedding [V, C]. If it is a DTensor split over ranks, so are the logits, and forward and
+            backward must run within `torch.distributed.tensor.parallel.loss_parallel`.
+        targets: Token ids [B, T]; -100 is ignored.
+        chunk_logits: Approximate number of logits per chunk.
 
     Returns:
-        Mean over the targets that count, a scalar; 0 if none does.
+        Mean over the targets, a scalar; 0 if all are ignored.
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     size = max(1, chunk_logits // output.shape[0])
@@ -48,11 +48,11 @@ def token_loss(hidden: Tensor, output: Tensor, targets: Tensor, *, chunk_logits:
 
 
 class Likelihood(NamedTuple):
-    """What the model makes of some tokens, M of them.
+    """Likelihood of M tokens.
 
     Attributes:
-        log_likelihoods: Of each token, in nats: [M] of max(dtype, float32).
-        is_greedy: Whether each token is the likeliest: [M] bool.
+        log_likelihoods: Log-likelihood of each token in nats [M], in max(dtype, float32).
+        is_greedy: Whether each token is the most likely one [M], bool.
     """
 
     log_likelihoods: Tensor
@@ -61,7 +61,7 @@ class Likelihood(NamedTuple):
 
 @torch.no_grad()
 def score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> Likelihood:
-    """Score tokens one by one, without ever holding all logits, which are of max(dtype, float32).
+    """Compute the likelihood of each token without storing all logits, which are in max(dtype, float32).
 
     Args:
         hidden: Final hidden states [M, C].
@@ -79,14 +79,14 @@ def score_targets(hidden: Tensor, output: Tensor, targets: Tensor) -> Likelihood
 
 
 def score_logits(logits: Tensor, targets: Tensor) -> Likelihood:
-    """Score tokens [M] by their logits [M, V], in max(dtype, float32)."""
+    """Compute the likelihood of tokens [M] from logits [M, V], in max(dtype, float32)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     of_targets = logits.gather(1, targets[:, None]).squeeze(1)
     return Likelihood(of_targets - logits.logsumexp(1), logits.argmax(1) == targets)
 
 
 def _as_computed(hidden: Tensor, output: Tensor) -> tuple[Tensor, Tensor, "_SplitVocabulary | None"]:
-    """Take this rank's part of a split output, and the dtype of autocast."""
+    """Return this rank's part of a split output layer, in the autocast dtype."""
     split = None
     if isinstance(output, DTensor):
         split = _SplitVocabulary(output.device_mesh, output.shape[0])
@@ -96,20 +96,20 @@ def _as_computed(hidden: Tensor, output: Tensor) -> tuple[Tensor, Tensor, "_Spli
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Keep autocast, where it is on, from rounding logits."""
+    """Disable autocast, which would round logits."""
     if autocast_dtype(x.device.type) is None:
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 class _SplitVocabulary(NamedTuple):
-    """Ranks of which each has the logits of a part of the vocabulary."""
+    """Mesh of ranks that each have the logits of a part of the vocabulary."""
 
     mesh: DeviceMesh
     size: int
 
     def joined(self, logits: Tensor) -> DTensor:
-        """Tell of a rank's logits [M, ...] that they are a part of [M, V]."""
+        """Convert a rank's logits [M, ...] to a DTensor [M, V]."""
         shape = torch.Size((len(logits), self.size))
         return DTensor.from_local(logits, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(self.size, 1))
 
@@ -123,12 +123,12 @@ def _summed_loss(hidden: Tensor, output: Tensor, targets: Tensor, split: _SplitV
 
 
 def wide_logits(hidden: Tensor, output: Tensor) -> Tensor:
-    """Multiply hidden states [M, C] by an output embedding [V, C]; the logits [M, V] are of max(dtype, float32)."""
+    """Multiply hidden states [M, C] by an output embedding [V, C]; logits [M, V] in max(dtype, float32)."""
     return _WideProduct.apply(hidden, output) if hidden.dtype.itemsize < 4 else F.linear(hidden, output)
 
 
 class _WideProduct(torch.autograd.Function):
-    """a @ b.T of 16-bit matrices in float32; the usual product rounds to 16 bits."""
+    """a @ b.T of 16-bit matrices with a float32 result; the usual product rounds to 16 bits."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Sampling of the next token from logits."""
 
 # B batch, V vocabulary
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from dcmha.checks import check_integers
 
-MAX_TEMPERATURE = 1e38  # what float32 holds
-SMALLEST = 2.0**-149  # the smallest float32 above 0: what is less would be 0
+MAX_TEMPERATURE = 1e38  # range of float32
+SMALLEST = 2.0**-149  # smallest positive float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose.
+    """Sampling settings.
 
     Attributes:
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Choose among the k likeliest (and what ties with them); None for all.
-        top_p: Choose among the likeliest whose probabilities first sum to p; None for all.
+        temperature: Divides the logits; 0 for greedy decoding.
+        top_k: Sample among the top k tokens (including ties); None for all.
+        top_p: Nucleus sampling: smallest set of top tokens whose probabilities sum to p; None for all.
 
     Raises:
         ValueError: If a value is out of range.
@@ -40,13 +40,13 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p!r} must be in (0, 1], or None.")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Choose a token [B] for each row of logits [B, V]."""
+        """Sample a token [B] for each row of logits [B, V]."""
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distribution [B, V] that is sampled, for a temperature above 0."""
+        """Return the sampling distribution [B, V], for a temperature above 0."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, SMALLEST)
         if self.top_k is not None and self.top_k < logits.shape[-1]:

@@ -1,4 +1,4 @@
-"""The text of a row that is being generated, as its tokens come, up to what ends it."""
+"""Detection of stop strings in streamed text."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from .data.tokenizers import Tokenizer
 
 
 class StopStringBuffer:
-    """Turns tokens, one after the other, into text; holds back what may be the beginning of a stop string.
+    """Converts a stream of tokens to text; withholds text that may be the start of a stop string.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         stop_tokens: Tokens that end the text.
-        stop_strings: Texts that end it, wherever among the tokens they begin and end.
+        stop_strings: Strings that end the text, independent of token boundaries.
 
     Attributes:
-        is_ended: Whether one of them has come; nothing is added after it.
+        is_ended: Whether the text has ended.
 
     Raises:
         ValueError: If a stop string is empty.
@@ -22,13 +22,13 @@ class StopStringBuffer:
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
         if isinstance(stop_strings, str) or not all(isinstance(text, str) and text for text in stop_strings):
-            raise ValueError(f"stop_strings={stop_strings!r}; expected a sequence of texts that are not empty.")
+            raise ValueError(f"stop_strings={stop_strings!r}; expected a sequence of strings that are not empty.")
         self._write, self._held = tokenizer.stream(), ""
         self._stop_tokens, self._stop_strings = set(stop_tokens), tuple(stop_strings)
         self.is_ended = False
 
     def add(self, token: int) -> str:
-        """Return the text that is certain since this token."""
+        """Add a token, and return new text that is final."""
         if self.is_ended:
             return ""
         if token in self._stop_tokens:
@@ -42,12 +42,12 @@ class StopStringBuffer:
         return text[:certain]
 
     def rest(self) -> str:
-        """Return what was held back; no token comes after it."""
+        """Return the withheld text, at the end of the stream."""
         text, self._held = self._held, ""
         return text
 
     def _length_withheld(self, text: str) -> int:
-        """Count the characters at the end that a stop string may begin with."""
+        """Length of the longest suffix that is the start of a stop string."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop_strings):

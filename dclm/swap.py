@@ -1,4 +1,4 @@
-"""swap_attention: composition for a decoder that was trained without (paper, section 4.3, adaptation)."""
+"""swap_attention: add composition to a trained plain decoder (paper, section 4.3, adaptation)."""
 
 from dataclasses import replace
 
@@ -11,32 +11,32 @@ OPTIONS = (*COMPOSE_OPTIONS, "windows", "impl")
 
 
 def swap_attention(decoder: Decoder, **options) -> Decoder:
-    """Make a decoder with composed attention out of a plain one: the same weights, and compose weights drawn anew.
+    """Create a decoder with composed attention from a plain one, with the same weights and new compose weights.
 
-    What is drawn is small, so that the new decoder begins near the old one. To train it: `dclm fit --init FOLDER` with
-    a composed model, or these options in `model.overrides`.
+    The compose weights are initialized near the identity, so that the new decoder is close to the old one. To train it,
+    use `dclm fit --init FOLDER` with a composed model, or with these options in `model.overrides`.
 
     Args:
-        decoder: A decoder without composition; stays as it is.
-        **options: Fields of `ComposeOptions`; `windows` and `impl` as in `DecoderConfig`. By default scores and weights
-            are composed, as in the paper.
+        decoder: A decoder without composition; not modified.
+        **options: Fields of `ComposeOptions`; `windows` and `impl` as in `DecoderConfig`. By default both scores and
+            weights are composed, as in the paper.
 
     Returns:
-        A decoder of the same dtype and device, in the same mode; weights that were frozen stay so.
+        A decoder with the same dtype, device and mode; frozen weights stay frozen.
 
     Raises:
-        TypeError: If `decoder` is no `Decoder`.
-        ValueError: If the decoder is composed already, or an option is unknown or out of range.
+        TypeError: If `decoder` is not a `Decoder`.
+        ValueError: If the decoder is already composed, or an option is unknown or out of range.
     """
     check_module(Decoder, decoder=decoder)
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise ValueError(f"unknown options {unknown}; expected {', '.join(OPTIONS)}.")
     if decoder.config.is_composed:
-        raise ValueError("the decoder is composed already; expected a plain one.")
+        raise ValueError("the decoder is already composed; expected a plain one.")
     config = replace(decoder.config, **{"pre_compose": True, "post_compose": True} | options)
     if not config.is_composed:
-        raise ValueError("pre_compose=False and post_compose=False compose nothing; expected at least one of them.")
+        raise ValueError("pre_compose=False and post_compose=False: expected at least one of them to be True.")
     weight = decoder.output.weight
     swapped = Decoder(config, device=weight.device, dtype=weight.dtype)
     swapped.load_state_dict(decoder.state_dict(), strict=False)

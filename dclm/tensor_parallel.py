@@ -1,4 +1,4 @@
-"""How a decoder is split over ranks: attention by head groups, the MLP by hidden channels, embeddings by vocabulary."""
+"""Tensor parallelism of a decoder: attention split by head groups, MLP by hidden channels, embeddings by vocabulary."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -12,26 +12,27 @@ from .decoder import Decoder
 
 
 def split_decoder(decoder: Decoder, rank: int, ranks: int) -> TensorParallelPlan:
-    """Tell a decoder to compute the share of a rank, in place.
+    """Change a decoder in place to compute the share of a rank.
 
     Args:
         decoder: The decoder.
-        rank: Which rank.
-        ranks: Of so many.
+        rank: Index of the rank.
+        ranks: Number of ranks.
 
     Returns:
         How its parameters are split.
 
     Raises:
-        ValueError: If head groups, hidden channels, their groups or the vocabulary do not split, or layers look at a
-            context.
+        ValueError: If head groups, hidden channels, their groups or the vocabulary are not divisible, or the decoder
+            has
+        cross-attention.
     """
     vocab_size = decoder.config.vocab_size
     first, end = RankShare(ranks - 1, ranks).of(vocab_size)
     if decoder.config.cross_layers:
-        raise ValueError("cross_layers cannot be split; expected a decoder that looks at no context.")
+        raise ValueError("cross_layers cannot be split; expected a decoder without cross-attention.")
     if first == end:
-        raise ValueError(f"vocab_size={vocab_size} leaves nothing to the last of {ranks} ranks.")
+        raise ValueError(f"vocab_size={vocab_size} leaves no rows for the last of {ranks} ranks.")
     splits = {"embed.weight": ShardedDim(0), "output.weight": ShardedDim(0)}
     styles = {
         "embed": RowwiseParallel(input_layouts=Replicate()),

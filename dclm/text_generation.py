@@ -1,4 +1,4 @@
-"""Text in, text out: a model with its tokenizer continues texts."""
+"""Text generation with a model and its tokenizer."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ def continue_text(
     seed: int | None = None,
     compile: bool = False,
 ) -> Iterator[list[str]]:
-    """Yield, step by step, the text that each prompt's continuation grows by; "" for rows that have ended.
+    """Yield the new text of each prompt's continuation per step; "" for finished rows.
 
-    A row ends before the end token, or before the first of the stop strings.
+    A row ends before the end token, or before the first stop string.
 
     Raises:
-        UserError: At once, if a prompt is empty or does not fit the model, or a stop string is empty.
+        UserError: Immediately, if a prompt is empty or invalid for the model, or a stop string is empty.
     """
     with as_user_error("a prompt"):
         rows = tokenizer.encode(prompts)
@@ -43,7 +43,9 @@ def continue_text(
         texts = [StopStringBuffer(tokenizer, stops, stop_strings) for _ in prompts]
     longest = max(map(len, ids))
     if longest > decoder.config.context_length:
-        said = f"note: a prompt of {longest} tokens is longer than the {decoder.config.context_length} of training"
+        said = (
+            f"note: a prompt of {longest} tokens is longer than the training context of {decoder.config.context_length}"
+        )
         print(said, file=sys.stderr, flush=True)
     grown: list[list[str]] = []
 
@@ -59,7 +61,7 @@ def continue_text(
 def _written(
     steps: Iterator[tuple[Tensor, Tensor]], texts: list[StopStringBuffer], grown: list[list[str]]
 ) -> Iterator[list[str]]:
-    """Run the steps; hand on the text that each brought, and at the end what was held back."""
+    """Run the steps; yield the text of each, and at the end the withheld text."""
     while True:
         with as_user_error(of=ValueError):
             step = next(steps, None)

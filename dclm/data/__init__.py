@@ -1,4 +1,4 @@
-"""Data for language models: texts, tokenizers, token files, and the LightningDataModule that joins them."""
+"""Data for language models: texts, tokenizers, token files, and the LightningDataModule."""
 
 from typing import TYPE_CHECKING
 

@@ -18,11 +18,11 @@ from .token_files import Corpus
 from .tokenizers import BYTES, ByteTokenizer, Tokenizer, open_tokenizer, tokenizer_from_spec
 
 STDLIB = "stdlib"
-EVALUATION_SEED = 0  # of masks, whatever the run's seed
+EVALUATION_SEED = 0  # seed of masks, independent of the run's seed
 
 
 def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | TaskStream:
-    """Open what `tokens` and `tokenizer` of `TokenDataModule` name.
+    """Open the corpus given by `tokens` and `tokenizer` of `TokenDataModule`.
 
     Raises:
         UserError: If it cannot be opened.
@@ -33,14 +33,14 @@ def open_corpus(tokens: str, tokenizer: str | None) -> Corpus | IndexedCorpus | 
     if not tokens.startswith(PREFIX):
         return Corpus(stdlib_corpus() if tokens == STDLIB else tokens)
     if tokenizer is None:
-        raise UserError(f"{tokens} does not say what made its tokens; data.tokenizer must.")
+        raise UserError(f"{tokens} has no tokenizer; data.tokenizer is required.")
     return IndexedCorpus(tokens.removeprefix(PREFIX), open_tokenizer(tokenizer))
 
 
 def embedding_rows(
     tokens: str, tokenizer: str | None, vocab_size: int | None, vocab_multiple: int, mask_fraction: float | None
 ) -> int:
-    """Tell how many rows the embeddings have: `vocab_size`, or as many as tokenizer and mask need, rounded up.
+    """Return the number of embedding rows: `vocab_size`, or the size needed by tokenizer and mask, rounded up.
 
     Raises:
         UserError: If a number is out of range, both are given, or the corpus cannot be opened.
@@ -59,41 +59,40 @@ def embedding_rows(
 class TokenDataModule(ResumableDataModule):
     """Sequences of T tokens from a prepared corpus.
 
-    Samples: the training tokens in a row, cut every T tokens; a document may go on in another sample.
+    Samples: the concatenated training tokens, split every T tokens; a document may continue in another sample.
 
-    Splitting: every rank takes its slice of one global order, so the trainer must not add a distributed sampler
+    Ranks: every rank takes its slice of one global order, so the trainer must not add a distributed sampler
     (`use_distributed_sampler: false`, which the command line sets).
 
-    Epoch: every sample once, in an order that depends on (seed, epoch) alone; what is less than one global batch at
-    the end is left out. Evaluation sees the first `val_tokens` tokens of the split "val" once; padding that evens out
-    the ranks has targets -100.
+    Epoch: every sample once, in an order that is a function of (seed, epoch); an incomplete global batch at the end is
+    dropped. Evaluation uses the first `val_tokens` tokens of the split "val" once; padding samples have targets -100.
 
-    Objective: the next token; with `mask_fraction`, tokens that are hidden (`dclm.data.masking.Masking`), others each
-    epoch, in an evaluation always the same. The mask is the first id beyond the tokenizer's.
+    Objective: the next token; with `mask_fraction`, masked tokens (`dclm.data.masking.Masking`), different ones in each
+    epoch, always the same in evaluation. The mask token is the first id after the tokenizer's.
 
-    Resume: training goes on at the very next sample, also on another number of ranks or another batch size.
+    Resume: training continues with the next sample, also with a different number of ranks or batch size.
 
     Args:
-        tokens: Folder that `dclm tokens` made; "stdlib": the Python sources of the standard library;
-            "idxmap:PREFIX": tokens in Megatron's indexed format, all for training; or "tasks": the synthetic tasks of
-            `dclm.synthetic_tasks`, drawn without end, of which the answers alone count.
-        validation: Where validation tokens come from, likewise: a folder's split "val", or all of an "idxmap:PREFIX".
-            None for those of `tokens`, if it is a folder.
-        tokenizer: That made an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders say it themselves.
-        vocab_size: Ids must lie below it; at least the tokenizer's own (and the mask), and that if None.
-        context_length: Tokens T of a sequence.
-        batch_size: Sequences of one rank in a step.
-        num_workers: Loader processes of a rank; 0 loads in the main process, which suffices for memory-mapped tokens.
+        tokens: Folder written by `dclm tokens`; "stdlib": the Python sources of the standard library;
+            "idxmap:PREFIX": tokens in Megatron's indexed format, all for training; or "tasks": generated synthetic
+            tasks (`dclm.synthetic_tasks`), of which only the answers are targets.
+        validation: Validation tokens: the split "val" of a folder, or all of an "idxmap:PREFIX". None for those of
+            `tokens`, if it is a folder.
+        tokenizer: Tokenizer of an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders contain theirs.
+        vocab_size: Upper limit of ids; at least the tokenizer's size (plus the mask token), the default.
+        context_length: Tokens T per sequence.
+        batch_size: Sequences per rank and step.
+        num_workers: Loader workers per rank; 0 loads in the main process, which is sufficient for memory-mapped tokens.
         seed: Seed of the order.
         val_tokens: Tokens of an evaluation; None for all.
-        separate_documents: Tell the model where documents end, so that it attends within each alone.
-        vocab_multiple: With `vocab_size` None, the tokenizer's own is rounded up to a multiple of this.
-        mask_fraction: Share of the tokens that a model of `is_causal: false` is asked for, such as 0.15; None asks for
-            the next token everywhere.
-        mask_span: Mean length of what is masked together, 1 to 5; 3.8 is SpanBERT's.
+        separate_documents: Restrict attention to each document.
+        vocab_multiple: If `vocab_size` is None, the tokenizer's size is rounded up to a multiple of this.
+        mask_fraction: Fraction of masked tokens for models with `is_causal: false`, such as 0.15; None for next-token
+            prediction.
+        mask_span: Mean length of masked spans, 1 to 5; 3.8 in SpanBERT.
 
     Raises:
-        UserError: If the corpus cannot be opened or does not fit the other arguments.
+        UserError: If the corpus cannot be opened or does not match the other arguments.
     """
 
     def __init__(
@@ -120,13 +119,13 @@ class TokenDataModule(ResumableDataModule):
         if mask_fraction is not None:
             check_masking(mask_fraction, mask_span)
         elif mask_span != 1:
-            raise UserError(f"{mask_span=} without mask_fraction: the next token is asked for, and nothing masked.")
+            raise UserError(f"{mask_span=} requires mask_fraction.")
         self.tokens, self.context_length = tokens, context_length
         self.mask_fraction, self.mask_span = mask_fraction, mask_span
         self.vocab_size = embedding_rows(tokens, tokenizer, vocab_size, vocab_multiple, mask_fraction)
         sources = [str(one) for one in (tokens, validation) if one is not None]
         if tokenizer is not None and tokens != TASKS and not any(one.startswith(PREFIX) for one in sources):
-            raise UserError(f"data.tokenizer={tokenizer!r}: data.tokens={tokens!r} brings its own; leave it out.")
+            raise UserError(f"data.tokenizer={tokenizer!r}: data.tokens={tokens!r} has its own tokenizer; remove it.")
         self.val_tokens, self.separate_documents = val_tokens, separate_documents
         self.validation, self.tokenizer = validation, tokenizer
         self.corpus: Corpus | IndexedCorpus | TaskStream | None = None
@@ -135,30 +134,30 @@ class TokenDataModule(ResumableDataModule):
         self.val_samples: TokenSamples | TaskTexts | None = None
         if tokens == TASKS and (val_tokens is None or validation or tokenizer or separate_documents or mask_fraction):
             raise UserError(
-                f"data.tokens={TASKS} takes a finite data.val_tokens, and no validation, tokenizer, "
+                f"data.tokens={TASKS} requires a finite data.val_tokens, and no validation, tokenizer, "
                 "separate_documents, mask_fraction."
             )
 
     def prepare_data(self) -> None:
-        """Make the built-in corpus, once per machine."""
+        """Prepare the built-in corpus, once per machine."""
         if STDLIB in (self.tokens, self.validation):
             stdlib_corpus()
 
     def setup(self, stage: str) -> None:
-        """Open the corpus and check that it fits."""
+        """Open the corpus and check it."""
         self.check_trainer()
         self.corpus = self.val_corpus = open_corpus(self.tokens, self.tokenizer)
         if self.validation is not None:
             self.val_corpus = open_corpus(self.validation, self.tokenizer)
             self._check_validation()
         elif isinstance(self.corpus, IndexedCorpus):
-            raise UserError(f"data.tokens={self.tokens} is for training alone; data.validation must name other tokens.")
-        self.corpus.tokenizer()  # so that a checkpoint can keep it
+            raise UserError(f"data.tokens={self.tokens} is used for training only; data.validation is required.")
+        self.corpus.tokenizer()  # loaded now, because checkpoints contain it
         mask = 0 if self.mask_fraction is None else 1
         if self.corpus.vocab_size + mask > self.vocab_size:
             raise UserError(
                 f"the corpus {self.corpus.folder} has a vocabulary of {self.corpus.vocab_size + mask}"
-                f"{', a mask among it' * mask}; data.vocab_size={self.vocab_size} must be at least that."
+                f"{' including a mask token' * mask}; data.vocab_size={self.vocab_size} must be at least that."
             )
         if stage == "fit":
             self.train_samples = self._open(self.corpus, "train")
@@ -169,7 +168,7 @@ class TokenDataModule(ResumableDataModule):
         ours, theirs = self.corpus.tokenizer().spec, self.val_corpus.tokenizer().spec
         if ours != theirs:
             raise UserError(
-                f"data.validation={self.validation} is of another tokenizer than data.tokens={self.tokens}."
+                f"data.validation={self.validation} and data.tokens={self.tokens} have different tokenizers."
             )
 
     def _open(self, corpus: Corpus | IndexedCorpus | TaskStream, split: str) -> TokenSamples | TaskTexts:
@@ -179,14 +178,14 @@ class TokenDataModule(ResumableDataModule):
         limit = self.vocab_size if masking is None else masking.mask_id
         if row.max_token >= limit:
             raise UserError(
-                f"{row.name} holds token {row.max_token}; expected 0 to {limit - 1} "
+                f"{row.name} has token {row.max_token}; expected 0 to {limit - 1} "
                 f"(data.vocab_size={self.vocab_size}{'' if masking is None else ', and the mask'})."
             )
         mask_seed = self.seed if split == "train" else EVALUATION_SEED
         samples = TokenSamples(row, self.context_length, limit, self.separate_documents, masking, mask_seed)
         if len(samples) < 1:
             raise UserError(
-                f"{row.name} holds {len(row)} tokens; a sequence takes {self.context_length} and one more "
+                f"{row.name} has {len(row)} tokens; a sequence needs {self.context_length} and one more "
                 f"(data.context_length={self.context_length})."
             )
         return samples
@@ -197,23 +196,23 @@ class TokenDataModule(ResumableDataModule):
         return Masking(self.mask_fraction, self.mask_span, corpus.vocab_size, (corpus.tokenizer().eos_id,))
 
     def count_samples(self) -> int:
-        """Count the sequences of the training split, which is opened."""
+        """Count the sequences of the training split."""
         return len(self._open(open_corpus(self.tokens, self.tokenizer), "train"))
 
     @property
     def num_samples(self) -> int:
-        """Sequences of the training split."""
+        """Number of sequences in the training split."""
         return len(self.train_samples)
 
     def fixed(self) -> dict[str, object]:
-        """Tell what cannot change in the middle of a run: the tokens and how they are masked and cut, too."""
+        """Settings that cannot change when a run is resumed, including tokens, masking and context length."""
         names = ("mask_fraction", "mask_span", "separate_documents")
         corpus = self.corpus.identity if isinstance(self.corpus, Corpus) else None
         return super().fixed() | {name: getattr(self, name) for name in names} | {"corpus": corpus}
 
     @property
     def num_val_samples(self) -> int:
-        """Sequences of an evaluation."""
+        """Number of sequences in an evaluation."""
         count = len(self.val_samples)
         return count if self.val_tokens is None else min(count, -(-self.val_tokens // self.context_length))
 
@@ -221,8 +220,8 @@ class TokenDataModule(ResumableDataModule):
     def bytes_per_token(self) -> float | None:
         """Bytes of source text per token of an evaluation, for bits per byte; end tokens have none.
 
-        None for tasks and masked tokens, of which not all count. Byte tokens say it themselves. Of a corpus of before
-        documents were counted, the decoded text counts.
+        None for tasks and masked tokens, whose targets are a subset. For old corpora without document lengths the
+        decoded text is counted.
         """
         if isinstance(self.val_samples, TaskTexts) or self.mask_fraction is not None:
             return None
@@ -232,24 +231,26 @@ class TokenDataModule(ResumableDataModule):
         return (tokenizer.num_bytes(row[1 : count + 1]) if by_documents is None else by_documents) / count
 
     def train_dataloader(self) -> DataLoader:
-        """Make the training loader, from the position that training has reached."""
+        """Create the training loader, starting at the current position."""
         return self.make_loader(self.train_samples, self.train_batches([self.num_samples]), collate)
 
     def val_dataloader(self) -> DataLoader:
-        """Make the evaluation loader."""
+        """Create the evaluation loader."""
         return self.make_loader(self.val_samples, self.eval_batches(self.num_val_samples), collate)
 
     test_dataloader = val_dataloader
 
     def state_dict(self) -> dict:
-        """Save the position in the training data, and the tokenizer, so that a checkpoint can generate by itself."""
+        """Save the position in the training data, and the tokenizer, so that checkpoints are sufficient for
+        generation.
+        """
         return super().state_dict() | {"tokenizer": self.corpus.tokenizer().spec, "eos": self.corpus.eos}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over the position of a checkpoint.
+        """Restore the position of a checkpoint.
 
         Raises:
-            UserError: If it is none, or the data are of another tokenizer than the checkpoint's.
+            UserError: If it is invalid, or the tokenizers of data and checkpoint differ.
         """
         if "tokenizer" in state_dict and self.corpus is not None:
             with as_user_error("the tokenizer of the checkpoint cannot be read"):
@@ -259,7 +260,7 @@ class TokenDataModule(ResumableDataModule):
 
 
 def check_same_tokenizer(whose: str, theirs: Tokenizer, corpus: Corpus | IndexedCorpus | TaskStream) -> None:
-    """Compare a model's tokenizer with that of the data.
+    """Compare a model's tokenizer with the data's.
 
     Args:
         whose: Name of the model in the message.
@@ -270,4 +271,4 @@ def check_same_tokenizer(whose: str, theirs: Tokenizer, corpus: Corpus | Indexed
         UserError: If the vocabularies differ.
     """
     if not theirs.same_ids(corpus.tokenizer()):
-        raise UserError(f"data.tokens={corpus.folder}: its tokens are of another tokenizer than {whose}'s.")
+        raise UserError(f"data.tokens={corpus.folder}: its tokenizer differs from {whose}'s.")

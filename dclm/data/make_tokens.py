@@ -1,7 +1,7 @@
-"""From texts to token files: `python -m dclm tokens`; an interrupted preparation goes on where it stopped.
+"""Conversion of texts to token files, `python -m dclm tokens`; an interrupted conversion continues.
 
-One process reads and writes; the tokenizer's own threads encode a batch of documents meanwhile. Documents come in the
-order of the inputs and fill segments (a train and a val file); each whole segment is noted.
+One process reads and writes, while the tokenizer's threads encode a batch of documents. Documents are processed in
+order and fill segments (a train and a val file); completed segments are recorded.
 """
 
 import hashlib
@@ -26,26 +26,25 @@ from .texts import SUFFIXES, Document, find_inputs, read_documents
 from .token_files import DTYPES, FORMAT, SPLITS, TOKENIZER, TOKENIZER_DIGEST, Corpus, token_dtype
 from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
 
-BATCH_BYTES = 2**22  # text that the tokenizer's threads share at a time
+BATCH_BYTES = 2**22  # text per batch for the tokenizer's threads
 BPE_SAMPLE_BYTES = 2**27
 VAL_FRACTION, VAL_FRACTION_WITHIN = 0.005, 0.1
 PLAN = "plan.json"
-MAX_PEEKED = 10_000  # documents among which one for validation is looked for
+MAX_PEEKED = 10_000  # maximum documents searched for a validation document
 
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """What decides the content of a corpus, beside its inputs.
+    """Settings that determine the content of a corpus, in addition to its inputs.
 
     Attributes:
         tokenizer: "bytes", "bpe:SIZE" (trained on the inputs), a `tokenizer.json`, or a hub name.
-        eos: Token that ends documents; None takes the tokenizer's usual one.
+        eos: End-of-text token; None for the tokenizer's usual one.
         text_key: Key of the text in JSONL and parquet.
-        val_fraction: Part of the documents, chosen by their content, that becomes the split "val".
-        segment_tokens: Training tokens after which a new file begins.
-        num_val: Inputs, the last ones, all of whose documents become the split "val".
-        is_within: Of every document the last part, `val_fraction` of it, becomes the split "val": there are too few
-            documents to choose among.
+        val_fraction: Fraction of the documents, selected by a hash of their content, for the split "val".
+        segment_tokens: Training tokens per file.
+        num_val: Number of inputs, the last ones, whose documents are all in the split "val".
+        is_within: Whether the split "val" is the last part of every document, because there are too few documents.
     """
 
     tokenizer: str = BYTES
@@ -66,11 +65,11 @@ class CorpusOptions:
         if kind == "bpe" and not (size.isdecimal() and len(size) <= 8):
             raise UserError(f"tokenizer={self.tokenizer!r}; expected bpe:SIZE, such as bpe:16384.")
         if self.tokenizer == BYTES and self.eos is not None:
-            raise UserError(f"eos={self.eos!r} names a token, which bytes have none of; leave it out.")
+            raise UserError(f"eos={self.eos!r} is not supported with bytes; remove it.")
 
 
 class CorpusPosition(NamedTuple):
-    """How far a preparation is: documents taken of input number `file`."""
+    """Position of a preparation: number of documents read from input `file`."""
 
     file: int = 0
     documents: int = 0
@@ -87,47 +86,47 @@ def make_tokens(
     segment_tokens: int = 10**8,
     val: Sequence[str] = (),
 ) -> None:
-    """Turn texts into token files.
+    """Convert texts to token files.
 
     Args:
         inputs: Text files, JSONL, JSONL.zst (the Pile's format), .json.gz (C4's) and parquet, or folders of them.
         out: Folder of the corpus.
         tokenizer: "bytes", "bpe:SIZE" to train one on the inputs, a tokenizer.json, or a hub name.
-        eos: Token that ends a document; by default the tokenizer's usual one.
-        suffix: Files taken from folders.
+        eos: End-of-text token; default: the tokenizer's usual one.
+        suffix: File suffixes used in folders.
         text_key: Key of the text in JSONL and parquet.
-        val_fraction: Part of the documents of `inputs`, chosen by their content, for validation; by default 0.005, or
-            none with `val`. If there are so few documents that none is chosen, it is the last part of each; by default
-            0.1 then.
-        segment_tokens: Training tokens of a file, about.
-        val: Files or folders likewise whose documents are all for validation, such as the Pile's val.jsonl.zst.
+        val_fraction: Fraction of the documents of `inputs`, selected by content, for validation; default: 0.005, or 0
+            with `val`. If no document is selected because there are few, the last part of each document is used;
+            default: 0.1.
+        segment_tokens: Approximate training tokens per file.
+        val: Files or folders whose documents are all for validation, such as the Pile's val.jsonl.zst.
     """
     files = find_inputs([Path(path) for path in inputs], tuple(suffix))
     val_files = find_inputs([Path(path) for path in val], tuple(suffix)) if val else []
     twice = {file.resolve() for file in files} & {file.resolve() for file in val_files}
     if twice:
-        raise UserError(f"{min(twice)} is among both the inputs and val; expected one of the two.")
+        raise UserError(f"{min(twice)} is in both inputs and val; expected one of the two.")
     is_default = val_fraction is None
     if is_default:
         val_fraction = 0.0 if val else VAL_FRACTION
     options = CorpusOptions(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
     if val_fraction and _is_split_within(files, Path(out), options):
         options = replace(options, is_within=True, val_fraction=VAL_FRACTION_WITHIN if is_default else val_fraction)
-        print(f"few documents: the last {options.val_fraction:.1%} of each is for validation")
+        print(f"few documents: the last {options.val_fraction:.1%} of each is used for validation")
     manifest = prepare(files + val_files, Path(out), options)
     counts = ", ".join(f"{count:,} {split} tokens" for split, count in manifest["tokens"].items())
     print(f"{counts}; vocabulary {manifest['vocab_size']}; manifest {Path(out) / 'manifest.json'}")
     if manifest["tokens"]["val"] == 0:
         print("warning: there are no validation tokens; to validate on this corpus, remove it and set --val_fraction")
     if manifest["skipped"]:
-        print(f"left out, for not being UTF-8 (the manifest lists them): {len(manifest['skipped'])} files")
+        print(f"skipped files that are not UTF-8 (listed in the manifest): {len(manifest['skipped'])}")
 
 
 def verify(tokens: str) -> None:
-    """Compare the token files of a corpus with their checksums; two to three seconds for a GB, or the disk's speed.
+    """Verify the checksums of a corpus; takes two to three seconds per GB.
 
     Args:
-        tokens: Folder that dclm tokens made.
+        tokens: Folder written by `dclm tokens`.
     """
     corpus = Corpus(tokens)
     entries = [entry for split in SPLITS for entry in corpus.manifest["splits"].get(split, [])]
@@ -144,32 +143,34 @@ def verify(tokens: str) -> None:
 def prepare(
     files: list[Path], out: Path, options: CorpusOptions, *, progress: bool = True, batch_bytes: int = BATCH_BYTES
 ) -> dict:
-    """Prepare a corpus; again, it changes nothing.
+    """Prepare a corpus; repeating the call changes nothing.
 
     Args:
-        files: Texts, JSONL and JSONL.zst, in an order that stays the same.
+        files: Texts, JSONL and JSONL.zst, in a fixed order.
         out: Folder of the corpus.
-        options: What to make.
-        progress: Show a bar over the bytes read.
-        batch_bytes: Text that the tokenizer's threads share, about.
+        options: Settings of the corpus.
+        progress: Whether to show a progress bar over the bytes read.
+        batch_bytes: Approximate text per batch for the tokenizer's threads.
 
     Returns:
         The manifest.
 
     Raises:
-        UserError: If an input cannot be read, `out` was made from other inputs or options, or another process is at it.
+        UserError: If an input cannot be read, `out` was prepared from different inputs or options, or another process
+            is
+        preparing it.
     """
     inputs = digest_lines(f"{file.resolve()} {file.stat().st_size}" for file in files)
     described = {"inputs": inputs, **asdict(options)}
     for name in ("num_val", "is_within"):
         if not described[name]:
-            del described[name]  # as corpora say that were made before there was such an option
+            del described[name]  # not recorded in corpora from before the option existed
     with preparing(out, described, ("*.bin", "*-documents.npy", "progress.json")) as preparation:
         manifest = preparation.manifest() or _prepare(files, preparation, options, progress, batch_bytes)
     for entry in (entry for entries in manifest["splits"].values() for entry in entries):
         if not (out / entry["file"]).is_file():
             raise UserError(
-                f"{out / entry['file']} is missing; remove {out / 'manifest.json'} to make all files again."
+                f"{out / entry['file']} is missing; remove {out / 'manifest.json'} to write all files again."
             )
     return manifest
 
@@ -182,7 +183,7 @@ def _prepare(
     path = preparation.out / "progress.json"
     notes = {"place": CorpusPosition(), "segments": [], "skipped": []}
     if path.is_file():
-        with as_user_error(f"{path} is damaged; remove the folder to begin anew"):
+        with as_user_error(f"{path} is damaged; remove the folder to start again"):
             notes = json.loads(path.read_text())
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", disable=not progress) as bar:
@@ -200,7 +201,7 @@ def _prepare(
         preparation.forget()
         skipped = len(notes["skipped"])
         unread = f"; {skipped} of {len(files)} files are not UTF-8 text" if skipped else ""
-        raise UserError(f"the inputs hold no training document (val_fraction={options.val_fraction}){unread}.")
+        raise UserError(f"the inputs have no training documents (val_fraction={options.val_fraction}){unread}.")
     manifest = _manifest(notes, tokenizer, options)
     if tokenizer.spec != BYTES:
         manifest[TOKENIZER_DIGEST] = file_digest(preparation.out / TOKENIZER)
@@ -210,7 +211,7 @@ def _prepare(
 
 
 def _make_tokenizer(files: list[Path], preparation: Preparation, options: CorpusOptions) -> Tokenizer:
-    """Open the tokenizer, or train it on documents from the start of every input; keep its JSON beside the tokens."""
+    """Open the tokenizer, or train it on the first documents of every input; write its JSON next to the tokens."""
     path = preparation.out / "tokenizer.json"
     if path.is_file() and preparation.has_begun:
         return tokenizer_from_spec(path.read_text(), options.eos)
@@ -225,7 +226,7 @@ def _make_tokenizer(files: list[Path], preparation: Preparation, options: Corpus
 
 
 def _sample(files: list[Path], options: CorpusOptions) -> Iterator[str]:
-    """Yield training documents for a tokenizer, equally many bytes of every input at most."""
+    """Yield training documents for a tokenizer, with the same maximum number of bytes per input."""
     files = files[: len(files) - options.num_val]
     split = ValidationSplit(options, len(files))
     share = max(1, BPE_SAMPLE_BYTES // len(files))
@@ -243,7 +244,7 @@ def _sample(files: list[Path], options: CorpusOptions) -> Iterator[str]:
 def _read(
     files: list[Path], text_key: str, start: CorpusPosition, advance: Callable[[int], object]
 ) -> Iterator[tuple[CorpusPosition, Document]]:
-    """Read the documents from a place on, each with the place behind it."""
+    """Read the documents from a position on, each with the position after it."""
     advance(sum(file.stat().st_size for file in files[: start.file]))
     for number in range(start.file, len(files)):
         taken = start.documents if number == start.file else 0
@@ -257,18 +258,18 @@ def _read(
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Which parts of documents are for training, and which for validation.
+    """Split of documents into training and validation parts.
 
     Attributes:
-        options: What decides it.
-        num_files: Files of the inputs; those behind them are all for validation.
+        options: Settings of the split.
+        num_files: Number of training inputs; all later inputs are for validation.
     """
 
     options: CorpusOptions
     num_files: int
 
     def parts(self, text: str, file: int) -> list[tuple[str, bool]]:
-        """Return the parts of a document of file number `file`, each with whether it is for validation."""
+        """Return the parts of a document of input `file`, each with whether it is for validation."""
         if file >= self.num_files:
             return [(text, True)]
         if not self.options.is_within:
@@ -278,23 +279,23 @@ class ValidationSplit:
 
 
 def _cut(text: str, count: int) -> int:
-    """Return where the last `count` characters begin, or the line or word before that if half as many more hold it."""
+    """Return the start of the last `count` characters, moved back to a line or word boundary if one is near."""
     position = len(text) - count
     start = max(0, position - count // 2)
     return next((at + 1 for end in "\n " if (at := text.rfind(end, start, position)) >= 0), position)
 
 
 def _is_split_within(files: list[Path], out: Path, options: CorpusOptions) -> bool:
-    """Tell whether documents are split: as was decided before for a corpus that exists, else if none is chosen."""
+    """Whether documents are split within: as recorded for an existing corpus, else if no document is selected."""
     plan = out / PLAN
     if plan.is_file():
-        with suppress(ValueError, AttributeError):  # a damaged plan is refused when it is compared
+        with suppress(ValueError, AttributeError):  # a damaged plan raises an error in a later comparison
             return bool(json.loads(plan.read_text()).get("is_within", False))
     return not _has_val(files, options)
 
 
 def _has_val(files: list[Path], options: CorpusOptions) -> bool:
-    """Return whether a document is chosen for validation; True if there are too many to look at."""
+    """Whether any document is selected for validation; True if there are too many to check."""
     count = 0
     for file in files:
         for document in read_documents(file, options.text_key):
@@ -305,13 +306,13 @@ def _has_val(files: list[Path], options: CorpusOptions) -> bool:
 
 
 class DocumentBatch(NamedTuple):
-    """Documents, or parts of documents; files that are not UTF-8 are listed by number.
+    """A batch of documents or parts of documents.
 
     Attributes:
         texts: The documents.
-        is_val: Of each, whether it is for validation.
-        unreadable: Numbers of files.
-        place: Behind them all.
+        is_val: Whether each is for validation.
+        unreadable: Indices of files that are not UTF-8.
+        place: Position after the batch.
     """
 
     texts: list[str]
@@ -323,7 +324,7 @@ class DocumentBatch(NamedTuple):
 def _batches(
     documents: Iterable[tuple[CorpusPosition, Document]], batch_bytes: int, split: ValidationSplit
 ) -> Iterator[DocumentBatch]:
-    """Gather documents until there is enough for the tokenizer's threads."""
+    """Group documents into batches for the tokenizer's threads."""
     batch, size = DocumentBatch([], [], [], CorpusPosition()), 0
     for place, document in documents:
         if document.text is None:
@@ -342,7 +343,7 @@ def _batches(
 
 
 def _encode(tokenizer: Tokenizer, batches: Iterable[DocumentBatch]) -> Iterator[tuple[DocumentBatch, list[np.ndarray]]]:
-    """Encode each batch while the one before it is written and the one after it is read."""
+    """Encode each batch while the previous one is written and the next one is read."""
     before = None
     with ThreadPoolExecutor(1) as pool:
         for batch in batches:
@@ -362,7 +363,7 @@ def _write(
     options: CorpusOptions,
     notes: dict,
 ) -> None:
-    """Fill segments; note each whole one in `notes` and in `progress.json`."""
+    """Write segments; record each completed one in `notes` and in `progress.json`."""
     segment, skipped = None, []
     try:
         for batch, rows in encoded:
@@ -388,11 +389,11 @@ def _note(segment: "TokenSegment", place: CorpusPosition, skipped: list[str], ou
 
 
 class TokenSegment:
-    """A train and a val file that are being written.
+    """A segment being written: a train and a val file.
 
     Args:
         out: Folder of the corpus.
-        number: Number of the segment.
+        number: Index of the segment.
         tokenizer: The corpus's tokenizer.
     """
 
@@ -406,7 +407,7 @@ class TokenSegment:
         }
         self.hashes = {split: hashlib.sha256() for split in SPLITS}
         self.counts = {split: {"tokens": 0, "bytes": 0, "documents": 0, "max_token": -1} for split in SPLITS}
-        self.val_documents: list[tuple[int, int]] = []  # tokens and bytes of each
+        self.val_documents: list[tuple[int, int]] = []  # tokens and bytes per document
 
     @property
     def num_tokens(self) -> int:
@@ -429,7 +430,7 @@ class TokenSegment:
                 self.val_documents.append((len(ids) + 1, len(text.encode())))
 
     def close(self) -> dict:
-        """Put the files in their places and return their entries of the manifest; empty ones are dropped."""
+        """Finish the files and return their entries for the manifest; empty files are removed."""
         entries = {}
         for split, name in self.names.items():
             file = self.files[split]
@@ -449,15 +450,15 @@ class TokenSegment:
         return entries
 
     def discard(self) -> None:
-        """Remove what was not finished."""
+        """Remove unfinished files."""
         for file in self.files.values():
-            with suppress(OSError):  # a full disk does not take what was still to be written
+            with suppress(OSError):  # flushing fails on a full disk
                 file.close()
             Path(file.name).unlink(missing_ok=True)
 
 
 def _is_val(text: str, fraction: float) -> bool:
-    """Choose by content, so that equal documents lie in one split."""
+    """Select by a hash of the content, so that equal documents are in the same split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 

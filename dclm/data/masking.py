@@ -1,4 +1,4 @@
-"""Masked language modelling (Devlin et al., 2019): which tokens a sequence is to be asked for, and what hides them."""
+"""Masking for masked language modelling (Devlin et al., 2019)."""
 
 # T tokens
 
@@ -12,28 +12,28 @@ from dctrain.errors import UserError
 
 from ..loss import IGNORED
 
-HIDDEN, REPLACED = 0.8, 0.1  # shares of the spans that become the mask token, and that become random tokens
+HIDDEN, REPLACED = 0.8, 0.1  # fractions of spans replaced by the mask token, and by random tokens
 LONGEST_SPAN, LONGEST_MEAN = 10, 5
 
 
 class Masked(NamedTuple):
-    """A sequence as the model sees it, and what it ought to find there; -100 does not count. Both int64 [T]."""
+    """A masked sequence and its targets; -100 is ignored. Both int64 [T]."""
 
     input_ids: np.ndarray
     targets: np.ndarray
 
 
 class Masking(NamedTuple):
-    """Asks for a share of each sequence's tokens, alone or in whole spans.
+    """Masks a fraction of each sequence's tokens, individually or in spans.
 
-    Of the spans 80 % become the mask token, 10 % random tokens, and 10 % stay. Their lengths are geometric up to ten
-    (Joshi et al., 2020). None goes beyond the end of a document, which is never asked for.
+    80 % of the spans are replaced by the mask token, 10 % by random tokens, and 10 % are unchanged. Span lengths are
+    geometric up to ten (Joshi et al., 2020). Spans do not cross the end of a document, which is never masked.
 
     Attributes:
-        fraction: Of the tokens, on average.
-        span: Mean length of the spans; 1 asks for tokens one by one.
-        vocab_size: Of the tokenizer; the first number beyond it is the mask token.
-        kept_ids: Tokens that are never asked for: what ends a document, or begins it.
+        fraction: Mean fraction of masked tokens.
+        span: Mean length of the spans; 1 masks single tokens.
+        vocab_size: Vocabulary size of the tokenizer; the next id is the mask token.
+        kept_ids: Tokens that are never masked: those that begin or end a document.
     """
 
     fraction: float
@@ -43,11 +43,11 @@ class Masking(NamedTuple):
 
     @property
     def mask_id(self) -> int:
-        """The token that hides others."""
+        """Id of the mask token."""
         return self.vocab_size
 
     def __call__(self, ids: np.ndarray, key: Sequence[int]) -> Masked:
-        """Mask a sequence [T]; the key, some numbers, chooses how."""
+        """Mask a sequence [T]; the key seeds the random choices."""
         random = np.random.default_rng(key)
         ids = ids.astype(np.int64)
         open_places = np.flatnonzero(~np.isin(ids, self.kept_ids))
@@ -55,7 +55,7 @@ class Masking(NamedTuple):
         lengths = self._lengths(random, count)
         spans = _spread(random, lengths, len(open_places))
         places, spans = open_places[spans >= 0], spans[spans >= 0]
-        begins = (np.diff(spans, prepend=-1) != 0) | (np.diff(places, prepend=-2) > 1)  # also behind what is kept
+        begins = (np.diff(spans, prepend=-1) != 0) | (np.diff(places, prepend=-2) > 1)  # also after kept tokens
         fates = random.random(len(places))[np.cumsum(begins) - 1]
         is_hidden, is_replaced = fates < HIDDEN, fates >= 1 - REPLACED
         input_ids, targets = ids.copy(), np.full_like(ids, IGNORED)
@@ -65,7 +65,7 @@ class Masking(NamedTuple):
         return Masked(input_ids, targets)
 
     def _lengths(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Draw lengths of spans that sum to `count`."""
+        """Sample span lengths that sum to `count`."""
         drawn = 1 + random.choice(LONGEST_SPAN, size=count, p=_length_shares(self.span))
         ends = np.minimum(np.cumsum(drawn), count)
         lengths = np.diff(ends, prepend=0)
@@ -74,7 +74,7 @@ class Masking(NamedTuple):
 
 @cache
 def _length_shares(mean: float) -> np.ndarray:
-    """Tell how often each length comes: geometric, cut at the longest, of a given mean, which bisection finds."""
+    """Probabilities of span lengths: a truncated geometric distribution with a given mean, found by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         ratio = (low + high) / 2
@@ -85,10 +85,10 @@ def _length_shares(mean: float) -> np.ndarray:
 
 
 def check_masking(mask_fraction: float, mask_span: float) -> None:
-    """Refuse a fraction and a span that `Masking` does not take.
+    """Check the arguments of `Masking`.
 
     Raises:
-        UserError: If one is out of range.
+        UserError: If an argument is out of range.
     """
     if not 0 < mask_fraction < 1:
         raise UserError(f"{mask_fraction=} must be in (0, 1).")
@@ -97,7 +97,7 @@ def check_masking(mask_fraction: float, mask_span: float) -> None:
 
 
 def _spread(random: np.random.Generator, lengths: np.ndarray, total: int) -> np.ndarray:
-    """Put spans in a row of `total` places, each way as likely as any: the span's number at each, -1 where none is."""
+    """Place spans uniformly at random in `total` positions: the span's index at each position, -1 outside of spans."""
     gaps = total - int(lengths.sum())
     sizes = np.concatenate([lengths, np.ones(gaps, dtype=np.int64)])
     numbers = np.concatenate([np.arange(len(lengths)), np.full(gaps, -1)])

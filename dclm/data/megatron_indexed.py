@@ -1,6 +1,6 @@
-"""Megatron's indexed format, as Pythia's pre-tokenised Pile is published: tokens to be read where they lie.
+"""Megatron's indexed format, as used for Pythia's pre-tokenized Pile.
 
-PREFIX.bin    token ids of one sequence after the other
+PREFIX.bin    token ids of all sequences
 PREFIX.idx    b"MMIDIDX\\0\\0", version 1 (uint64), code of the dtype (uint8), N sequences and M + 1 (uint64 each);
               N lengths (int32), N places in bytes (int64), and the first sequences of M documents and N (int64)
 
@@ -23,14 +23,14 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class IndexedCorpus:
-    """Tokens that another program made; the same interface as `Corpus`, but that all tokens are of any split.
+    """Tokens in Megatron's format, with the interface of `Corpus`; all tokens belong to every split.
 
     Args:
         prefix: Path of the two files without their suffixes.
-        tokenizer: The one that made the tokens, which they do not say.
+        tokenizer: Tokenizer of the tokens, which the files do not contain.
 
     Raises:
-        UserError: If a file is missing, damaged, or does not fit the other.
+        UserError: If a file is missing or damaged, or the files do not match.
     """
 
     def __init__(self, prefix: str | Path, tokenizer: Tokenizer) -> None:
@@ -40,7 +40,7 @@ class IndexedCorpus:
         self._row = IndexedRow(self.folder, self.vocab_size)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that made the tokens."""
+        """Return the tokenizer."""
         return self._tokenizer
 
     def split(self, name: str) -> "IndexedRow":
@@ -49,11 +49,11 @@ class IndexedCorpus:
 
 
 class IndexedRow:
-    """All tokens in a row, memory-mapped; as a sequence, `row[start:stop]` gives int64 ids.
+    """All tokens as one memory-mapped sequence; `row[start:stop]` returns int64 ids.
 
     Attributes:
-        name: Of the files.
-        max_token: The largest that the tokenizer has; samples are checked when they are read.
+        name: Name of the files.
+        max_token: The tokenizer's largest id; tokens are checked when they are read.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -71,7 +71,7 @@ class IndexedRow:
         if size != expected or self._places[0] != 0 or self._documents[-1] != count:
             raise UserError(
                 f"{tokens} has {size} bytes; {index} says {expected}, of {count} sequences of {self._dtype.name}: "
-                "the two are of different data, or one is damaged."
+                "the files do not belong together, or one is damaged."
             )
         self._tokens = np.memmap(tokens, self._dtype, "r")
 
@@ -82,10 +82,10 @@ class IndexedRow:
         return self._tokens[span].astype(np.int64)
 
     def num_bytes(self, start: int, stop: int) -> None:
-        """Tell that the bytes of source text are not known."""
+        """Return None: the bytes of source text are unknown."""
 
     def documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
-        """Number the documents of neighbouring tokens, from 0."""
+        """Return document indices of consecutive tokens, from 0."""
         places = (start + np.arange(len(tokens))) * self._dtype.itemsize
         sequences = np.searchsorted(self._places, places, "right") - 1
         numbers = np.searchsorted(self._documents, sequences, "right")
@@ -93,12 +93,12 @@ class IndexedRow:
 
 
 def _read_header(path: Path) -> tuple[str, int, int]:
-    """Return the dtype, the sequences, and the marks of documents."""
+    """Return the dtype, the number of sequences, and the number of document boundaries."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
-        raise UserError(f"{path} is no index of Megatron's format (it does not begin with MMIDIDX).")
+        raise UserError(f"{path} is not an index in Megatron's format (it does not start with MMIDIDX).")
     _, version, code, count, marks = HEADER.unpack(head)
     if version != 1 or code not in DTYPES:
         accepted = ", ".join(map(str, DTYPES))
@@ -107,5 +107,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
         )
     expected = HEADER.size + 12 * count + 8 * marks
     if size != expected or count == 0 or marks == 0:
-        raise UserError(f"{path} has {size} bytes; {count} sequences and {marks} marks of documents take {expected}.")
+        raise UserError(
+            f"{path} has {size} bytes; {count} sequences and {marks} document boundaries require {expected}."
+        )
     return DTYPES[code], count, marks

@@ -1,4 +1,4 @@
-"""From a row of tokens to batches of sequences."""
+"""Samples and batches of token sequences."""
 
 # B batch, T tokens
 
@@ -20,7 +20,7 @@ from .token_files import TokenRow
 
 
 class TokenBatch(NamedTuple):
-    """What a step gets, all int64 [B, T]; targets of sequences that only pad a rank's share are -100."""
+    """A batch, all int64 [B, T]; targets of padding sequences are -100."""
 
     input_ids: Tensor
     targets: Tensor
@@ -29,22 +29,22 @@ class TokenBatch(NamedTuple):
 
 
 def as_batch(batch: TokenBatch | Sequence[Tensor]) -> TokenBatch:
-    """Take the batches of other loaders, (input_ids, targets)."""
+    """Convert a batch of other loaders, (input_ids, targets)."""
     if isinstance(batch, TokenBatch):
         return batch
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
         got = type(batch).__name__
-        raise UserError(f"a batch of the loader is {got}: expected a pair of tensors, (input_ids, targets).")
+        raise UserError(f"the batch is {got}: expected a pair of tensors, (input_ids, targets).")
     return TokenBatch(*batch, document_ids=None, samples=[])
 
 
 class Sample(NamedTuple):
-    """A sequence and what is to be predicted at each place of it.
+    """A sequence and its targets.
 
     Attributes:
-        ref: What it is.
-        input_ids: [T].
-        targets: [T]; -100 does not count.
+        ref: Reference of the sample.
+        input_ids: Token ids [T].
+        targets: Targets [T]; -100 is ignored.
         documents: Numbers of their documents [T], where they are kept apart.
     """
 
@@ -55,15 +55,15 @@ class Sample(NamedTuple):
 
 
 class TokenSamples(Dataset):
-    """Sequence number i is tokens [i T, (i + 1) T) of a row, its targets the same one further, or those masked.
+    """Sequence i is tokens [i T, (i + 1) T) of a row; targets are the next tokens, or the masked ones.
 
     Args:
         row: The tokens.
         context_length: T.
-        vocab_size: Ids must be below it.
-        separate_documents: Number the documents of each sequence, for attention within them.
-        masking: Which tokens are hidden and asked for; None for the next ones.
-        mask_seed: They are a function of it, of the epoch and of i.
+        vocab_size: Upper limit of ids.
+        separate_documents: Whether to return document indices, for attention within documents.
+        masking: Masking; None for next-token prediction.
+        mask_seed: Seed of the masks, which are a function of seed, epoch and i.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TokenSamples(Dataset):
         wrong = tokens[(tokens >= self.vocab_size) | (tokens < 0)]
         if len(wrong):
             raise UserError(
-                f"{self.row.name} holds token {wrong[0]} near token {start}; expected 0 to {self.vocab_size - 1}."
+                f"{self.row.name} has token {wrong[0]} near token {start}; expected 0 to {self.vocab_size - 1}."
             )
         ids, targets = tokens[:-1], tokens[1:]
         document_ids = self.row.document_ids(start, ids) if self.separate_documents else None

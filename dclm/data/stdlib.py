@@ -14,13 +14,13 @@ NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def stdlib_sources() -> list[Path]:
-    """List the files, sorted."""
+    """Return the files, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(p for p in root.rglob("*.py") if p.is_file() and not NOT_THE_LIBRARY & set(p.parts))
 
 
 def stdlib_corpus() -> Path:
-    """Return the folder of the prepared corpus, about 30 million tokens; made on first use."""
+    """Return the folder of the prepared corpus, about 30 million tokens; prepared on first use."""
     version = platform.python_version()
     folder = cache_dir() / f"stdlib-{version}-v1"
     if not folder.is_dir():
@@ -29,6 +29,6 @@ def stdlib_corpus() -> Path:
             try:
                 os.rename(Path(made) / "corpus", folder)
             except OSError:
-                if not folder.is_dir():  # otherwise another process was faster
+                if not folder.is_dir():  # else another process has prepared it
                     raise
     return folder

@@ -14,17 +14,17 @@ from dctrain.utils.files import check_regular
 JSONL = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz")
 COMPRESSED = (".zst", ".gz", ".bz2", ".xz", ".zip")
 RECORDS = (*JSONL, ".parquet")
-PARQUET_ROWS = 256  # held at a time
+PARQUET_ROWS = 256  # rows in memory at a time
 SUFFIXES = (*RECORDS, ".txt", ".md", ".rst", ".py")
 
 
 class Document(NamedTuple):
-    """A text of a file.
+    """A document of a file.
 
     Attributes:
-        text: None where a text file is not UTF-8.
-        position: How much of the file has been read up to its end.
-        subset: The part that it is of, where there are some.
+        text: The text; None if a text file is not UTF-8.
+        position: Bytes of the file read up to the end of the document.
+        subset: Name of its subset, if any.
     """
 
     text: str | None
@@ -33,28 +33,28 @@ class Document(NamedTuple):
 
 
 def find_inputs(paths: list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """List input files: those named, whatever their suffix, and those of some suffixes below folders named; each once.
+    """Return the input files: given files, and files with accepted suffixes in given folders; without duplicates.
 
     Raises:
-        UserError: If a path does not exist or is of a compressed format that is not read, or nothing is found.
-        OSError: If one is a device, pipe or socket.
+        UserError: If a path does not exist or has an unsupported compressed format, or nothing is found.
+        OSError: If a path is a device, pipe or socket.
     """
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"input {path} does not exist.")
         if path.suffix in COMPRESSED and not path.name.endswith(JSONL):
-            raise UserError(f"input {path} is compressed; of these {', '.join(JSONL[1:])} are read.")
+            raise UserError(f"input {path} is compressed; expected one of {', '.join(JSONL[1:])}.")
         if path.suffix == ".json":
-            raise UserError(f"input {path} is one JSON document; a file of a record a line must be called .jsonl.")
+            raise UserError(f"input {path} is a single JSON document; expected .jsonl with one record per line.")
         files += map(check_regular, sorted(_below(path, suffixes)) if path.is_dir() else [path])
     if not files:
-        raise UserError(f"no input below {', '.join(map(str, paths))}; looked for {', '.join(suffixes)}.")
+        raise UserError(f"no input in {', '.join(map(str, paths))}; expected files with suffix {', '.join(suffixes)}.")
     return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
 
 
 def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """Find files in a folder, through symbolic links; each folder once."""
+    """Yield the files of a folder, following symbolic links; each folder once."""
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if os.path.realpath(os.path.join(root, name)) not in seen]
@@ -68,7 +68,7 @@ def read_documents(path: Path, text_key: str, subset_key: str | None = None) -> 
     Args:
         path: The file.
         text_key: Key of the text in a record.
-        subset_key: Key of the name of the part that a record is of; a dot leads into an object ("meta.pile_set_name").
+        subset_key: Key of a record's subset name; dots separate nested keys ("meta.pile_set_name").
 
     Raises:
         UserError: If a record has no text under `text_key`, or the file is damaged.
@@ -81,13 +81,13 @@ def read_documents(path: Path, text_key: str, subset_key: str | None = None) -> 
     for record in read_records(path, columns):
         text = record.content.get(text_key)
         if not isinstance(text, str):
-            raise UserError(f"{record.place}: no text under {text_key!r}.")
+            raise UserError(f"{record.place}: no text with key {text_key!r}.")
         subset = None if subset_key is None else _subset(record.content, subset_key)
         yield Document(without_lone_surrogates(text), record.position, subset)
 
 
 def gathered(documents: Iterable[Document], size: int = 2**20) -> Iterator[tuple[list[Document], int]]:
-    """Gather documents until they have about `size` characters: those with a text, and how many are no UTF-8."""
+    """Group documents into batches of about `size` characters, each with the number of documents that are not UTF-8."""
     found: list[Document] = []
     unreadable = held = 0
     for document in documents:
@@ -103,7 +103,7 @@ def gathered(documents: Iterable[Document], size: int = 2**20) -> Iterator[tuple
 
 
 class Record(NamedTuple):
-    """An object of a file: its content, where it is (for messages), and how much of the file was read up to its end."""
+    """A JSON object of a file: content, location for messages, and bytes of the file read up to its end."""
 
     content: dict
     place: str
@@ -111,10 +111,10 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path, keys: list[str]) -> Iterator[Record]:
-    """Read the objects of JSONL, compressed or not, or of parquet, of which only the columns of these keys are read.
+    """Read the objects of JSONL, optionally compressed, or of parquet, where only the columns of `keys` are read.
 
     Raises:
-        UserError: If a line is no JSON object, or the file is damaged.
+        UserError: If a line is not a JSON object, or the file is damaged.
     """
     if path.suffix == ".parquet":
         yield from _parquet_records(path, keys)
@@ -151,7 +151,7 @@ def _parquet_records(path: Path, keys: list[str]) -> Iterator[Record]:
 
 
 def _subset(content: dict, key: str) -> str | None:
-    """Find a name by a key, or by a path of keys."""
+    """Return a name by a key, or by a path of keys."""
     found: object = content
     if key in content:
         return None if content[key] is None else str(content[key])
@@ -179,7 +179,7 @@ def _lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
 
 
 def _decompressed(file: io.BufferedReader) -> Iterator[bytes]:
-    """Decompress frame by frame; a last frame that is cut off is an error, unlike in the library's reader."""
+    """Decompress frame by frame; unlike the library's reader, raise an error for a truncated last frame."""
     import zstandard
 
     frame = None
@@ -202,13 +202,13 @@ def _decoded(data: bytes) -> str | None:
 
 
 def _json_object(line: bytes, place: str) -> dict:
-    with as_user_error(f"{place}: no JSON"):
+    with as_user_error(f"{place}: not JSON"):
         content = json.loads(line)
     if not isinstance(content, dict):
-        raise UserError(f"{place}: no JSON object.")
+        raise UserError(f"{place}: not a JSON object.")
     return content
 
 
 def without_lone_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON can spell and which have no bytes."""
+    """Replace lone surrogates, which JSON can contain and which cannot be encoded."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Token files: what a prepared corpus is on the disk, and reading it as one long row of tokens per split.
+"""Token files: the format of a prepared corpus, and reading it as one sequence of tokens per split.
 
 FOLDER/manifest.json     format, dtype, vocabulary, end token; per split the files with tokens, bytes and SHA-256
 FOLDER/tokenizer.json    unless tokens are bytes; the manifest has its SHA-256
@@ -23,33 +23,33 @@ TOKENIZER, TOKENIZER_DIGEST = "tokenizer.json", "tokenizer_sha256"
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Name the smallest dtype that holds every id."""
+    """Return the smallest dtype for all ids."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 class Corpus:
-    """A prepared folder.
+    """A prepared corpus.
 
     Args:
-        folder: Where it is.
+        folder: Folder of the corpus.
 
     Raises:
-        UserError: If the folder is none, or of another format.
+        UserError: If the folder is not a corpus, or has a different format.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         path = self.folder / "manifest.json"
         if not path.is_file():
-            raise UserError(f"{self.folder} holds no prepared corpus (no manifest.json); see docs/data.md.")
+            raise UserError(f"{self.folder} is not a prepared corpus (no manifest.json); see docs/data.md.")
         with as_user_error(f"{path} is damaged"):
             self.manifest = json.loads(path.read_text())
         if not isinstance(self.manifest, dict):
-            raise UserError(f"{path} is damaged: it holds no JSON object.")
+            raise UserError(f"{path} is damaged: expected a JSON object.")
         if self.manifest.get("format") != FORMAT or self.manifest.get("dtype") not in list(DTYPES):
             raise UserError(
                 f"{path} has format {self.manifest.get('format')!r} and dtype {self.manifest.get('dtype')!r}; "
-                f"accepted: {FORMAT!r} with {' or '.join(DTYPES)}."
+                f"expected {FORMAT!r} with {' or '.join(DTYPES)}."
             )
         self._check(path)
         self.vocab_size: int = self.manifest["vocab_size"]
@@ -61,7 +61,7 @@ class Corpus:
         """Check the types of the manifest's fields.
 
         Raises:
-            UserError: If one is missing, or of another.
+            UserError: If a field is missing or has the wrong type.
         """
         manifest = self.manifest
         splits = manifest.get("splits")
@@ -77,29 +77,31 @@ class Corpus:
             raise UserError(f"{path} is damaged: eos={manifest['eos']!r} is not a string.")
 
     def tokenizer(self) -> Tokenizer:
-        """Make the tokenizer that made the tokens.
+        """Return the tokenizer of the corpus.
 
         Raises:
-            UserError: If it is missing, or another one.
+            UserError: If it is missing or was changed.
         """
         if self._tokenizer is None:
             path, digest = self.folder / TOKENIZER, self.manifest.get(TOKENIZER_DIGEST)
             spec = path.read_text() if path.is_file() else BYTES
             if digest is not None and (spec == BYTES or file_digest(path) != digest):
-                raise UserError(f"{path} {'is missing' if spec == BYTES else 'has changed'}: it made the tokens.")
+                raise UserError(
+                    f"{path}, the tokenizer of the corpus, {'is missing' if spec == BYTES else 'has changed'}."
+                )
             made = tokenizer_from_spec(spec, self.eos)
-            is_too_small = made.vocab_size < self.vocab_size  # bytes may be of a vocabulary declared smaller
+            is_too_small = made.vocab_size < self.vocab_size  # a vocabulary of bytes may be declared smaller
             if is_too_small or made.eos_id != self.eos_id or (spec != BYTES and made.vocab_size != self.vocab_size):
                 raise UserError(
-                    f"{path} {'is missing' if spec == BYTES else 'is another one'}: the tokens are of a vocabulary of "
-                    f"{self.vocab_size} with end token {self.eos_id}, not of {made.vocab_size} with {made.eos_id}."
+                    f"{path} {'is missing' if spec == BYTES else 'has changed'}: the tokens have a vocabulary of "
+                    f"{self.vocab_size} with end token {self.eos_id}, not {made.vocab_size} with {made.eos_id}."
                 )
             self._tokenizer = made
         return self._tokenizer
 
     @property
     def identity(self) -> str:
-        """The digests of the training tokens' files, in one."""
+        """Combined digest of the training token files."""
         return digest_lines(str(entry.get("sha256")) for entry in self.manifest["splits"].get("train", []))
 
     def split(self, name: str) -> "TokenRow":
@@ -108,7 +110,7 @@ class Corpus:
 
 
 def _is_entry(entry: object) -> bool:
-    """Tell whether an entry of a manifest names a file of tokens."""
+    """Whether an entry of a manifest describes a token file."""
     types = {"file": str, "tokens": int, "max_token": int}
     has_counts = isinstance(entry, dict) and "documents_file" in entry
     types |= {"documents_file": str, "bytes": int} if has_counts else {}
@@ -116,14 +118,14 @@ def _is_entry(entry: object) -> bool:
 
 
 class TokenRow:
-    """The tokens of one split in a row, memory-mapped; as a sequence, `row[start:stop]` gives int64 ids.
+    """The tokens of one split as a memory-mapped sequence; `row[start:stop]` returns int64 ids.
 
     Args:
         corpus: The folder.
         split: "train" or "val".
 
     Raises:
-        UserError: If a file is missing, truncated, of another dtype than the manifest says, or holds no token.
+        UserError: If a file is missing, truncated or empty, or its dtype does not match the manifest.
     """
 
     def __init__(self, corpus: Corpus, split: str) -> None:
@@ -144,9 +146,9 @@ class TokenRow:
         return int(self.starts[-1])
 
     def num_bytes(self, start: int, stop: int) -> float | None:
-        """Count the bytes of source text that tokens [start, stop) stand for; None if the corpus does not say it.
+        """Count the bytes of source text of tokens [start, stop); None if unknown.
 
-        Of a document that is cut, its tokens count as equally long.
+        For partial documents all tokens count as equally long.
         """
         if not self._counts_documents:
             return None
@@ -156,7 +158,7 @@ class TokenRow:
         return float(high - low)
 
     def documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
-        """Number the documents of neighbouring tokens, from 0; an end token belongs to the document that it ends."""
+        """Return document indices of consecutive tokens, from 0; an end token belongs to the document that it ends."""
         ends = (tokens == self.eos_id).astype(np.int64)
         return ends.cumsum() - ends
 
@@ -176,13 +178,13 @@ def _read_documents(path: Path, num_tokens: int, num_bytes: int) -> np.ndarray:
     """Read the tokens and bytes of each document, int64 [documents, 2].
 
     Raises:
-        UserError: If the file is damaged, or sums up to other numbers than the manifest says.
+        UserError: If the file is damaged, or does not match the manifest.
     """
     with as_user_error(f"{path} is damaged"):
         counts = np.load(path)
     is_whole = counts.ndim == 2 and counts.shape[1] == 2 and np.issubdtype(counts.dtype, np.integer)
     if not is_whole or counts.min(initial=0) < 0 or counts.sum(0).tolist() != [num_tokens, num_bytes]:
-        raise UserError(f"{path} is damaged: its documents do not sum up to {num_tokens} tokens and {num_bytes} bytes.")
+        raise UserError(f"{path} is damaged: its documents do not sum to {num_tokens} tokens and {num_bytes} bytes.")
     return counts
 
 
@@ -193,6 +195,6 @@ def _map_file(path: Path, num_tokens: int, dtype: np.dtype) -> np.ndarray:
     if size != expected:
         raise UserError(
             f"{path} has {size} bytes; its manifest says {num_tokens} tokens of {dtype.name}, {expected} bytes: the "
-            "file is truncated or of another dtype."
+            "file is truncated or has a different dtype."
         )
     return np.memmap(path, dtype, "r") if num_tokens else np.empty(0, dtype)

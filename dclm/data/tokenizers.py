@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, or any of Hugging Face's `tokenizers`."""
+"""Tokenizers: bytes, or Hugging Face `tokenizers`."""
 
 import codecs
 import json
@@ -16,13 +16,13 @@ END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[
 
 
 class Tokenizer(Protocol):
-    """What the data and generation ask of a tokenizer.
+    """Interface of a tokenizer.
 
     Attributes:
-        vocab_size: Ids are below it.
-        eos_id: Ends every document.
-        begin_ids: What the tokenizer itself puts before a text, such as Llama's <s>; mostly nothing.
-        spec: Text that makes the same tokenizer again, by `tokenizer_from_spec`.
+        vocab_size: Upper limit of ids.
+        eos_id: Id of the end-of-text token.
+        begin_ids: Ids that the tokenizer prepends to a text, such as Llama's <s>; usually empty.
+        spec: Text from which `tokenizer_from_spec` recreates the tokenizer.
     """
 
     vocab_size: int
@@ -34,20 +34,20 @@ class Tokenizer(Protocol):
         """Return the ids of each text, without special tokens."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; special tokens are left out."""
+        """Return the text of ids, without special tokens."""
 
     def same_ids(self, other: "Tokenizer") -> bool:
-        """Tell whether another tokenizer gives the same ids the same meaning."""
+        """Whether another tokenizer has the same ids."""
 
     def num_bytes(self, ids: np.ndarray) -> int:
-        """Count the bytes of text that ids stand for; special tokens have none."""
+        """Count the bytes of text of ids; special tokens have none."""
 
     def stream(self) -> Callable[[int], str]:
-        """Return a function that takes one id after the other and returns the text each completes."""
+        """Return a function that accepts ids one by one and returns the text completed by each."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and 256 for the end of a document."""
+    """UTF-8 bytes, with 256 as the end-of-text token."""
 
     vocab_size = 257
     eos_id = 256
@@ -55,7 +55,7 @@ class ByteTokenizer:
     spec = BYTES
 
     def same_ids(self, other: "Tokenizer") -> bool:
-        """Tell whether another tokenizer gives the same ids the same meaning."""
+        """Whether another tokenizer has the same ids."""
         return isinstance(other, ByteTokenizer)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -63,7 +63,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text; what is no UTF-8 becomes the replacement character."""
+        """Return the text; invalid UTF-8 is replaced by the replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def num_bytes(self, ids: np.ndarray) -> int:
@@ -71,23 +71,23 @@ class ByteTokenizer:
         return int((ids < 256).sum())
 
     def stream(self) -> Callable[[int], str]:
-        """Return a function that holds back the bytes of unfinished characters."""
+        """Return a function that buffers the bytes of incomplete characters."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda i: decoder.decode(bytes([i]) if i < 256 else b"")
 
 
-MAX_IDS = 2**25  # far above any vocabulary
+MAX_IDS = 2**25  # limit far above any vocabulary
 
 
 class SubwordTokenizer:
-    """A tokenizer of Hugging Face's library.
+    """A Hugging Face tokenizer.
 
     Args:
-        spec: JSON that describes it, as `tokenizer.json` holds it.
-        eos: The token that ends a document; None takes the usual one it has.
+        spec: Content of a `tokenizer.json`.
+        eos: End-of-text token; None for the usual one.
 
     Raises:
-        UserError: If the JSON is none of a tokenizer, or the token is not in it.
+        UserError: If the JSON is not a tokenizer, or does not have the token.
     """
 
     def __init__(self, spec: str, eos: str | None = None) -> None:
@@ -97,31 +97,33 @@ class SubwordTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(spec)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a text that spells the end token does not end
+        self._tokenizer.encode_special_tokens = True  # the end token in a text is encoded as plain text
         self.spec = self._tokenizer.to_str()
         ids = self._tokenizer.get_vocab().values()
         if not ids or max(ids) >= MAX_IDS:
-            raise UserError(f"the tokenizer has ids up to {max(ids, default=None)}; expected some, below {MAX_IDS}.")
+            raise UserError(
+                f"the tokenizer has ids up to {max(ids, default=None)}; expected at least one, below {MAX_IDS}."
+            )
         self.vocab_size = max(ids) + 1
         names = END_TOKENS if eos is None else (eos,)
         found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
         if not found:
-            raise UserError(f"the tokenizer has no token that ends a document; looked for {', '.join(names)}.")
+            raise UserError(f"the tokenizer has no end-of-text token; expected one of {', '.join(names)}.")
         self.eos_id = found[0]
         with as_user_error("the tokenizer cannot encode"):
             bare, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         if not bare:
-            raise UserError("the tokenizer makes no token of the letter a: its vocabulary lacks it.")
+            raise UserError("the tokenizer cannot encode the letter a.")
         self.begin_ids = marked[: next(i for i in range(len(marked)) if marked[i : i + len(bare)] == bare)]
 
     def same_ids(self, other: "Tokenizer") -> bool:
-        """Tell whether another tokenizer gives the same ids the same meaning: whether its vocabulary is the same."""
+        """Whether another tokenizer has the same vocabulary."""
         is_subword = isinstance(other, SubwordTokenizer)
         return is_subword and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
     @property
     def eos_token(self) -> str:
-        """What the token is called that ends a document."""
+        """Name of the end-of-text token."""
         return self._tokenizer.id_to_token(self.eos_id)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -134,12 +136,12 @@ class SubwordTokenizer:
         return self._tokenizer.decode(list(ids))
 
     def num_bytes(self, ids: np.ndarray) -> int:
-        """Count the bytes of the text, piece by piece."""
+        """Count the bytes of the text, in pieces."""
         pieces = np.array_split(ids, -(-len(ids) // DECODED_TOGETHER)) if len(ids) else []
         return sum(len(self.decode(piece.tolist()).encode()) for piece in pieces)
 
     def stream(self) -> Callable[[int], str]:
-        """Return a function that holds back what later ids may still change."""
+        """Return a function that buffers text that later ids may still change."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
@@ -147,19 +149,19 @@ class SubwordTokenizer:
 
 
 def tokenizer_from_spec(spec: str, eos: str | None = None) -> Tokenizer:
-    """Make the tokenizer that `spec`, "bytes" or a tokenizer's JSON, describes."""
+    """Create the tokenizer given by `spec`: "bytes" or a tokenizer's JSON."""
     return ByteTokenizer() if spec == BYTES else SubwordTokenizer(spec, eos)
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
-    """Find a tokenizer by what a user calls it.
+    """Open a tokenizer.
 
     Args:
-        name: "bytes", a `tokenizer.json`, a folder that holds one, or a name on the Hugging Face hub.
-        eos: The token that ends a document; None takes the usual one it has.
+        name: "bytes", a `tokenizer.json`, a folder that contains one, or a name on the Hugging Face hub.
+        eos: End-of-text token; None for the usual one.
 
     Raises:
-        UserError: If there is none.
+        UserError: If it cannot be opened.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -175,15 +177,15 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
         raise UserError(f"no tokenizer: {path} does not exist; expected 'bytes', a tokenizer.json or a hub name.")
     import tokenizers
 
-    with as_user_error(f"no tokenizer {name!r} (accepted: 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name)"):
+    with as_user_error(f"tokenizer={name!r}: expected 'bytes', 'bpe:SIZE', a tokenizer.json or a hub name"):
         return SubwordTokenizer(tokenizers.Tokenizer.from_pretrained(name).to_str(), eos)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> SubwordTokenizer:
-    """Train a byte-level BPE, whose text comes back exactly, with "<|endoftext|>" as id 0.
+    """Train a lossless byte-level BPE, with "<|endoftext|>" as id 0.
 
     Raises:
-        UserError: If `vocab_size` leaves no room for the 256 bytes and the end token.
+        UserError: If `vocab_size` is too small for the 256 bytes and the end token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,4 +1,4 @@
-"""Yardsticks: perplexity of texts and of target spans, and tasks of the lm-evaluation-harness, for any model."""
+"""Evaluation of language models: perplexity of texts and target spans, synthetic tasks, lm-evaluation-harness."""
 
 from .command import evaluate
 

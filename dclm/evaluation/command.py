@@ -1,4 +1,4 @@
-"""`dclm evaluate`: measures language models one after the other, keeps every result at once, prints one table."""
+"""`dclm evaluate`: evaluates language models, stores every result immediately, and prints one table."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -59,37 +59,38 @@ def evaluate(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Measure models: perplexity of texts and of target spans, synthetic tasks, tasks of the lm-evaluation-harness.
+    """Evaluate models: perplexity of texts and target spans, synthetic tasks, tasks of the lm-evaluation-harness.
 
-    Results are kept as they come; the same command goes on where it was interrupted. Several processes share the work:
-    torchrun --nproc_per_node N -m dclm evaluate ...
+    Results are stored immediately; an interrupted evaluation continues when the command is repeated. Several processes
+    can share the work: torchrun --nproc_per_node N -m dclm evaluate ...
 
     Args:
-        checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models; with
-            transformers installed also folders of its other causal models, to score texts with.
-        texts: Files or folders, each for itself, whose texts are scored: text files, JSONL, JSONL.zst, parquet, ...
-        spans: Files of records (JSONL or parquet) with a prompt and a target, which is scored.
-        suites: Files (JSONL) of synthetic tasks with answers in brackets, which `dclm suite` writes.
-        masked: Files or folders of texts, as `texts`, of which models that see both ways are asked for masked tokens.
-        tasks: Names of tasks, groups or tags of the lm-evaluation-harness.
-        num_fewshot: Examples before each question; several numbers ask each task with each. By default each task's own.
-        compare: Results (JSON) of earlier evaluations, which stand in the table before these models; differences are to
-            the first of the table.
-        out: Folder of the results: MODEL.json, table.csv, table.md; `evaluation` if left out.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        context_length: Most tokens that a model reads; longer texts lose their beginning. By default the model's own.
-        stride: Tokens that a window of a text adds to the one before; by default windows are disjoint.
+        checkpoint: Models: .ckpt files, folders of runs, or folders of DCFormer, DCPythia, Pythia or Llama models. With
+            transformers installed, folders of its other causal models are supported for scoring.
+        texts: Files or folders of texts, measured separately: text files, JSONL, JSONL.zst, parquet, ...
+        spans: Files of records (JSONL or parquet) with a prompt and a target, whose perplexity is measured.
+        suites: Files (JSONL) of synthetic tasks with answers in brackets, written by `dclm suite`.
+        masked: Files or folders of texts, for masked tokens of bidirectional models.
+        tasks: Tasks, groups or tags of the lm-evaluation-harness.
+        num_fewshot: Examples before each question; with several numbers each task is evaluated with each. Default:
+            defined by the task.
+        compare: Results (JSON) of earlier evaluations, shown in the table before these models; differences are to the
+            first model of the table.
+        out: Folder of the results: MODEL.json, table.csv, table.md; default: `evaluation`.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        context_length: Maximum tokens per sequence; longer texts are truncated on the left. Default: the model's.
+        stride: Tokens that a window of a text advances; default: disjoint windows.
         text_key: Key of the text in records.
-        subset_key: Key of the name of the part of a data set that a record is of.
+        subset_key: Key of a record's subset name.
         prompt_key: Key of the prompt in records of spans.
         target_key: Key of the target in records of spans.
-        mask_fraction: Share of the tokens that `masked` asks for.
-        mask_span: Mean length of what it masks together, 1 to 5.
-        task_folder: Folder of task files of one's own, beside the harness's tasks.
-        limit: Only this many documents, records and questions of each, to try things out.
-        batch_size: Texts read at a time.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        mask_fraction: Fraction of masked tokens for `masked`.
+        mask_span: Mean length of its masked spans, 1 to 5.
+        task_folder: Folder of additional task files for the harness.
+        limit: Maximum documents, records and questions of each, for quick tests.
+        batch_size: Texts per batch.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
     """
     asked = [*texts, *spans, *suites, *masked, *tasks]
     check_asked(checkpoint, asked, compare, "texts, spans, suites, masked or tasks")
@@ -110,27 +111,27 @@ def evaluate(
 
 
 def named(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Name files and folders for the table, which must be there."""
+    """Return names for the table with existing files and folders."""
     for path in paths:
         find_inputs([Path(path)])
     return list(zip(short_names(paths), paths, strict=True))
 
 
 def _report(models: Sequence[Results], folder: Path | None) -> None:
-    """Print the table; write it and pictures of suites where results are written."""
+    """Print the table; write it, and figures of suites, to the folder of the results."""
     report(models, folder)
     if folder is not None:
         draw_suites(models, folder)
 
 
 def _tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | None, folder: str | None) -> list:
-    """Find the tasks of the harness, which is loaded only then."""
+    """Return the tasks of the harness, which is imported only here."""
     if not names:
         return []
     try:
         from .harness import find_tasks
     except ModuleNotFoundError as error:
-        raise UserError(f'tasks need the lm-evaluation-harness: pip install "dcmha[evaluate]" ({error})') from error
+        raise UserError(f'tasks require the lm-evaluation-harness: pip install "dcmha[evaluate]" ({error})') from error
     return find_tasks(names, num_fewshot, limit, None if folder is None else find_config(folder))
 
 
@@ -145,7 +146,7 @@ def measure_model(
     context_length: int | None,
     expand: Callable[[nn.Module, Sequence[Measurable]], Sequence[Measurable]] | None = None,
 ) -> Results:
-    """Load a model and measure it; `expand` makes of the measures those of this model."""
+    """Load and evaluate a model; `expand` converts the measurements to those of this model."""
     ranks = evaluation.ranks
     model = load_scored(checkpoint, tokenizer, dtype=dtype, device=ranks.device(device))
     decoder, words = model

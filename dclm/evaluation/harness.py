@@ -1,5 +1,7 @@
-"""Tasks of the lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness): its data, prompts and
-metrics, answered by a `Scorer`. What it asks is tokenised as its own Hugging Face model does it.
+"""Tasks of the lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
+
+Data, prompts and metrics are the harness's, answers come from a `Scorer`, and texts are tokenized as by the harness's
+Hugging Face model.
 """
 
 import difflib
@@ -27,8 +29,8 @@ from ..sampling import Sampling
 from .measures import windows
 from .scorer import Prompt, Scorer
 
-MAX_NEW_TOKENS = 256  # the harness's own default
-BOOTSTRAPS = 1000  # for standard errors that have no formula
+MAX_NEW_TOKENS = 256  # the harness's default
+BOOTSTRAPS = 1000  # for standard errors without a formula
 ACCEPTED = ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks")
 
 
@@ -36,10 +38,10 @@ class Task(NamedTuple):
     """A task, group or tag of the harness.
 
     Attributes:
-        task: Its name.
-        num_fewshot: Examples before each question; None for the task's own number. One that says 0 itself keeps it.
-        limit: Only this many questions.
-        manager: Knows all tasks.
+        task: Name of the task.
+        num_fewshot: Examples before each question; None for the task's default. Tasks defined with 0 keep 0.
+        limit: Maximum number of questions.
+        manager: Task manager of the harness.
     """
 
     task: str
@@ -49,11 +51,11 @@ class Task(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name the measure, uniquely."""
+        """Unique title."""
         return f"task {self.task}" + ("" if self.num_fewshot is None else f", {self.num_fewshot}-shot")
 
     def settings(self, scorer: Scorer) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Settings that the numbers depend on, other than the model."""
         return {
             "task": self.task,
             "num_fewshot": self.num_fewshot,
@@ -64,14 +66,14 @@ class Task(NamedTuple):
         }
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
-        """Ask all questions; the note tells of those that lost their beginning.
+        """Evaluate all questions; the note reports truncated ones.
 
         Raises:
             UserError: If the task or its data cannot be loaded.
         """
         loaded = _load(self.manager, self.task)
         group, before = loaded["groups"].get(self.task), scorer.num_cut
-        with redirect_stdout(None):  # the harness tells of its bootstraps there
+        with redirect_stdout(None):  # the harness prints its bootstraps
             found = lm_eval.simple_evaluate(
                 Model(scorer, self.title),
                 tasks=list(loaded["tasks"].values()) if group is None else [group],
@@ -85,13 +87,13 @@ class Task(NamedTuple):
 
 
 def _load(manager: TaskManager, task: str) -> dict:
-    with as_user_error(f"task {task}: its file or its data cannot be loaded"):
+    with as_user_error(f"task {task}: cannot load its file or data"):
         return manager.load([task])
 
 
 @cache
 def _content(manager: TaskManager, task: str) -> str:
-    """Sum up the settings and the data of a task, or of all tasks of a group."""
+    """Hash of the settings and the data of a task, or of all tasks of a group."""
     parts = []
     for name, leaf in sorted(_load(manager, task)["tasks"].items()):
         splits = leaf.dataset.items() if isinstance(leaf.dataset, dict) else []
@@ -104,38 +106,38 @@ def find_tasks(names: Sequence[str], num_fewshot: Sequence[int], limit: int | No
     """Find tasks by name.
 
     Args:
-        names: Of tasks, groups or tags.
-        num_fewshot: Numbers of examples; each task is asked with each, or with its own if there is none.
-        limit: Only this many questions.
-        folder: Where task files of one's own lie, beside the harness's.
+        names: Names of tasks, groups or tags.
+        num_fewshot: Numbers of examples; each task is evaluated with each, or with its default if empty.
+        limit: Maximum number of questions.
+        folder: Folder of additional task files.
 
     Raises:
-        UserError: If a name is unknown, or the folder is none.
+        UserError: If a name is unknown, or the folder does not exist.
     """
     if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"task_folder={folder} is no folder.")
+        raise UserError(f"task_folder={folder} is not a folder.")
     manager = _know_tasks(None if folder is None else str(Path(folder).resolve()))
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, 5)
-            hint = f"; near it are {', '.join(near)}" if near else ""
+            hint = f"; similar names: {', '.join(near)}" if near else ""
             raise UserError(f"task {name!r} is unknown to the lm-evaluation-harness {version('lm_eval')}{hint}.")
     return [Task(name, shots, limit, manager) for shots in num_fewshot or (None,) for name in names]
 
 
 @cache
 def _know_tasks(folder: str | None) -> TaskManager:
-    """Read all task files, which takes seconds."""
+    """Read all task files, which takes several seconds."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return TaskManager(include_path=folder)
 
 
 class Model(LM):
-    """The harness's view of a model.
+    """A model for the harness.
 
     Args:
-        scorer: Answers.
-        described: What its progress bars say.
+        scorer: Scorer of the model.
+        described: Text of its progress bars.
     """
 
     def __init__(self, scorer: Scorer, described: str) -> None:
@@ -149,7 +151,7 @@ class Model(LM):
             return [tuple(score) for score in self.scorer.score(pairs, self.described)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Score whole texts, in disjoint windows."""
+        """Score full texts, in disjoint windows."""
         tokenizer, length = self.scorer.tokenizer, self.scorer.context_length
         begin = tokenizer.begin_ids or [tokenizer.eos_id]
         rows = tokenizer.encode([request.args[0] for request in requests])
@@ -169,11 +171,11 @@ class Model(LM):
 
 
 def _prompt(tokens: tuple[int, ...], options: dict) -> Prompt:
-    """Read how a task wants a text continued, as the harness's own models do."""
+    """Convert a task's generation settings as the harness's models do."""
     given = normalize_gen_kwargs({key: value for key, value in options.items() if value is not None}, MAX_NEW_TOKENS)
     unknown = sorted(set(given) - set(ACCEPTED))
     if unknown:
-        raise UserError(f"the task generates with {unknown}; expected {', '.join(ACCEPTED)}.")
+        raise UserError(f"the task has generation settings {unknown}; expected {', '.join(ACCEPTED)}.")
     until = given.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(text for text in until if text)
     temperature = given.get("temperature", 1.0) if given.get("do_sample") else 0.0
@@ -183,7 +185,7 @@ def _prompt(tokens: tuple[int, ...], options: dict) -> Prompt:
 
 
 def _measures(found: dict) -> list[Measure]:
-    """Read the harness's results: of tasks, and of the groups that sum them up."""
+    """Convert the harness's results of tasks and groups."""
     measures = []
     groups = found.get("groups", {})
     for name, values in {**found["results"], **groups}.items():

@@ -1,4 +1,4 @@
-"""Masked tokens of texts: loss and accuracy of models that see both ways."""
+"""Loss and accuracy of bidirectional models on masked tokens of texts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ SEED = 0
 class MaskedTexts(NamedTuple):
     """Loss and accuracy of masked tokens.
 
-    Each document stands by itself, after the token that begins a text, and is cut into pieces of the model's context.
-    What is masked in a piece is a function of its number among all.
+    Documents are processed separately, after the token that begins a text, and split into pieces of the context length.
+    The masks of a piece are a function of its index.
 
     Attributes:
-        name: In the table.
-        path: A file as `read_documents` takes it, or a folder of such files.
-        text_key: As `read_documents` takes it.
-        mask_fraction: Share of the tokens that are asked for.
+        name: Name in the table.
+        path: A file for `read_documents`, or a folder of such files.
+        text_key: As in `read_documents`.
+        mask_fraction: Fraction of masked tokens.
         mask_span: As in `Masking`.
-        limit: Only this many documents.
+        limit: Maximum number of documents.
     """
 
     name: str
@@ -44,16 +44,16 @@ class MaskedTexts(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name the measure, uniquely."""
+        """Unique title."""
         return f"masked {self.path}"
 
     @property
     def files(self) -> list[Path]:
-        """The file, or those of the folder."""
+        """The file, or the files of the folder."""
         return find_inputs([Path(self.path)])
 
     def settings(self, scorer: Scorer) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Settings that the numbers depend on, other than the model."""
         return {
             "text_key": self.text_key,
             "mask_fraction": self.mask_fraction,
@@ -64,10 +64,10 @@ class MaskedTexts(NamedTuple):
         }
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
-        """Score all documents; the note tells of files that are no UTF-8.
+        """Score all documents; the note reports files that are not UTF-8.
 
         Raises:
-            UserError: If the model is causal, its vocabulary has no room for a mask, or there is no text.
+            UserError: If the model is causal, its vocabulary has no mask token, or there is no text.
         """
         masking = self._masking(scorer)
         scores: list[MaskedScore] = []
@@ -79,22 +79,26 @@ class MaskedTexts(NamedTuple):
             masked = [masking(ids, (SEED, number)) for number, ids in enumerate(pieces, len(scores))]
             scores += scorer.score_masked(masked, self.name)
         if not sum(score.count for score in scores):
-            raise UserError(f"{self.path} holds too little text to score{' (some is no UTF-8)' if skipped else ''}.")
+            raise UserError(
+                f"{self.path} has too little text to score{' (some files are not UTF-8)' if skipped else ''}."
+            )
         note = f"{self.mask_fraction:.0%} masked, spans of {self.mask_span:g}"
-        note += f"; {skipped} files are no UTF-8 and were left out" if skipped else ""
+        note += f"; skipped {skipped} files that are not UTF-8" if skipped else ""
         return _measures(self.name, scores), note
 
     def _masking(self, scorer: Scorer) -> Masking:
         config, words = scorer.decoder.config, scorer.tokenizer
         if config.is_causal:
-            raise UserError("a causal model is asked for masked tokens; expected one of is_causal=false.")
+            raise UserError("masked requires a bidirectional model (is_causal=false).")
         if words.vocab_size >= config.vocab_size:
-            raise UserError(f"the model's vocabulary of {config.vocab_size} has no mask beside the tokenizer's tokens.")
+            raise UserError(
+                f"the model's vocabulary of {config.vocab_size} has no mask token after the tokenizer's tokens."
+            )
         return Masking(self.mask_fraction, self.mask_span, words.vocab_size, (words.eos_id, *words.begin_ids))
 
 
 def _pieces(scorer: Scorer, texts: Sequence[str]) -> Iterator[np.ndarray]:
-    """Cut documents into pieces of the context; the last of each is shorter."""
+    """Split documents into pieces of the context length; the last piece of each is shorter."""
     words, length = scorer.tokenizer, scorer.context_length
     begin = words.begin_ids or [words.eos_id]
     for row in words.encode(texts):

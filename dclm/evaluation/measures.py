@@ -1,4 +1,4 @@
-"""What is measured: texts, target spans and tasks, each with what its numbers depend on."""
+"""Measurements: perplexity of texts and of target spans."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,15 +29,15 @@ PILE_KEY = "meta.pile_set_name"
 
 
 def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> Iterator[Pair]:
-    """Cut a text into windows that predict each token once.
+    """Split a text into windows that predict each token once.
 
-    The first predicts up to `length` tokens, the others `stride` at most, each after as many tokens before as the model
-    reads. With `stride` equal to `length` they are disjoint, but for the last, which reads back to its full length.
+    The first window predicts up to `length` tokens, the others at most `stride`, each with as much preceding context as
+    fits. With `stride` equal to `length` windows are disjoint, except the last, which is extended to the left.
 
     Args:
         ids: Tokens of a text.
-        begin: What stands before it.
-        length: Tokens that the model reads at a time.
+        begin: Tokens before the text.
+        length: Context length of the model.
         stride: Tokens from the end of a window to the end of the next.
     """
     tokens = [*begin, *ids]
@@ -48,23 +48,23 @@ def windows(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) 
 
 
 def text_windows(tokenizer: Tokenizer, texts: list[str], length: int, stride: int) -> list[list[Pair]]:
-    """Encode texts and cut each, after what begins a text, into `windows`."""
+    """Encode texts, and split each into `windows`."""
     begin = tokenizer.begin_ids or [tokenizer.eos_id]
     return [list(windows(row.tolist(), begin, length, stride)) for row in tokenizer.encode(texts)]
 
 
 class TextSet(NamedTuple):
-    """Perplexity per token and bits per byte of texts, in all and for each part of them.
+    """Perplexity per token and bits per byte of texts, in total and per subset.
 
-    Each document is read by itself, after the token that begins a text; its own tokens count, and no end token.
+    Documents are processed separately, after the token that begins a text; end tokens are not counted.
 
     Attributes:
-        name: In the table.
-        path: A file as `read_documents` takes it, or a folder of such files.
-        text_key: As `read_documents` takes it.
-        subset_key: Likewise.
-        stride: Of the windows; None for disjoint ones.
-        limit: Only this many documents.
+        name: Name in the table.
+        path: A file for `read_documents`, or a folder of such files.
+        text_key: As in `read_documents`.
+        subset_key: As in `read_documents`.
+        stride: Stride of the windows; None for disjoint ones.
+        limit: Maximum number of documents.
     """
 
     name: str
@@ -81,14 +81,14 @@ class TextSet(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """The file, or those of the folder."""
+        """The file, or the files of the folder."""
         return find_inputs([Path(self.path)])
 
     def settings(self, scorer: Scorer) -> dict:
-        """Tell what the numbers depend on beside the model.
+        """Settings that the numbers depend on, other than the model.
 
         Raises:
-            UserError: If a window adds more than the model reads.
+            UserError: If the stride exceeds the context length.
         """
         length = scorer.context_length
         stride = self.stride or length
@@ -105,7 +105,7 @@ class TextSet(NamedTuple):
         }
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
-        """Score all documents; the note tells of the windows, and of files that are no UTF-8.
+        """Score all documents; the note reports the windows, and files that are not UTF-8.
 
         Raises:
             UserError: If a file cannot be read, or there is no text.
@@ -119,20 +119,20 @@ class TextSet(NamedTuple):
                 skipped += unreadable
                 self._add(scorer, documents, sums)
         if not sums:
-            raise UserError(f"{self.path} holds no text to score{' (it is no UTF-8)' if skipped else ''}.")
+            raise UserError(f"{self.path} has no text to score{' (it is not UTF-8)' if skipped else ''}.")
         nats, num_tokens, num_bytes = zip(*sums.values(), strict=True)
         parts = {f"{self.name}: {p or '(no part)'}": sums[p] for p in sorted(sums, key=str)} if len(sums) > 1 else {}
         everything = {self.name: LossSums(math.fsum(nats), sum(num_tokens), sum(num_bytes))}
         measures = [measure for label, summed in (everything | parts).items() for measure in summed.measures(label)]
         notes = [self._windows(scorer.context_length)]
-        notes += [f"{skipped} files are no UTF-8 and were left out"] if skipped else []
+        notes += [f"skipped {skipped} files that are not UTF-8"] if skipped else []
         notes += [f"no record has {self.subset_key}"] if set(sums) == {None} and self.subset_key != PILE_KEY else []
         return measures, "; ".join(notes)
 
     def _windows(self, length: int) -> str:
         if (self.stride or length) == length:
             return f"disjoint windows of {length} tokens"
-        return f"windows of {length} tokens that slide by {self.stride}"
+        return f"windows of {length} tokens with stride {self.stride}"
 
     def _documents(self, files: list[Path], bar: tqdm) -> Iterator[Document]:
         for file in files:
@@ -157,7 +157,7 @@ class TextSet(NamedTuple):
 
 
 def perplexity_of(nats: float, num_tokens: int) -> float:
-    """Exponentiate a mean loss; what no float holds is infinite."""
+    """Perplexity of a mean loss; infinite on overflow."""
     try:
         return math.exp(nats / num_tokens)
     except OverflowError:
@@ -165,19 +165,19 @@ def perplexity_of(nats: float, num_tokens: int) -> float:
 
 
 def standard_error(share: float, count: int) -> float | None:
-    """Tell that of a share of `count` answers; None of one answer."""
+    """Standard error of a fraction of `count` answers; None for one answer."""
     return math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
 
 
 class LossSums(NamedTuple):
-    """Of texts: minus their log-likelihood in nats, their tokens, their bytes."""
+    """Negative log-likelihood in nats, tokens and bytes of texts."""
 
     nats: float
     num_tokens: int
     num_bytes: int
 
     def measures(self, name: str) -> list[Measure]:
-        """Tell perplexity and bits per byte."""
+        """Return perplexity and bits per byte."""
         perplexity = perplexity_of(self.nats, self.num_tokens)
         bits = self.nats / math.log(2) / self.num_bytes
         return [
@@ -187,17 +187,16 @@ class LossSums(NamedTuple):
 
 
 class SpanFile(NamedTuple):
-    """Perplexity of targets after their prompts, per token of the targets (paper, section 4.2, Flan).
+    """Perplexity of targets given their prompts, per target token (paper, section 4.2, Flan).
 
-    Prompt and target are encoded each by itself, so that no token is part of both; an empty prompt becomes the token
-    that begins a text.
+    Prompt and target are encoded separately; an empty prompt is replaced by the token that begins a text.
 
     Attributes:
         name: In the table.
         path: JSONL, compressed or not, or parquet.
         prompt_key: Key of the prompt, which may be empty.
         target_key: Key of the target.
-        limit: Only this many records.
+        limit: Maximum number of records.
     """
 
     name: str
@@ -217,11 +216,12 @@ class SpanFile(NamedTuple):
         return own | {"sha256": file_digest(Path(self.path)), "context_length": scorer.context_length}
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
-        """Score all targets; the note tells of prompts that lost their beginning.
+        """Score all targets; the note reports truncated prompts.
 
         Raises:
-            UserError: If the file cannot be read, holds no record, or a record has no prompt, no target, or a target
-                that is longer than the context.
+            UserError: If the file cannot be read or is empty, or a record has no prompt, no target, or a target longer
+                than the
+            context.
         """
         prompts, targets, places = self._records()
         tokenizer, encoded = scorer.tokenizer, scorer.tokenizer.encode(prompts)
@@ -238,20 +238,20 @@ class SpanFile(NamedTuple):
         return [measure], scorer.tell_cut(before)
 
     def _records(self) -> tuple[list[str], list[str], list[str]]:
-        """Read prompts, targets and where they are."""
+        """Read prompts, targets and their locations."""
         path = Path(self.path)
         if not path.name.endswith(RECORDS):
-            raise UserError(f"{path} is no file of records; expected {', '.join(RECORDS)}.")
+            raise UserError(f"{path} is not a file of records; expected {', '.join(RECORDS)}.")
         prompts, targets, places = [], [], []
         for number, record in enumerate(read_records(path, [self.prompt_key, self.target_key])):
             if number == self.limit:
                 break
             for key in (self.prompt_key, self.target_key):
                 if not isinstance(record.content.get(key), str):
-                    raise UserError(f"{record.place}: no text under {key!r}.")
+                    raise UserError(f"{record.place}: no text with key {key!r}.")
             prompts.append(without_lone_surrogates(record.content[self.prompt_key]))
             targets.append(without_lone_surrogates(record.content[self.target_key]))
             places.append(record.place)
         if not places:
-            raise UserError(f"{path} holds no record.")
+            raise UserError(f"{path} has no records.")
         return prompts, targets, places

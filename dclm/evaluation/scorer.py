@@ -1,4 +1,4 @@
-"""Scorer: answers questions about texts with one model, each once, in batches, shared by the ranks."""
+"""Scorer: scores and generates texts with one model, in batches, distributed over ranks, with cached answers."""
 
 import math
 from collections import Counter
@@ -24,14 +24,14 @@ from ..stop_strings import StopStringBuffer
 
 
 class Score(NamedTuple):
-    """Of a continuation: the log-likelihood of all its tokens in nats, and whether each is the likeliest."""
+    """Log-likelihood of a continuation in nats, and whether all its tokens are greedy."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 class MaskedScore(NamedTuple):
-    """Of a text's masked tokens: their log-likelihood in nats, how many are the likeliest, and how many they are."""
+    """Log-likelihood of a text's masked tokens in nats, number of correct predictions, and number of tokens."""
 
     log_likelihood: float
     num_right: int
@@ -39,7 +39,7 @@ class MaskedScore(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A text to continue: its tokens, and how."""
+    """Tokens of a prompt, and settings of its generation."""
 
     tokens: tuple[int, ...]
     max_new_tokens: int
@@ -48,18 +48,18 @@ class Prompt(NamedTuple):
 
 
 class Scorer:
-    """One model and what it has been asked.
+    """Scorer of one model.
 
     Args:
         model: The model.
-        ranks: The processes that share the work.
-        journal: Where answers are kept.
-        batch_size: Texts read at a time.
-        context_length: Most tokens that the model reads; what is longer loses its beginning.
+        ranks: Ranks that share the work.
+        journal: Cache of answers.
+        batch_size: Texts per batch.
+        context_length: Maximum tokens per sequence; longer texts are truncated on the left.
 
     Attributes:
-        num_cut: Texts that lost their beginning so far.
-        conditions: What the answers depend on beside the question: parts that are switched off.
+        num_cut: Number of truncated texts so far.
+        conditions: Conditions that answers depend on, such as disabled parts.
     """
 
     def __init__(
@@ -75,23 +75,23 @@ class Scorer:
         return self.decoder
 
     def under(self, condition: str) -> "Scorer":
-        """Ask the same model under a condition, whose answers are kept apart."""
+        """Return a scorer whose answers are cached separately for a condition."""
         scorer = copy(self)
         scorer.conditions = (*self.conditions, condition)
         return scorer
 
     def tell_cut(self, before: int) -> str | None:
-        """Tell of texts that lost their beginning since there were `before` of them."""
+        """Describe the texts truncated since there were `before` of them; None if there are none."""
         if self.num_cut == before:
             return None
-        return f"{self.num_cut - before} texts were longer than {self.context_length} tokens and lost their beginning"
+        return f"{self.num_cut - before} texts longer than {self.context_length} tokens were truncated on the left"
 
     def score(self, pairs: Sequence[Pair], described: str | None = None) -> list[Score]:
         """Score continuations.
 
         Args:
             pairs: Token ids of contexts and continuations.
-            described: What the progress bar calls this; None for no bar.
+            described: Text of the progress bar; None for no bar.
 
         Raises:
             UserError: If a continuation is longer than the context.
@@ -114,7 +114,7 @@ class Scorer:
         return [Score(*self.journal.known[key]) for key in keys]
 
     def score_masked(self, texts: Sequence[Masked], described: str | None = None) -> list[MaskedScore]:
-        """Score the tokens that texts, of any lengths up to the context, ask for; `described` as in `score`."""
+        """Score the masked tokens of texts of any lengths up to the context; `described` as in `score`."""
         keys = [digest("masked", _numbers(text.input_ids), _numbers(text.targets), *self.conditions) for text in texts]
         todo = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.journal.known}
         names = sorted(todo, key=lambda key: -len(todo[key].input_ids))
@@ -129,12 +129,12 @@ class Scorer:
         return [MaskedScore(*self.journal.known[key]) for key in keys]
 
     def complete(self, prompts: Sequence[Prompt], described: str | None = None) -> list[str]:
-        """Continue prompts, up to the first stop string or the end of the document; arguments as in `score`.
+        """Generate continuations up to the first stop string or end token; arguments as in `score`.
 
-        Sampled texts depend on their prompt, and on how often it came before, not on what is sampled beside them.
+        Sampled texts depend on their prompt and its number of repetitions, not on the rest of the batch.
 
         Raises:
-            UserError: If a prompt leaves no room for its continuation.
+            UserError: If a continuation exceeds the context.
         """
         prompts = [self._cut_prompt(prompt) for prompt in prompts]
         seen: Counter[Prompt] = Counter()
@@ -149,7 +149,7 @@ class Scorer:
         return [self.journal.known[key] for key in keys]
 
     def _work_through(self, work: Iterable, answer: Callable[[list], dict], described: str | None) -> None:
-        """Answer this rank's batches, keeping each answer, and learn the others'."""
+        """Answer this rank's batches, cache each answer, and exchange answers."""
         answers: dict = {}
         hidden = described is None or not self.ranks.is_first
         for batch in tqdm(work, described, unit="batch", disable=hidden, leave=False):
@@ -161,12 +161,12 @@ class Scorer:
     def _cut_prompt(self, prompt: Prompt) -> Prompt:
         room = self.context_length - prompt.max_new_tokens
         if room < 1:
-            raise UserError(f"{prompt.max_new_tokens} new tokens leave no room in a context of {self.context_length}.")
+            raise UserError(f"{prompt.max_new_tokens} new tokens do not fit into a context of {self.context_length}.")
         self.num_cut += len(prompt.tokens) > room
         return prompt._replace(tokens=prompt.tokens[-room:])
 
     def _alike(self, todo: dict[str, Prompt]) -> list[list[tuple[str, Prompt]]]:
-        """Put prompts that are continued in one way into batches, longest first; sampled ones one by one."""
+        """Group prompts with the same settings into batches, longest first; sampled ones individually."""
         ways: dict[tuple, list[tuple[str, Prompt]]] = {}
         for key, prompt in sorted(todo.items(), key=lambda item: -len(item[1].tokens)):
             ways.setdefault(prompt[1:], []).append((key, prompt))
@@ -196,7 +196,7 @@ class Scorer:
         return {key: self._text(tokens, stop_strings) for (key, _), tokens in zip(batch, written, strict=True)}
 
     def _text(self, tokens: list[int], stop_strings: Sequence[str]) -> str:
-        """Decode at once, so that a character that was cut off shows, as the harness does."""
+        """Decode all tokens together, as the harness does, so that truncated characters are visible."""
         text = self.tokenizer.decode(tokens)
         for stop in stop_strings:
             text = text.split(stop)[0]
@@ -213,7 +213,7 @@ def _summed(found: Likelihood) -> list:
 
 def _without_nan(scores: dict[str, list]) -> dict[str, list]:
     if any(math.isnan(log_likelihood) for log_likelihood, *_ in scores.values()):
-        raise UserError("the log-likelihoods are NaN: the weights are damaged, or too large for their dtype.")
+        raise UserError("the log-likelihoods are NaN: the weights are damaged or too large for their dtype.")
     return scores
 
 

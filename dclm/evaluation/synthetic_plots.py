@@ -1,4 +1,4 @@
-"""Pictures of suites: accuracy and perplexity by shots (figure 6), and accuracy by pattern and transformation."""
+"""Figures of task suites: accuracy and perplexity by shots (figure 6), accuracy by pattern and transformation."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ Numbers = dict[tuple[str, str], float]  # by name and metric
 
 
 def draw_suites(models: Sequence[Results], folder: Path) -> None:
-    """Draw every suite that was measured: `SUITE-shots.png`, and `SUITE-tasks.png` where tasks say what they are."""
+    """Plot every measured suite: `SUITE-shots.png`, and `SUITE-tasks.png` if task names have pattern and
+    transformation.
+    """
     columns = {model.model: {(m.name, m.metric): m.value for m in model.measures} for model in models}
     names = {name for numbers in columns.values() for name, _ in numbers}
     for suite in sorted({match[1] for match in map(SHOTS.fullmatch, names) if match}):
@@ -44,7 +46,7 @@ def _draw_shots(suite: str, models: dict[str, Numbers], path: Path) -> None:
 
 
 def _draw_tasks(suite: str, models: dict[str, Numbers], path: Path) -> None:
-    """Draw a map for each model: the first's accuracy, the others' differences to it."""
+    """Plot a heat map per model: accuracy of the first, differences of the others."""
     cells = {
         model: {match.groups()[1:]: 100 * value for match, value in _cells(suite, numbers)}
         for model, numbers in models.items()
@@ -69,7 +71,7 @@ def _cells(suite: str, numbers: Numbers) -> list[tuple[re.Match, float]]:
 
 
 def _draw_map(plane: Axes, values: np.ndarray, is_difference: bool) -> None:
-    """Draw numbers as colours, and write them."""
+    """Plot a heat map with numbers."""
     reach = max(1.0, float(np.nanmax(np.abs(values))))
     top = reach if is_difference else 100
     colors, bottom = ("RdBu", -reach) if is_difference else ("Blues", 0)

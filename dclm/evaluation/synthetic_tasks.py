@@ -1,4 +1,4 @@
-"""The synthetic suite (section 4.3): perplexity and accuracy at the answers (table 5), by shots (figure 6), by task."""
+"""Evaluation of synthetic tasks (section 4.3): perplexity and accuracy of answers (table 5), by shots (figure 6)."""
 
 import math
 from collections import defaultdict
@@ -16,13 +16,13 @@ from .scorer import Score, Scorer
 
 
 class TaskAnswer(NamedTuple):
-    """An answer that was scored.
+    """A scored answer.
 
     Attributes:
-        task_id: Of its text.
-        shots: Examples before.
-        score: What the model makes of it.
-        num_tokens: Of the answer.
+        task_id: Task of its text.
+        shots: Number of examples before it.
+        score: Score of the answer.
+        num_tokens: Tokens of the answer.
     """
 
     task_id: str
@@ -32,15 +32,15 @@ class TaskAnswer(NamedTuple):
 
 
 class SuiteFile(NamedTuple):
-    """Texts of tasks with answers in brackets.
+    """Texts of synthetic tasks with answers in brackets.
 
-    Brackets are left out, and each answer is scored after all that is before it. Accuracy counts answers of which every
-    token is the likeliest; perplexity is per token of the answers.
+    Brackets are removed, and each answer is scored given all preceding text. Accuracy counts answers whose tokens are
+    all greedy; perplexity is per answer token.
 
     Attributes:
-        name: In the table.
-        path: JSONL of `task_id` and `texts`, as the authors' or as `dclm suite` writes it.
-        limit: Only this many texts.
+        name: Name in the table.
+        path: JSONL of `task_id` and `texts`, in the authors' format, written by `dclm suite`.
+        limit: Maximum number of texts.
     """
 
     name: str
@@ -49,19 +49,19 @@ class SuiteFile(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name the measure, uniquely."""
+        """Unique title."""
         return f"suite {self.path}"
 
     def settings(self, scorer: Scorer) -> dict:
-        """Tell what the numbers depend on beside the model."""
+        """Settings that the numbers depend on, other than the model."""
         digest = file_digest(Path(self.path))
         return {"limit": self.limit, "sha256": digest, "context_length": scorer.context_length}
 
     def run(self, scorer: Scorer) -> tuple[list[Measure], str | None]:
-        """Score all answers; the note tells of texts that lost their beginning.
+        """Score all answers; the note reports truncated texts.
 
         Raises:
-            UserError: If the file is no suite.
+            UserError: If the file is not a suite.
         """
         texts = read_texts(Path(self.path))[: self.limit]
         before = scorer.num_cut
@@ -85,7 +85,7 @@ def _task(answer: TaskAnswer) -> str:
 
 
 def _cell(answer: TaskAnswer) -> str | None:
-    """Tell pattern and transformation, where a task's name says them."""
+    """Return pattern and transformation from a task's name, if it has them."""
     pattern, slash, rest = answer.task_id.partition("/")
     return f"{pattern} x {rest.partition('/')[0]}" if slash else None
 
@@ -101,7 +101,7 @@ def _score(scorer: Scorer, texts: Iterable[TaskText], described: str) -> list[Ta
 
 
 def _measures(name: str, answers: list[TaskAnswer], is_detail: bool = False) -> list[Measure]:
-    """Tell accuracy, with its standard error, and perplexity."""
+    """Return accuracy, with its standard error, and perplexity."""
     count = len(answers)
     accuracy = sum(answer.score.is_greedy for answer in answers) / count
     error = standard_error(accuracy, count)

@@ -1,4 +1,4 @@
-"""`dclm explain`: what the heads of language models do, and what composition makes of it."""
+"""`dclm explain`: analysis of heads and their composition in language models."""
 
 KINDS = ("ablate", "attribute", "breakdown", "circuits", "diversity", "mixing", "report")
 EXPLANATIONS = {kind: f"dclm.explain.{kind}:{kind}" for kind in KINDS}

@@ -1,4 +1,4 @@
-"""`dclm explain ablate`: what a language model loses where parts of it are switched off."""
+"""`dclm explain ablate`: evaluation of language models with parts disabled."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,30 +29,31 @@ def ablate(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Measure a trained model without branches or layers of its composition, or without a head.
+    """Evaluate a trained model with branches or layers of its composition, or heads, disabled.
 
-    Everything is measured once more for each part: a model of L layers has up to 13 + L measurements for branches and
-    layers, and L H for heads. Results are kept as they come; the same command goes on where it was interrupted.
+    Everything is measured once for each part: a model with L layers has up to 13 + L measurements for branches and
+    layers, and L H for heads. Results are stored immediately; an interrupted evaluation continues when the command is
+    repeated.
 
     Args:
-        checkpoint: Models, as `evaluate` takes them; plain ones have heads alone.
-        texts: Files or folders, each for itself, whose texts are scored.
-        suites: Files (JSONL) of synthetic tasks, which `dclm suite` writes.
-        masked: Files or folders of texts of which models that see both ways are asked for masked tokens.
-        off: What is switched off, one by one: "branches" (each of the pre- and the post-composition in all layers, each
-            composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer). By
-            default branches and layers, of plain attention heads.
+        checkpoint: Models, as in `evaluate`; plain models have only heads.
+        texts: Files or folders of texts, measured separately.
+        suites: Files (JSONL) of synthetic tasks, written by `dclm suite`.
+        masked: Files or folders of texts, for masked tokens of bidirectional models.
+        off: Parts to disable, one at a time: "branches" (each branch of the pre- and post-composition in all layers,
+            each composition, and all), "layers" (the composition of each layer), "heads" (each head of each layer).
+            Default: branches and layers, or heads for plain attention.
         out: Folder of the results: MODEL.json, ablation.csv, MODEL-ablation.png.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        context_length: Most tokens that a model reads. By default the model's own.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        context_length: Maximum tokens per sequence. Default: the model's.
         text_key: Key of the text in records.
-        limit: Only this many documents of each, the first.
-        batch_size: Texts read at a time.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        limit: Maximum number of documents of each, the first ones.
+        batch_size: Texts per batch.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
 
     Raises:
-        UserError: If something is not there, nothing is to be measured, or a model has no such parts.
+        UserError: If an input does not exist, there is nothing to measure, or a model has no such parts.
     """
     check_asked(checkpoint, [*texts, *suites, *masked], (), "texts, suites or masked")
     check_at_least_one(limit=limit, batch_size=batch_size, context_length=context_length)

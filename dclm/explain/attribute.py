@@ -1,4 +1,4 @@
-"""`dclm explain attribute`: which branches, heads and tokens predictions are owed to, by integrated gradients."""
+"""`dclm explain attribute`: attribution of predictions to branches, heads and tokens by integrated gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,33 +47,34 @@ def attribute(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Credit the log-probability of tokens to branches of the compositions, to heads, and to the tokens before.
+    """Attribute the log-probability of tokens to branches of the compositions, to heads, and to previous tokens.
 
-    Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): parts are faded in together, from none to all;
-    tokens from the embedding of the token that ends a text to their own. What is credited is the log-probability of the
-    token after a prompt, or the mean of all tokens of texts, or of the answers of synthetic tasks. Each kind takes two
-    forward passes and `steps` forward and backward ones.
+    Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): all parts are scaled together from 0 to 1;
+    token embeddings from that of the end-of-text token to their own. The scalar is the log-probability of the token
+    after a prompt, or the mean over all tokens of texts, or over the answers of synthetic tasks. Each kind needs two
+    forward passes, and `steps` forward and backward passes.
 
     Args:
-        checkpoint: A model, as `generate` takes it.
-        prompt: The text before a token.
-        target: The token after the prompt; the likeliest one if left out.
+        checkpoint: A model, as in `generate`.
+        prompt: The text before the target.
+        target: The token after the prompt; default: the predicted token.
         texts: A file or folder of texts, in place of a prompt.
-        suite: A file (JSONL) of synthetic tasks, which `dclm suite` writes, in place of a prompt.
-        over: What is credited, each by itself: "branches", "heads", and of a prompt "tokens". By default all of them.
-        alone: Also switch off each part by itself, a forward pass for each, and tell how well both orders agree.
-        steps: Points of the integral; the table tells by how much the credits miss their sum.
-        limit: Only this many documents of the texts, the first, or texts of the suite, drawn from all of it.
+        suite: A file (JSONL) of synthetic tasks, written by `dclm suite`, in place of a prompt.
+        over: Kinds of parts, attributed separately: "branches", "heads", and for a prompt "tokens". Default: all.
+        alone: Also disable each part separately, one forward pass each, and report the rank correlation.
+        steps: Integration points; the integration error is reported.
+        limit: Maximum number of documents of the texts, the first ones, or of texts of the suite, sampled from all.
         out: Folder for attribution.csv, attribution-sums.csv, attribution.json and attribution.png.
         text_key: Key of the text in records.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        batch_size: Texts read at a time.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        batch_size: Texts per batch.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
 
     Raises:
-        UserError: If the model cannot be read or has no such parts, the target is not one token, or not one thing is
-            asked.
+        UserError: If the model cannot be read or has no such parts, the target is not a single token, or not exactly
+            one of
+        prompt, texts and suite is given.
     """
     asked = locals().copy()
     _check_asked(prompt, texts, suite, target)
@@ -94,7 +95,7 @@ def attribute(
 
 
 def attribution_of(model: LoadedModel, question: Question, credits: AttributionSettings) -> Explanation:
-    """Credit the log-probability of a token.
+    """Attribute the log-probability of a token.
 
     Raises:
         UserError: If the model has no such parts.
@@ -113,13 +114,13 @@ def _check_asked(prompt: str | None, texts: str | None, suite: str | None, targe
     given = {"prompt": prompt, "texts": texts, "suite": suite}
     if sum(value is not None for value in given.values()) != 1:
         names = [name for name, value in given.items() if value is not None]
-        raise UserError(f"{' and '.join(names) or 'nothing'} asked; expected one of {', '.join(given)}.")
+        raise UserError(f"{' and '.join(names) or 'nothing'} given; expected one of {', '.join(given)}.")
     if target is not None and prompt is None:
-        raise UserError(f"target={target!r} comes after a prompt; expected prompt and target.")
+        raise UserError(f"target={target!r} requires a prompt.")
 
 
 def _answers(model: LoadedModel, suite: str, limit: int | None) -> list[Pair]:
-    """Encode the answers of some texts of a suite with what stands before them."""
+    """Encode the answers of some texts of a suite with their contexts."""
     found = read_texts(Path(suite))
     chosen = found if limit is None or limit >= len(found) else Random(0).sample(found, limit)
     asked = [(before, answer) for text in chosen for before, answer, _ in text.answers()]
@@ -129,10 +130,10 @@ def _answers(model: LoadedModel, suite: str, limit: int | None) -> list[Pair]:
 
 
 def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) -> list[Pair]:
-    """Cut texts into windows of the context.
+    """Split texts into windows of the context length.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there are none.
     """
     length = model.decoder.config.context_length
     documents = (one for file in find_inputs([Path(path)]) for one in read_documents(file, text_key, PILE_KEY))
@@ -141,17 +142,17 @@ def _windows(model: LoadedModel, path: str, text_key: str, limit: int | None) ->
         texts += [one.text for one in readable]
         skipped += unreadable
     if skipped:
-        print(f"{skipped} files are no UTF-8 and were left out")
+        print(f"skipped {skipped} files that are not UTF-8")
     pairs = [pair for row in text_windows(model.tokenizer, texts, length, length) for pair in row]
     if not pairs:
-        raise UserError(f"texts={path} holds no text.")
+        raise UserError(f"texts={path} has no text.")
     return pairs
 
 
 def _mean_attribution(
     model: LoadedModel, pairs: list[Pair], name: str, credits: AttributionSettings, batch_size: int
 ) -> Explanation:
-    """Credit the mean log-probability of continuations, per token."""
+    """Attribute the mean log-probability per token of continuations."""
     decoder = model.decoder.requires_grad_(False)
     with as_user_error(name, ValueError):
         texts = batches(decoder, pairs, batch_size)
@@ -162,14 +163,14 @@ def _mean_attribution(
 
 
 def _share_of_mean(decoder: Decoder, batch: list[Text], count: int) -> Tensor:
-    """Add up the log-probabilities of a batch's continuations, over `count`, the tokens of all batches."""
+    """Sum of the log-probabilities of a batch's continuations, divided by `count`, the tokens of all batches."""
     ids, places, targets = arrange(decoder, batch)
     hidden = decoder.hidden_states(ids)[places]
     return -token_loss(hidden[None], decoder.output.weight, targets[None]) * (len(targets) / count)
 
 
 def _token_parts(model: LoadedModel, question: Question) -> PartSet:
-    """List the tokens of a prompt, which fade in from the embedding of the token that ends a text."""
+    """Return the tokens of a prompt, interpolated from the embedding of the end-of-text token."""
     decoder = model.decoder
     baseline = decoder.embed.weight[model.tokenizer.eos_id]
 

@@ -29,26 +29,26 @@ def breakdown(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Break what composition makes of the attention from one token to another into its terms, head by head.
+    """Break the composition of the attention from one token to another into its terms, per head.
 
-    The terms are those of equation 7; with the weights that the two tokens bring, and what the heads look at before and
-    after (figures 7 and 8). The maps of one layer at a time are in memory.
+    Reports the terms of equation 7, the compose weights of the two tokens, and the attention of the heads before and
+    after composition (figures 7 and 8). The maps of one layer at a time are in memory.
 
     Args:
-        checkpoint: A model, as `generate` takes it.
+        checkpoint: A model, as in `generate`.
         prompt: The text.
-        layer: Name of the layer, or its number among all attention layers; the one that changes the query's attention
-            most if left out.
-        composition: "pre" breaks scores, "post" weights.
-        query: Position of the token that looks, -1 the last.
-        key: Position of the token that it looks at; that whose attention changes most if left out.
+        layer: Name of the layer, or its index among all attention layers; default: the layer that changes the query's
+            attention most.
+        composition: "pre" for scores, "post" for attention weights.
+        query: Position of the query; -1 is the last.
+        key: Position of the key; default: the token whose attention changes most.
         out: Folder for breakdown.csv and breakdown.png.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
 
     Raises:
-        UserError: If something cannot be read, there is no such layer or token, or the model composes nothing there.
+        UserError: If an input cannot be read, the layer or token does not exist, or the composition is disabled.
     """
     asked = locals().copy()
     folder = make_folder(out)
@@ -69,11 +69,11 @@ def breakdown_of(
     query: int = -1,
     key: int | None = None,
 ) -> Explanation:
-    """Break a pair of a prompt's tokens [1, T] down; other arguments as of `breakdown`.
+    """Break down a pair of tokens of a prompt [1, T]; other arguments as in `breakdown`.
 
     Raises:
-        ValueError: If there is no such layer, or none with this composition.
-        UserError: If there is no such token.
+        ValueError: If the layer does not exist or has no such composition.
+        UserError: If the token does not exist.
     """
     query = find_position("query", query, len(words))
     layers = find_layer(model.decoder, layer, composition)

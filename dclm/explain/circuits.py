@@ -1,4 +1,4 @@
-"""`dclm explain circuits`: what heads write for a token (equation 12), and which heads copy or follow a relation."""
+"""`dclm explain circuits`: OV circuits of heads (equation 12), and heads that copy or follow a relation."""
 
 # N tokens, H heads, C model width, V vocabulary
 
@@ -45,26 +45,25 @@ def circuits(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """List the tokens that each head's OV circuit writes for a token, and the heads that copy or follow a relation.
+    """List the tokens that each head's OV circuit writes for a token, and heads that copy or follow a relation.
 
-    As in appendix G.1 the circuit is given the embedding and what the first MLP adds to it, normed as the layer norms
-    it, and what it writes is multiplied by the output embedding (equation 12; no final norm). Where heads look plays no
-    part. The logits of one head at a time are in memory.
+    As in appendix G.1 the input of a circuit is the token's embedding plus the output of the first MLP, normalized by
+    the layer's norm, and its output is multiplied by the output embedding (equation 12; without the final norm).
+    Attention is not used. The logits of one head at a time are in memory.
 
     Args:
-        checkpoint: A model, as `generate` takes it.
-        words: Tokens whose circuits are listed; a space before a word belongs to it.
-        relations: Files of pairs, a token and its partner a line with a tabulator between, such as an object and its
-            superclass.
-        top: Tokens listed of each head, and how good a partner must rank to count.
-        sample: Tokens of the vocabulary by which copying is judged, drawn at random; all if there are fewer.
+        checkpoint: A model, as in `generate`.
+        words: Tokens for which circuits are listed; a leading space is part of the token.
+        relations: Files of pairs, one tab-separated token and partner per line, such as an object and its superclass.
+        top: Number of listed tokens per head, and maximum rank of a partner to count as found.
+        sample: Number of random tokens of the vocabulary for the copying score; all if there are fewer.
         out: Folder for heads.csv, heads.png, and circuits.csv if words are given.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
 
     Raises:
-        UserError: If something cannot be read, a word is not one token, or a file holds no pairs.
+        UserError: If an input cannot be read, a word is not a single token, or a file has no pairs.
     """
     asked = locals().copy()
     folder = make_folder(out)
@@ -83,14 +82,14 @@ def circuits(
 
 
 def _circuits(decoder: Decoder) -> Iterator[tuple[str, int, "Circuit"]]:
-    """Yield the circuits of all heads, layer by layer."""
+    """Yield the circuits of all heads of all layers."""
     for number in tqdm(range(len(decoder.blocks)), "layers", unit="layer", leave=False):
         for head in range(decoder.blocks[number].attn.num_heads):
             yield f"blocks.{number}.attn", head, Circuit(decoder, number, head)
 
 
 class Circuit(NamedTuple):
-    """What a head makes of tokens (equation 12)."""
+    """The OV circuit of a head (equation 12)."""
 
     decoder: Decoder
     layer: int
@@ -107,7 +106,7 @@ class Circuit(NamedTuple):
 
 
 def _copies(tokenizer: Tokenizer, count: int) -> RelationPairs:
-    """Draw tokens of the vocabulary, which are their own partners."""
+    """Sample tokens of the vocabulary, which are their own partners."""
     drawn = torch.randperm(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))[:count]
     return RelationPairs("copy", drawn, drawn)
 
@@ -116,14 +115,14 @@ def _read_pairs(tokenizer: Tokenizer, path: Path) -> RelationPairs:
     """Read a relation.
 
     Raises:
-        UserError: If the file cannot be read or has no pairs, or something in it is not one token.
+        UserError: If the file cannot be read or has no pairs, or an entry is not a single token.
     """
-    with as_user_error(f"{path} cannot be read"), open(check_regular(path), newline="", encoding="utf-8") as file:
+    with as_user_error(f"cannot read {path}"), open(check_regular(path), newline="", encoding="utf-8") as file:
         numbered = enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1)
         lines = {number: line for number, line in numbered if line}
     wrong = next((number for number, line in lines.items() if len(line) != 2), None)
     if wrong is not None or not lines:
-        got = f"{path} holds nothing" if not lines else f"{path}: line {wrong} is no pair"
-        raise UserError(f"{got}; expected lines of a token, a tabulator and its partner.")
+        got = f"{path} is empty" if not lines else f"{path}: line {wrong} is not a pair"
+        raise UserError(f"{got}; expected a tab-separated token and partner per line.")
     sources, targets = ([one_token(tokenizer, word) for word in column] for column in zip(*lines.values(), strict=True))
     return RelationPairs(path.stem, torch.tensor(sources), torch.tensor(targets))

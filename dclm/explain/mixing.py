@@ -1,4 +1,4 @@
-"""`dclm explain mixing`: what the compositions of a language model are like over texts."""
+"""`dclm explain mixing`: composition statistics of a language model over texts."""
 
 # T tokens
 
@@ -33,25 +33,25 @@ def mixing(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Tell how large the branches of each composition are, of what rank it is, and how much it depends on tokens.
+    """Report the size of the branches of each composition, its effective rank, and its dependence on the tokens.
 
-    Texts are read one after the other, in rows of the context's length. Beside the model a layer holds nine matrices of
-    H x H for each token of a batch: 75 MB for 32 heads and 2048 tokens, of one layer at a time.
+    Texts are concatenated and split into rows of the context length. In addition to the model, one layer at a time
+    needs nine H x H matrices per token of a batch: 75 MB for 32 heads and 2048 tokens.
 
     Args:
-        checkpoint: A model, as `evaluate` takes it, but of this project's.
+        checkpoint: A model of this project, as in `evaluate`.
         texts: A file or folder of texts.
-        tokens: How many tokens are read, at most.
-        context_length: Tokens of a row. By default the model's own.
+        tokens: Maximum number of tokens.
+        context_length: Tokens per row. Default: the model's.
         out: Folder for mixing.csv and mixing.png.
         text_key: Key of the text in records.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        batch_size: Rows read at a time.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        batch_size: Rows per batch.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
 
     Raises:
-        UserError: If something cannot be read, or the model composes nothing.
+        UserError: If an input cannot be read, or the model composes nothing.
     """
     asked = locals().copy()
     folder = make_folder(out)
@@ -71,7 +71,7 @@ def mixing(
 
 
 def _rows(model: LoadedModel, path: Path, text_key: str, length: int, count: int) -> Tensor:
-    """Encode texts, each with its end, and cut them into rows [N, T]; a rest that fills none is left out.
+    """Encode texts with end tokens, and split them into rows [N, T]; an incomplete row is dropped.
 
     Raises:
         UserError: If there are too few tokens for a row.

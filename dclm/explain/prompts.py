@@ -1,4 +1,4 @@
-"""A prompt and the token after it, as ids and as words."""
+"""Encoding of a prompt and the token after it."""
 
 # T tokens
 
@@ -16,13 +16,13 @@ from ..load import LoadedModel
 
 
 class Question(NamedTuple):
-    """A prompt and what follows.
+    """A prompt and the target token.
 
     Attributes:
-        input_ids: The prompt [1, T], int64, on the model's device; what the tokenizer begins texts with included.
-        target: Id of the token that follows.
-        words: Each token as text [T + 1], the target's last.
-        prompt: The prompt as it was given.
+        input_ids: The prompt [1, T], int64, on the model's device, including tokens that begin a text.
+        target: Id of the target token.
+        words: Text of each token [T + 1], the target last.
+        prompt: The given prompt.
     """
 
     input_ids: Tensor
@@ -33,10 +33,10 @@ class Question(NamedTuple):
 
 @torch.no_grad()
 def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
-    """Encode a prompt and a target, the likeliest token if None.
+    """Encode a prompt and a target; the predicted token if None.
 
     Raises:
-        UserError: If the prompt has no token or too many, or the target is not one token.
+        UserError: If the prompt is empty or too long, or the target is not a single token.
     """
     decoder, tokenizer = model
     with as_user_error("the next token", ValueError):
@@ -47,7 +47,7 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
     else:
         (context, continuation), (_, spaced) = encode_pairs(tokenizer, [(prompt, target), (prompt, f" {target}")])
         if len(continuation) != 1:
-            moved = "" if prompt == prompt.rstrip() else " The space that ends the prompt is the target's."
+            moved = "" if prompt == prompt.rstrip() else " The trailing space of the prompt is part of the target."
             raise UserError(_not_one(tokenizer, f"target={target!r}", continuation, target, spaced) + moved)
         ids, words = _as_input(model, prompt, context)
         (answer,) = continuation
@@ -55,20 +55,21 @@ def ask(model: LoadedModel, prompt: str, target: str | None) -> Question:
 
 
 def encode(model: LoadedModel, prompt: str) -> tuple[Tensor, tuple[str, ...]]:
-    """Encode a prompt: ids [1, T], int64, on the model's device, and each token as text.
+    """Encode a prompt: ids [1, T], int64, on the model's device, and the text of each token.
 
     Raises:
-        UserError: If the prompt has no token or too many.
+        UserError: If the prompt is empty or too long.
     """
     tokenizer = model.tokenizer
     return _as_input(model, prompt, [*tokenizer.begin_ids, *tokenizer.encode([prompt])[0].tolist()])
 
 
 def one_token(tokenizer: Tokenizer, word: str) -> int:
-    """Encode a word that is one token.
+    """Encode a word that is a single token.
 
     Raises:
-        UserError: If it is not; with the pieces, and with a space before it if that would be one.
+        UserError: If it is not; the message has the pieces, and suggests a leading space if that would be a single
+            token.
     """
     ids, spaced = (row.tolist() for row in tokenizer.encode([word, f" {word}"]))
     if len(ids) == 1:
@@ -77,16 +78,16 @@ def one_token(tokenizer: Tokenizer, word: str) -> int:
 
 
 def _not_one(tokenizer: Tokenizer, named: str, ids: Sequence[int], word: str, spaced: Sequence[int]) -> str:
-    """Say into which tokens a word falls, and whether with a space before it it is one."""
+    """Describe the tokens of a word, and whether it is a single token with a leading space."""
     pieces = [tokenizer.decode([token]) for token in ids]
-    hint = f"; {' ' + word!r} is one" if len(spaced) == 1 else ""
-    return f"{named} is {len(pieces)} tokens to this tokenizer, {pieces}; expected one{hint}."
+    hint = f"; {' ' + word!r} is a single token" if len(spaced) == 1 else ""
+    return f"{named} is {len(pieces)} tokens for this tokenizer, {pieces}; expected one{hint}."
 
 
 def _as_input(model: LoadedModel, prompt: str, ids: list[int]) -> tuple[Tensor, tuple[str, ...]]:
     decoder, tokenizer = model
     if not ids:
-        raise UserError(f"prompt={prompt!r} holds no token.")
+        raise UserError(f"prompt={prompt!r} has no tokens.")
     if len(ids) > decoder.config.context_length:
         raise UserError(f"prompt has {len(ids)} tokens; expected at most {decoder.config.context_length}.")
     return torch.tensor([ids], device=decoder.device), tuple(tokenizer.decode([token]) for token in ids)

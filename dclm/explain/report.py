@@ -1,4 +1,4 @@
-"""`dclm explain report`: what there is to see of a model on a prompt, as one page."""
+"""`dclm explain report`: all explanations of a model for a prompt, as one HTML page."""
 
 import torch
 
@@ -27,23 +27,23 @@ def report(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> None:
-    """Write a page: where each head looks before and after composition, credits, a breakdown, sizes, and diversity.
+    """Write an HTML page: attention of each head before and after composition, attribution, breakdown, statistics.
 
-    It needs no network and no other file. The maps of one layer at a time are in memory; in the page each takes two
-    bytes for each pair of tokens and head.
+    The page is self-contained. The maps of one layer at a time are in memory; in the page they take two bytes per pair
+    of tokens and head.
 
     Args:
-        checkpoint: A model, as `generate` takes it; of a plain one what makes sense is shown.
+        checkpoint: A model, as in `generate`; parts about composition are omitted for plain models.
         prompt: The text.
-        target: The token after it that is credited to parts of the model; the likeliest one if left out.
-        out: The page, a file that ends in .html; any other name is a folder for its index.html.
-        steps: Points of the integral of the credits.
-        tokenizer: "bytes", a tokenizer.json or a hub name; by default the one in the checkpoint or folder.
-        device: Where to run, such as cuda.
-        dtype: "float32", "bfloat16" or "float16"; by default that of the weights.
+        target: The token after it, for the attribution; default: the predicted token.
+        out: Output file that ends in .html, or a folder for index.html.
+        steps: Integration points of the attribution.
+        tokenizer: "bytes", a tokenizer.json or a hub name; default: the tokenizer of the checkpoint or folder.
+        device: Device, such as cuda.
+        dtype: "float32", "bfloat16" or "float16"; default: the dtype of the weights.
 
     Raises:
-        UserError: If something cannot be read or written, the target is not one token, or the prompt is too long.
+        UserError: If a file cannot be read or written, the target is not a single token, or the prompt is too long.
     """
     check_steps(steps)
     model = load_model(checkpoint, tokenizer, dtype=find_dtype(dtype), device=device)
@@ -53,7 +53,7 @@ def report(
     with torch.inference_mode(), record_attention(decoder, keep=small_maps) as maps:
         decoder.hidden_states(question.input_ids)
     found = [*_of_prompt(model, question, steps), explain_diversity([(name, decoder)])]
-    composed = "" if _is_composed(model) else " Plain attention: there is no composition to break down."
+    composed = "" if _is_composed(model) else " Plain attention: the model has no composition."
     facts = f"{model_facts(origin_of(checkpoint, decoder), decoder)}{composed}"
     path = page_path(out)
     write_page(path, f"{name}: {prompt[-80:]!r}", facts, PageSubject(question.words[:-1]), maps, found)
@@ -65,7 +65,7 @@ def _is_composed(model: LoadedModel) -> bool:
 
 
 def _of_prompt(model: LoadedModel, question: Question, steps: int) -> list[Explanation]:
-    """Explain what the model does with a prompt; of plain attention, without what is of compositions."""
+    """Explain the model for a prompt; without compositions for plain attention."""
     if not _is_composed(model):
         return [
             attribution_of(model, question, AttributionSettings([kind for kind in KINDS if kind != "branches"], steps))

@@ -1,7 +1,6 @@
-"""Folders of checkpoints: DCFormer and DCPythia as published and our own format (read and written), GPT-NeoX and Llama
-(read).
+"""Model folders: DCFormer, DCPythia and the native format (read and written), GPT-NeoX and Llama (read).
 
-A folder holds `config.json` and the weights as `model.safetensors` or `pytorch_model.bin`, whole or in shards with
+A folder has `config.json` and the weights as `model.safetensors` or `pytorch_model.bin`, in one file or in shards with
 an index. `docs/checkpoints.md` has the table of names.
 """
 
@@ -32,14 +31,14 @@ Tensors = dict[str, Tensor]
 
 
 class Format(NamedTuple):
-    """How a kind of folder is read.
+    """Reader of one folder format.
 
     Attributes:
-        read_config: Translates the content of `config.json`.
-        prepare: Replaces other spellings among the tensors, in place, by what `config.json` says.
-        expected: Tells the tensors of a decoder's state dict as the folder has them.
-        may_miss: Ends of names that may be missing, and are not needed.
-        read_weights: Makes a decoder's state dict.
+        read_config: Converts the content of `config.json`.
+        prepare: Converts alternative tensor names in place.
+        expected: Converts a decoder's state dict to the tensors of the folder.
+        may_miss: Suffixes of optional tensors.
+        read_weights: Converts the tensors to a decoder's state dict.
     """
 
     read_config: Callable[[dict], DecoderConfig]
@@ -83,7 +82,7 @@ FORMATS = {
 
 
 def is_known(folder: Path) -> bool:
-    """Tell whether the model type of a folder's `config.json` is one that is read here."""
+    """Whether the model type of a folder's `config.json` is supported."""
     return _read_object(folder / "config.json").get("model_type") in FORMATS
 
 
@@ -91,18 +90,17 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
     """Load a model from a folder.
 
     Args:
-        folder: With a `config.json` of the model type "dcformer" or "dcpythia" (as published, or written by
-            `save_pretrained`), "dclm" (written by it), "gpt_neox" (Pythia), "llama" or "mistral" (Hugging Face's), and
-            its weights.
-        dtype: Dtype of the parameters; None keeps that of the files (the widest, if there are several).
+        folder: Folder with weights and a `config.json` of model type "dcformer" or "dcpythia" (published, or written by
+            `save_pretrained`), "dclm" (written by it), "gpt_neox" (Pythia), "llama" or "mistral" (Hugging Face).
+        dtype: Dtype of the parameters; None for the dtype of the files (the widest, if there are several).
 
     Returns:
         The decoder, on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: If the model type is unknown, a field of `config.json` is unknown or asks for what this format does
-            not define, or tensors are missing, extra or of another shape (they are listed).
-        FileNotFoundError: If `config.json` or the weights are not there.
+        ValueError: If the model type is unknown, a field of `config.json` is unknown or not supported, or tensors are
+        missing, unexpected or of the wrong shape (all are listed).
+        FileNotFoundError: If `config.json` or the weights are missing.
     """
     check_factory(None, dtype)
     folder = Path(folder)
@@ -119,32 +117,33 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
 
 
 def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = False) -> Path:
-    """Write a decoder in the official hub format, derived tensors included, or in our own.
+    """Write a decoder in the published format, including derived tensors, or in the native format.
 
     Args:
-        decoder: A model that the format can express: composed by query and key (or query alone) with rank and groups
-            as published, all or every second layer windowed, and so on; our own expresses all.
-        folder: Where to write; must not hold a model already.
-        native: Whether to write our own format: the fields of `DecoderConfig`, and the state dict.
+        decoder: A model supported by the format: the published one supports composition by query and key (or only
+            query) with the published rank and groups, windows in all or every second layer, and so on; the native one
+            all.
+        folder: Output folder; must not contain a model.
+        native: Whether to use the native format: the fields of `DecoderConfig`, and the state dict.
 
     Returns:
         The folder.
 
     Raises:
-        TypeError: If `decoder` is no `Decoder`.
-        ValueError: If the official format cannot express the model; the message names the field.
-        FileExistsError: If there is a model in the folder.
+        TypeError: If `decoder` is not a `Decoder`.
+        ValueError: If the published format does not support the model; the message names the field.
+        FileExistsError: If the folder contains a model.
     """
     check_module(Decoder, decoder=decoder)
     if not str(folder):
-        raise ValueError("folder='' must name a folder to write.")
+        raise ValueError("folder='': expected a folder.")
     if decoder.device.type == "meta":
         raise ValueError("the decoder has no weights: it is on the meta device.")
     folder = Path(folder)
     patterns = ("config.json", "model*.safetensors", "pytorch_model*.bin", "*.index.json")
     taken = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if taken:
-        raise FileExistsError(f"{folder} holds {taken[0]} already; nothing was overwritten.")
+        raise FileExistsError(f"{folder} already contains {taken[0]}; nothing was overwritten.")
     dtype = str(decoder.output.weight.dtype).removeprefix("torch.")
     config, weights = decoder.config, decoder.state_dict()
     content = (config_to_native(config) if native else config_to_hub(config)) | {"torch_dtype": dtype}
@@ -157,7 +156,7 @@ def save_pretrained(decoder: Decoder, folder: str | Path, *, native: bool = Fals
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Read the configuration of a folder that `load_pretrained` takes; errors are those of it."""
+    """Read the configuration of a folder; errors as in `load_pretrained`."""
     return _read_config(folder)[1]
 
 
@@ -180,32 +179,32 @@ def _read_object(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}.") from error
+        raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object.")
+        raise ValueError(f"{path} is not a JSON object.")
     return content
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors, by memory map where the format allows, and never unpickle anything but tensors."""
+    """Read all tensors, memory-mapped if possible; only tensors are unpickled."""
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
-        if (folder / name).is_file():  # an index beside it is an older one's
+        if (folder / name).is_file():  # takes precedence over an outdated index
             shards = [name]
         elif index.is_file():
             weight_map = _read_object(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map.")
             if not all(isinstance(shard, str) for shard in weight_map.values()):
-                raise ValueError(f"{index} has a weight_map that names no files.")
+                raise ValueError(f"{index} has an invalid weight_map.")
             shards = sorted(set(weight_map.values()))
         else:
             continue
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
-            raise FileNotFoundError(f"{folder} lacks the shards {missing} that {index.name} names.")
+            raise FileNotFoundError(f"{folder} lacks the shards {missing} of {index.name}.")
         return {key: tensor for shard in shards for key, tensor in _read_shard(folder / shard).items()}
-    raise FileNotFoundError(f"{folder} holds no weights; expected {', '.join(WEIGHT_FILES)}, or shards with an index.")
+    raise FileNotFoundError(f"{folder} has no weights; expected {', '.join(WEIGHT_FILES)}, or shards with an index.")
 
 
 def _read_shard(path: Path) -> dict[str, Tensor]:
@@ -214,14 +213,14 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        raise ValueError(f"{path} is no readable file of tensors ({type(error).__name__}: {error}).") from error
+        raise ValueError(f"{path} cannot be read as tensors ({type(error).__name__}: {error}).") from error
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise ValueError(f"{path} holds something else than named tensors.")
+        raise ValueError(f"{path} has content other than named tensors.")
     return content
 
 
 def _check_weights(folder: Path, given: dict[str, Tensor], expected: dict[str, Tensor], may_miss: tuple) -> None:
-    """Refuse weights that do not fit, with the whole list."""
+    """Raise ValueError with all tensors that do not match."""
     problems = [f"missing {name}" for name in expected if name not in given and not name.endswith(may_miss)]
     problems += [f"unknown {name}" for name in given if name not in expected and not name.endswith(may_miss)]
     for name in sorted(expected.keys() & given.keys()):
@@ -230,4 +229,4 @@ def _check_weights(folder: Path, given: dict[str, Tensor], expected: dict[str, T
         if not given[name].is_floating_point():
             problems.append(f"{name} is {given[name].dtype}, not floating")
     if problems:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}.")
+        raise ValueError(f"the weights in {folder} do not match its config.json: {'; '.join(problems)}.")

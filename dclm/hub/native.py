@@ -1,4 +1,4 @@
-"""`config.json` of our own format, which expresses every decoder: the fields of `DecoderConfig` by their names."""
+"""`config.json` of the native format, which supports every decoder: the fields of `DecoderConfig`."""
 
 from dataclasses import asdict, fields
 
@@ -9,12 +9,12 @@ NATIVE_TYPE = "dclm"
 
 
 def config_to_native(config: DecoderConfig) -> dict:
-    """Write a configuration."""
+    """Convert a configuration to the content of `config.json`."""
     return {"model_type": NATIVE_TYPE, **asdict(config)}
 
 
 def config_from_native(content: dict) -> DecoderConfig:
-    """Read what `config_to_native` wrote.
+    """Inverse of `config_to_native`.
 
     Raises:
         ValueError: If a field is unknown or missing, or a value out of range.

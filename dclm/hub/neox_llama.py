@@ -1,7 +1,7 @@
 """Plain decoders in Hugging Face's format: GPT-NeoX (Pythia) and Llama or Mistral, read into a `Decoder`.
 
-Both name one tensor for each of ours, but for the fused queries, keys and values: GPT-NeoX keeps them head by head,
-Llama in three tensors. Tied embeddings become two tensors of equal content.
+Tensors correspond one to one, except the fused queries, keys and values: GPT-NeoX stores them per head, Llama in three
+tensors. Tied embeddings are loaded as two equal tensors.
 """
 
 # C model width, H heads, D head dim
@@ -23,7 +23,7 @@ SHAPE = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "context_length",
 }
-BOTH = {  # None: must be given
+BOTH = {  # None: required
     **dict.fromkeys(SHAPE, None),
     "tie_word_embeddings": False,
     "rope_parameters": None,
@@ -49,7 +49,7 @@ LLAMA = BOTH | {
     "sliding_window": None,
 }
 MISTRAL = {"sliding_window": 4096}
-WITHOUT_EFFECT = (  # on the logits
+WITHOUT_EFFECT = (  # no effect on the logits
     *("initializer_range", "attention_dropout", "hidden_dropout", "classifier_dropout", "pretraining_tp"),
     *("is_decoder", "max_sequence_length"),
 )
@@ -63,10 +63,10 @@ TYPES = {
 
 
 def neox_config(content: dict) -> DecoderConfig:
-    """Translate the content of a `config.json` of "gpt_neox".
+    """Convert the `config.json` of a "gpt_neox" model.
 
     Raises:
-        ValueError: If a field is missing or unknown, or a value is not what a `Decoder` computes.
+        ValueError: If a field is missing or unknown, or a value is not supported.
     """
     fields = _read(content, GPT_NEOX)
     check_values(fields, {"hidden_act": ("gelu",), "attention_bias": (True,)})
@@ -76,17 +76,17 @@ def neox_config(content: dict) -> DecoderConfig:
 
 
 def llama_config(content: dict) -> DecoderConfig:
-    """Translate the content of a `config.json` of "llama" or "mistral".
+    """Convert the `config.json` of a "llama" or "mistral" model.
 
     Raises:
-        ValueError: As `neox_config`.
+        ValueError: As in `neox_config`.
     """
     fields = _read(content, LLAMA | MISTRAL if content["model_type"] == "mistral" else LLAMA)
     head_dim = fields["hidden_size"] // fields["num_attention_heads"]
     check_values(fields, {"hidden_act": ("silu",), "head_dim": (None, head_dim)})
     if fields["attention_bias"] != fields["mlp_bias"]:
         raise ValueError(
-            f"attention_bias={fields['attention_bias']} and mlp_bias={fields['mlp_bias']}; expected equal ones."
+            f"attention_bias={fields['attention_bias']} and mlp_bias={fields['mlp_bias']}; expected equal values."
         )
     rotary = _rotary(fields, fields["rope_theta"], 1.0)
     return DecoderConfig(
@@ -112,11 +112,11 @@ def _shape(fields: Mapping) -> dict:
 
 
 def _rotary(fields: Mapping, base: float, fraction: float) -> dict:
-    """Read the rotary embedding, in the older fields or in `rope_parameters`; a scaled one is not known here."""
+    """Read the rotary embedding from the older fields or from `rope_parameters`; scaling is not supported."""
     for name in ("rope_parameters", "rope_scaling"):
         kind = (fields[name] or {}).get("rope_type", (fields[name] or {}).get("type", "default"))
         if kind != "default":
-            raise ValueError(f"{name} has rope_type={kind!r}; expected 'default' (frequencies that are not scaled).")
+            raise ValueError(f"{name} has rope_type={kind!r}; expected 'default' (frequencies without scaling).")
         check_known(fields[name] or {}, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
     given = fields["rope_parameters"] or fields["rope_scaling"] or {}
     partial = given.get("partial_rotary_factor", fields["partial_rotary_factor"])
@@ -150,13 +150,13 @@ WITHIN = {
         "mlp.down": "mlp.down_proj",
     },
 }
-BUFFERS = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")  # that older files hold
+BUFFERS = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")  # in older files
 SPLIT = tuple(f"self_attn.{letter}_proj" for letter in "qkv")
 JOINED = WITHIN["llama"]["attn.qkv"]
 
 
 def _named(name: str, family: str) -> str:
-    """Tell what a parameter of ours is called there."""
+    """Convert a parameter name to the family's."""
     module, _, parameter = name.rpartition(".")
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
     if match is None:
@@ -165,8 +165,8 @@ def _named(name: str, family: str) -> str:
 
 
 def prepare(tensors: dict[str, Tensor], config: DecoderConfig, content: Mapping) -> None:
-    """Drop buffers, and replace other spellings by the one that is read: an output that is tied or has another name,
-    queries, keys and values in three tensors.
+    """Remove buffers, and convert alternatives in place: tied or renamed output layer, separate queries, keys,
+    values.
     """
     family = _family(config)
     for name in [name for name in tensors if name.endswith(BUFFERS)]:
@@ -187,7 +187,7 @@ def _family(config: DecoderConfig) -> str:
 
 
 def weights_to_huggingface(weights: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Rename and rearrange a decoder's state dict."""
+    """Convert a decoder's state dict to the family's tensors."""
     family = _family(config)
     order = (3, config.num_heads)
     return {
@@ -197,7 +197,7 @@ def weights_to_huggingface(weights: Mapping[str, Tensor], config: DecoderConfig)
 
 
 def weights_from_huggingface(tensors: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Rename and rearrange tensors, which must all be known."""
+    """Convert the family's tensors, which must all be known, to a decoder's state dict."""
     family = _family(config)
     order = (config.num_heads, 3)
     weights = {}
@@ -208,7 +208,7 @@ def weights_from_huggingface(tensors: Mapping[str, Tensor], config: DecoderConfi
 
 
 def _our_name(name: str, family: str) -> str:
-    """Tell what a parameter of theirs is called here."""
+    """Convert the family's parameter name."""
     module, _, parameter = name.rpartition(".")
     match = re.fullmatch(rf"{re.escape(LAYERS[family])}\.(\d+)\.(.+)", module)
     if match is None:
@@ -217,5 +217,5 @@ def _our_name(name: str, family: str) -> str:
 
 
 def _reorder(tensor: Tensor, order: tuple[int, int]) -> Tensor:
-    """Exchange two axes that lie together in the first one: [a b D, ...] to [b a D, ...]."""
+    """Exchange two axes fused in the first one: [a b D, ...] to [b a D, ...]."""
     return tensor.unflatten(0, (*order, -1)).transpose(0, 1).flatten(0, 2)

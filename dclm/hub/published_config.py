@@ -1,4 +1,4 @@
-"""`config.json` of the published models to `DecoderConfig` and back."""
+"""Conversion between the published `config.json` and `DecoderConfig`."""
 
 from ..config import PYTHIA, TRANSFORMER_PP, DecoderConfig
 from .fields import check_known, check_types, check_values
@@ -31,7 +31,7 @@ WITHOUT_EFFECT = ("head_dim", "q_chunk_size", "is_training", "use_gradient_check
 
 
 def field_defaults(content: dict) -> dict:
-    """Tell the fields of a `config.json` that matter, with what they are if they are left out."""
+    """Return the relevant fields of a `config.json` with their defaults."""
     defaults = DEFAULTS | FAMILY_DEFAULTS[content["model_type"]]
     if content["model_type"] == "dcformer" and any(name in content for name in SECOND_VERSION):
         defaults["rope_base"] = 500000
@@ -39,10 +39,10 @@ def field_defaults(content: dict) -> dict:
 
 
 def config_from_hub(content: dict) -> DecoderConfig:
-    """Translate the content of a `config.json` of "dcformer" or "dcpythia".
+    """Convert the `config.json` of a "dcformer" or "dcpythia" model.
 
     Raises:
-        ValueError: If a field is unknown, or a value is outside what the format defines.
+        ValueError: If a field is unknown, or a value is not defined by the format.
     """
     check_known(content, {*field_defaults(content), *WITHOUT_EFFECT})
     hub = field_defaults(content) | content
@@ -113,7 +113,7 @@ def _pythia(hub: dict) -> dict:
 
 
 def _windows(hub: dict) -> tuple[int | None, ...]:
-    """Read the layer pattern; without a type, even layers are local where there is a window at all."""
+    """Read the layer pattern; without a type, even layers are local if there is a window."""
     window, kind = hub["window_size"], hub["window_type"]
     if kind is None:
         return (None,) if window is None else (window, None)
@@ -125,10 +125,10 @@ def _windows(hub: dict) -> tuple[int | None, ...]:
 
 
 def config_to_hub(config: DecoderConfig) -> dict:
-    """Translate a `DecoderConfig`; reading the result gives it back, but for fields that only training uses.
+    """Convert a `DecoderConfig`; the inverse of `config_from_hub`, except for training-only fields.
 
     Raises:
-        ValueError: If the published format has no word for a field's value.
+        ValueError: If the published format does not support a field's value.
     """
     is_pythia = config.mlp == "gelu"
     family = "dcpythia" if is_pythia else "dcformer"
@@ -166,7 +166,7 @@ def config_to_hub(config: DecoderConfig) -> dict:
 
 
 def why_not_published(config: DecoderConfig) -> str | None:
-    """Say why the published format cannot express a model; None if it can."""
+    """Return why the published format does not support a model; None if it does."""
     try:
         config_to_hub(config)
     except ValueError as error:
@@ -174,7 +174,7 @@ def why_not_published(config: DecoderConfig) -> str | None:
     return None
 
 
-TRAINING_ONLY = ("init_std", "impl")  # and the spelling of the windows, which `_pattern` has checked
+TRAINING_ONLY = ("init_std", "impl")  # besides the form of the windows, which `_pattern` checks
 
 
 def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
@@ -184,13 +184,13 @@ def _check_expressible(config: DecoderConfig, read_back: DecoderConfig) -> None:
     for name, value in vars(config).items():
         if name not in ignored and getattr(read_back, name) != value:
             raise ValueError(
-                f"{name}={value!r} cannot be written in the published format, which would read it as "
-                f"{getattr(read_back, name)!r}; expected native=True, our own format."
+                f"{name}={value!r} is not supported by the published format, which would read it as "
+                f"{getattr(read_back, name)!r}; use native=True."
             )
 
 
 def _pattern(windows: tuple[int | None, ...]) -> tuple[int | None, str | None]:
-    """Name a layer pattern, by its shortest period."""
+    """Return window size and name of a layer pattern, by its shortest period."""
     for period in range(1, len(windows)):
         if len(windows) % period == 0 and windows[:period] * (len(windows) // period) == windows:
             windows = windows[:period]
@@ -203,6 +203,4 @@ def _pattern(windows: tuple[int | None, ...]) -> tuple[int | None, str | None]:
         return sizes.pop(), None
     if len(sizes) == 1 and local in PATTERNS.values():
         return sizes.pop(), next(name for name, pattern in PATTERNS.items() if pattern == local)
-    raise ValueError(
-        f"windows={list(windows)} cannot be written in the published format; expected native=True, our own format."
-    )
+    raise ValueError(f"windows={list(windows)} is not supported by the published format; use native=True.")

@@ -1,6 +1,7 @@
-"""Tensors of the published models to a `Decoder`'s state dict and back.
+"""Conversion between the tensors of the published models and a `Decoder`'s state dict.
 
-The published roles of the compose weights are (pre query, pre key, post query, post key); ours are side-major.
+The published order of the compose weights' roles is (pre query, pre key, post query, post key); a `Decoder`'s is
+side-major.
 """
 
 # L layers, C model width, H heads, K = 4H hidden width of a role's MLP, R = 2
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from ..config import DecoderConfig
 
-ROLES = (0, 2, 1, 3)  # where our roles (query pre, query post, key pre, key post) are among the published ones
+ROLES = (0, 2, 1, 3)  # index of our roles (query pre, query post, key pre, key post) among the published ones
 
 TOP = {"tok_embeddings": "embed", "norm": "norm", "output": "output"}
-LAYER = {  # published name within a layer: ours within a block
+LAYER = {  # published name within a layer: name within a block
     "attention_norm": "attn_norm",
     "ffn_norm": "mlp_norm",
     "attention.wqkv": "attn.qkv",
@@ -28,7 +29,7 @@ LAYER = {  # published name within a layer: ours within a block
 }
 MLP = {"swiglu": {"w1": "mlp.gate", "w3": "mlp.up"}, "gelu": {"w1": "mlp.up"}}
 COMPOSE = ("dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
-# copies of the others in another order, and identities
+# reordered copies of the other tensors, and identities
 DERIVED = ("dyn_w_proj.dw_m", "dyn_w_proj.qkw_m", "dyn_w_proj.pre_proj.w", "dyn_w_proj.post_proj.w")
 
 
@@ -41,19 +42,19 @@ def join_qkv(tensors: dict[str, Tensor]) -> None:
     """Replace the legacy wq, wk, wv by wqkv.
 
     Raises:
-        ValueError: If a layer has both spellings.
+        ValueError: If a layer has both forms.
     """
     for query in [name for name in tensors if re.search(r"\.wq\.(weight|bias)$", name)]:
         names = [query.replace(".wq.", f".w{letter}.") for letter in "qkv"]
         joined = query.replace(".wq.", ".wqkv.")
         if joined in tensors:
-            raise ValueError(f"the weights hold both {joined} and {query}.")
+            raise ValueError(f"the weights have both {joined} and {query}.")
         if all(name in tensors for name in names):
             tensors[joined] = torch.cat([tensors.pop(name) for name in names])
 
 
 def compare_derived(tensors: dict[str, Tensor], config: DecoderConfig) -> None:
-    """Report derived tensors that differ from their originals: the published training code updates them alone."""
+    """Warn about derived tensors that differ from their originals; the published training code updates only them."""
     different = set()
     for name in [name for name in tensors if name.endswith(COMPOSE[0])] if config.is_composed else []:
         layer = name.removesuffix(COMPOSE[0])
@@ -64,7 +65,7 @@ def compare_derived(tensors: dict[str, Tensor], config: DecoderConfig) -> None:
                 different.add(key)
     if different:
         warnings.warn(
-            f"{', '.join(sorted(different))} differ from what dw1, qkw and dd give; loaded the latter, as the "
+            f"{', '.join(sorted(different))} differ from their originals dw1, qkw and dd; loaded the latter, as the "
             "published inference code does.",
             stacklevel=3,
         )
@@ -77,7 +78,7 @@ def _derive(dw1: Tensor, qkw: Tensor, dd: Tensor) -> dict[str, Tensor]:
 
 
 def weights_from_hub(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Rename and rearrange published tensors, which must all be known."""
+    """Convert published tensors, which must all be known, to a decoder's state dict."""
     names = _layer_names(config)
     weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -95,7 +96,9 @@ def weights_from_hub(tensors: dict[str, Tensor], config: DecoderConfig) -> dict[
 
 
 def _compose_from_hub(name: str, tensor: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
-    """Rearrange one compose tensor: of the query's roles for query-wise models; nothing for plain and derived ones."""
+    """Convert one compose tensor: only the query's roles for query-wise models; nothing for plain models and derived
+    tensors.
+    """
     roles = list(ROLES if config.key_wise else ROLES[:2])
     if name not in COMPOSE or not config.is_composed:
         return {}
@@ -108,7 +111,7 @@ def _compose_from_hub(name: str, tensor: Tensor, config: DecoderConfig) -> dict[
 
 
 def weights_to_hub(weights: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Rename and rearrange a decoder's state dict; derived tensors are made as the published code makes them."""
+    """Convert a decoder's state dict to published tensors, including derived ones."""
     top = {ours: theirs for theirs, ours in TOP.items()}
     names = {ours: theirs for theirs, ours in _layer_names(config).items()}
     tensors: dict[str, Tensor] = {}
@@ -130,7 +133,7 @@ def weights_to_hub(weights: dict[str, Tensor], config: DecoderConfig) -> dict[st
 
 
 def _compose_to_hub(compose: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Make a layer's published compose tensors; a key side that is off becomes zeros, which compose nothing."""
+    """Convert a layer's compose weights; a disabled key side is written as zeros, which have no effect."""
     C, H = config.dim, config.num_heads
     K = 4 * H
     roles = list(ROLES if config.key_wise else ROLES[:2])

@@ -1,4 +1,4 @@
-"""Decoders for Hugging Face's library: importing this registers them with its Auto classes.
+"""Decoders for Hugging Face `transformers`: importing this module registers them with the Auto classes.
 
 import dclm.huggingface
 model = transformers.AutoModelForCausalLM.from_pretrained("DCFormer-2.8B")

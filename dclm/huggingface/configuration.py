@@ -1,4 +1,4 @@
-"""Configurations for Hugging Face's library: in the published format, and in our own, which expresses every decoder."""
+"""Configurations for Hugging Face `transformers`, in the published format and in the native format."""
 
 from typing import ClassVar
 
@@ -10,13 +10,13 @@ from ..hub.published_config import config_from_hub, config_to_hub, field_default
 
 
 class PublishedConfig(PreTrainedConfig):
-    """Fields as `config.json` of the published models has them (`docs/checkpoints.md`).
+    """Configuration with the fields of the published models' `config.json` (`docs/checkpoints.md`).
 
     Args:
         **fields: Any of them, and the fields of `transformers.PretrainedConfig`.
 
     Raises:
-        ValueError: If a value is outside what the format defines.
+        ValueError: If a value is not defined by the format.
     """
 
     attribute_map: ClassVar[dict[str, str]] = {
@@ -27,7 +27,7 @@ class PublishedConfig(PreTrainedConfig):
     }
 
     def __post_init__(self, **fields) -> None:
-        """Keep the published fields, and leave the others to the library."""
+        """Set the published fields, and pass the others to the base class."""
         named = {self.attribute_map.get(name, name): value for name, value in fields.items()}
         for name, default in field_defaults({"model_type": self.model_type, **named}).items():
             setattr(self, name, named.pop(name, getattr(type(self), name, default)))
@@ -40,16 +40,16 @@ class PublishedConfig(PreTrainedConfig):
         return {*field_defaults({"model_type": cls.model_type})}
 
     def decoder_config(self) -> DecoderConfig:
-        """Translate it."""
+        """Convert to a `DecoderConfig`."""
         kind = {"model_type": self.model_type}
         return config_from_hub(kind | {name: getattr(self, name) for name in field_defaults(kind)})
 
     @classmethod
     def from_decoder_config(cls, config: DecoderConfig, **kwargs) -> "PublishedConfig":
-        """Translate a decoder's configuration.
+        """Create from a decoder's configuration.
 
         Raises:
-            ValueError: If the format has no word for a field's value, or the family is another.
+            ValueError: If the format does not support a field's value, or the family differs.
         """
         content = config_to_hub(config)
         if content["model_type"] != cls.model_type:
@@ -58,22 +58,22 @@ class PublishedConfig(PreTrainedConfig):
 
 
 class DCFormerConfig(PublishedConfig):
-    """DCFormer's: LLaMA style, composed or plain (`use_dcmha=False`)."""
+    """Configuration of DCFormer: Llama style, composed or plain (`use_dcmha=False`)."""
 
     model_type = "dcformer"
 
 
 class DCPythiaConfig(PublishedConfig):
-    """DCPythia's: GPT-NeoX style, composed or plain (`use_dcmha=False`)."""
+    """Configuration of DCPythia: GPT-NeoX style, composed or plain (`use_dcmha=False`)."""
 
     model_type = "dcpythia"
 
 
-DEFAULTS = config_to_native(decoder_config("dcformer_pp_debug"))  # the library makes configurations without arguments
+DEFAULTS = config_to_native(decoder_config("dcformer_pp_debug"))  # the library creates configurations without arguments
 
 
 class DCLMConfig(PreTrainedConfig):
-    """Fields are those of `DecoderConfig`, by their names: grouped keys and values, every branch, masked models.
+    """Configuration with the fields of `DecoderConfig`: supports grouped-query attention, all branches, masked models.
 
     Args:
         **fields: Any of them, and the fields of `transformers.PretrainedConfig`.
@@ -94,10 +94,10 @@ class DCLMConfig(PreTrainedConfig):
     }
 
     def __post_init__(self, **fields) -> None:
-        """Keep our fields, and leave the others to the library."""
+        """Set the fields of `DecoderConfig`, and pass the others to the base class."""
         named = {self.attribute_map.get(name, name): value for name, value in fields.items()}
         if named.pop("tie_word_embeddings", False):
-            raise ValueError("tie_word_embeddings=True; expected false, as decoders have an output layer of their own.")
+            raise ValueError("tie_word_embeddings=True; expected false, as decoders have a separate output layer.")
         for name in self.field_names():
             setattr(self, name, named.pop(name, DEFAULTS[name]))
         super().__post_init__(**named)
@@ -109,19 +109,19 @@ class DCLMConfig(PreTrainedConfig):
         return DEFAULTS.keys() - {"model_type"}
 
     def to_diff_dict(self) -> dict:
-        """Write all of our fields, those that have their defaults too: a folder says what it is."""
+        """Return all fields, including those with default values, so that a folder is self-contained."""
         written = self.to_dict()
         return super().to_diff_dict() | {name: written[name] for name in self.field_names()}
 
     def decoder_config(self) -> DecoderConfig:
-        """Translate it."""
+        """Convert to a `DecoderConfig`."""
         config = config_from_native({name: getattr(self, name) for name in self.field_names()})
         if config.cross_layers:
-            raise ValueError(f"cross_layers={config.cross_layers}: these classes have no other sequence to look at.")
+            raise ValueError(f"cross_layers={config.cross_layers}: these classes do not support cross-attention.")
         return config
 
     @classmethod
     def from_decoder_config(cls, config: DecoderConfig, **kwargs) -> "DCLMConfig":
-        """Take over a decoder's configuration."""
+        """Create from a decoder's configuration."""
         content = config_to_native(config)
         return cls(**{name: content[name] for name in cls.field_names()}, **kwargs)

@@ -1,4 +1,4 @@
-"""The decoding cache, as Hugging Face's generation asks for it."""
+"""The decoding cache with the interface of Hugging Face's generation."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from ..decoder import Decoder
 
 
 class DecodingState(Cache):
-    """Wraps a `DecodingCache`, which is made when the first tokens come.
+    """Wrapper of a `DecodingCache`, which is created with the first tokens.
 
     Args:
         decoder: The model.
-        capacity: Most tokens of a row.
+        capacity: Maximum tokens per row.
     """
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
@@ -20,10 +20,10 @@ class DecodingState(Cache):
         self._decoder, self._capacity, self._cache = decoder, capacity, None
 
     def decode(self, input_ids: Tensor, attention_mask: Tensor | None, last_only: bool) -> Tensor:
-        """Predict what follows new tokens: logits [B, T or 1, V].
+        """Predict the tokens after new tokens: logits [B, T or 1, V].
 
         Raises:
-            ValueError: If the mask hides something else than the padding that was before the first tokens.
+            ValueError: If the mask differs from the padding before the first tokens.
         """
         check_mask(attention_mask, len(input_ids), self.get_seq_length() + input_ids.shape[1])
         padding = count_left_padding(attention_mask)
@@ -38,35 +38,35 @@ class DecodingState(Cache):
         none = attention_mask.new_zeros(len(attention_mask))
         same = torch.equal(none if kept is None else kept, none if padding is None else padding)
         if not same:
-            raise ValueError("attention_mask has other padding than the tokens in the cache.")
+            raise ValueError("attention_mask does not match the padding of the tokens in the cache.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count the tokens that are in it."""
+        """Return the number of tokens in the cache."""
         return 0 if self._cache is None else self._cache.num_tokens
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Tell how many tokens fit."""
+        """Return the capacity."""
         return self._capacity
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put other rows in the place of each."""
+        """Reorder the rows."""
         self._cache.reorder(beam_idx)
 
     def crop(self, max_length: int) -> None:
-        """Refuse: tokens that were overwritten in a window cannot come back."""
-        raise NotImplementedError("this cache cannot be shortened (assisted generation needs that).")
+        """Not supported, because tokens overwritten in a window are lost."""
+        raise NotImplementedError("this cache cannot be cropped (required for assisted generation).")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse: the rows of a cache are fixed."""
+        """Not supported, because the rows of a cache are fixed."""
         raise NotImplementedError("the rows of this cache cannot be repeated.")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refuse: the rows of a cache are fixed."""
-        raise NotImplementedError("rows of this cache cannot be taken out.")
+        """Not supported, because the rows of a cache are fixed."""
+        raise NotImplementedError("rows of this cache cannot be selected.")
 
 
 def check_mask(attention_mask: Tensor | None, rows: int, tokens: int) -> None:
-    """Check a mask of padding.
+    """Check a padding mask.
 
     Raises:
         ValueError: If it is not [rows, tokens] of zeros and ones.
@@ -77,11 +77,11 @@ def check_mask(attention_mask: Tensor | None, rows: int, tokens: int) -> None:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else repr(attention_mask)
         raise ValueError(f"attention_mask is {got}; expected a tensor [{rows}, {tokens}] of 0 for padding, else 1.")
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise ValueError("attention_mask holds other values than 0 and 1.")
+        raise ValueError("attention_mask has values other than 0 and 1.")
 
 
 def count_left_padding(attention_mask: Tensor | None) -> Tensor | None:
-    """Count the padding before each row's tokens [B]; None if there is none.
+    """Count the left padding of each row [B]; None if there is none.
 
     Raises:
         ValueError: If there is padding between or after tokens.
@@ -91,12 +91,14 @@ def count_left_padding(attention_mask: Tensor | None) -> Tensor | None:
     real = attention_mask.bool()
     padding = (~real).sum(1)
     if not torch.equal(real, torch.arange(real.shape[1], device=real.device) >= padding[:, None]):
-        raise ValueError("attention_mask has padding after tokens; accepted with a cache: before them (padding_side).")
+        raise ValueError(
+            "attention_mask has padding after tokens; with a cache expected padding before tokens (padding_side)."
+        )
     return padding if bool(padding.any()) else None
 
 
 def padding_documents(attention_mask: Tensor | None) -> Tensor | None:
-    """Turn a mask with padding on either side into documents [B, T]: padding before, tokens, padding after.
+    """Convert a mask with padding on either side to document ids [B, T]: padding before, tokens, padding after.
 
     Raises:
         ValueError: If there is padding between tokens.

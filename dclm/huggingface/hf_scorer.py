@@ -1,4 +1,4 @@
-"""Any causal language model of `transformers`, as far as scoring texts asks for one."""
+"""Scoring texts with any causal language model of `transformers`."""
 
 # B batch, T tokens, M tokens that are scored
 
@@ -16,14 +16,14 @@ from ..loss import Likelihood, score_logits
 
 @dataclass(frozen=True)
 class ScoredConfig:
-    """What is known of a model.
+    """The configuration of a model that scoring needs.
 
     Attributes:
-        model_type: Its kind.
-        vocab_size: Token ids are below it.
-        context_length: Most tokens that it reads.
-        position: "learned": longer texts are refused, for whether it could read them is not known.
-        is_causal: It is.
+        model_type: Model type in `transformers`.
+        vocab_size: Upper limit of token ids.
+        context_length: Maximum tokens per sequence.
+        position: "learned", so that longer texts are rejected, as it is unknown whether the model supports them.
+        is_causal: True.
     """
 
     model_type: str
@@ -34,48 +34,48 @@ class ScoredConfig:
 
 
 class ScoredModel(nn.Module):
-    """A model of a folder, which `dclm.likelihood` asks like a `Decoder`.
+    """A model of a folder with the scoring interface of a `Decoder`.
 
     Args:
-        folder: As `AutoModelForCausalLM.from_pretrained` takes it. Code in the folder is never run, without a question.
-        dtype: Dtype of the parameters; None keeps that of the files.
+        folder: Folder for `AutoModelForCausalLM.from_pretrained`. Code in the folder is never executed.
+        dtype: Dtype of the parameters; None for the dtype of the files.
 
     Raises:
-        UserError: If it cannot be loaded, does not say how many tokens it reads, or is not causal.
+        UserError: If it cannot be loaded, its context length is unknown, or it is not causal.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        with as_user_error(f"{folder} cannot be read by transformers either"):
+        with as_user_error(f"transformers cannot load {folder} either"):
             self.model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
             )
         config = self.model.config.get_text_config()
         length = getattr(config, "max_position_embeddings", None)
         if length is None:
-            raise UserError(f"{folder}/config.json does not say how many tokens the model reads.")
+            raise UserError(f"{folder}/config.json does not contain the context length.")
         self.config = ScoredConfig(config.model_type, config.vocab_size, length)
         self.eval()
         self._check_causal(folder)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     def check_causal(self) -> None:
-        """Do what `Decoder.check_causal` does; it has been checked."""
+        """Same as `Decoder.check_causal`; checked when the model is loaded."""
 
     def make_cache(self, *args: object) -> None:
-        """Refuse to continue texts.
+        """Raise ValueError, because generation is not supported.
 
         Raises:
             ValueError: Always.
         """
-        raise ValueError(f"a model of type {self.config.model_type!r} scores texts here, and continues none.")
+        raise ValueError(f"a model of type {self.config.model_type!r} supports scoring only, not generation.")
 
     def likelihood(self, input_ids: Tensor, places: tuple[Tensor, Tensor], targets: Tensor) -> Likelihood:
-        """Do what `Decoder.likelihood` does."""
+        """Same as `Decoder.likelihood`."""
         return score_logits(self._logits(input_ids)[places], targets)
 
     @torch.no_grad()
@@ -83,11 +83,11 @@ class ScoredModel(nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
     def _check_causal(self, folder: Path) -> None:
-        """Ask whether a token changes what is predicted before it: models of masked tokens load without a word."""
+        """Check that a token does not change earlier predictions; masked language models load without an error."""
         ids = torch.arange(8)[None] % self.config.vocab_size
         other = ids.clone()
         other[0, -1] = self.config.vocab_size - 1
         before, after = (self._logits(tokens)[0, :-1] for tokens in (ids, other))
         rounding = 16 * torch.finfo(before.dtype).eps * before.abs().max()
         if (before - after).abs().max() > rounding:
-            raise UserError(f"{folder} sees later tokens: it is no causal language model, and cannot be scored as one.")
+            raise UserError(f"{folder} is not a causal language model: its predictions depend on later tokens.")

@@ -1,4 +1,4 @@
-"""Language models for Hugging Face's library, around a `Decoder`; folders are in the published format or in our own."""
+"""Hugging Face model classes around a `Decoder`, for folders in the published or in the native format."""
 
 # B batch, T tokens, V vocabulary
 
@@ -34,12 +34,12 @@ FAMILIES = {
 PREFIX = "decoder."
 CPU = torch.device("cpu")
 OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-OF_GENERATE = ("tokenizer", "assistant_tokenizer")  # which `generate` hands on without need
+OF_GENERATE = ("tokenizer", "assistant_tokenizer")  # passed by `generate` without effect
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
 
 
 class Outputs(NamedTuple):
-    """Output of a forward pass over whole sequences."""
+    """Output of a forward pass over full sequences."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -48,7 +48,7 @@ class Outputs(NamedTuple):
 
 @contextmanager
 def _collecting(decoder: Decoder | None) -> Iterator[list[Tensor]]:
-    """Collect the inputs of a decoder's blocks while the context is open; of None nothing."""
+    """Collect the inputs of a decoder's blocks while the context is active; nothing for None."""
     states: list[Tensor] = []
     blocks = () if decoder is None else decoder.blocks
     handles = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in blocks]
@@ -60,10 +60,10 @@ def _collecting(decoder: Decoder | None) -> Iterator[list[Tensor]]:
 
 
 class DecoderModel(PreTrainedModel):
-    """What models of the library around a decoder have in common.
+    """Base of the model classes around a decoder.
 
     Args:
-        config: In the format of the class.
+        config: Configuration of the class.
     """
 
     config_class = PublishedConfig
@@ -90,26 +90,26 @@ class DecoderModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw what was not loaded, as `Decoder` does."""
+        """Initialize weights that were not loaded, as `Decoder` does."""
         names = [name for name, each in self.decoder.named_modules() if each is module]
         if names:
             self.decoder.init_module(names[0], module)
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding of tokens."""
+        """Return the token embedding."""
         return self.decoder.embed
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding of tokens."""
+        """Replace the token embedding."""
         self.decoder.embed = value
         self.decoder.config = replace(self.decoder.config, vocab_size=value.num_embeddings)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return what makes logits."""
+        """Return the output layer."""
         return self.decoder.output
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Replace what makes logits."""
+        """Replace the output layer."""
         self.decoder.output = new_embeddings
 
     def _run(
@@ -121,7 +121,7 @@ class DecoderModel(PreTrainedModel):
         kept: slice | Tensor,
         returns_states: bool,
     ) -> Outputs:
-        """Run the decoder on whole texts; `targets` stand at the places of the logits that predict them."""
+        """Run the decoder on full texts; `targets` are at the positions of the logits that predict them."""
         check_mask(attention_mask, *input_ids.shape)
         is_known = num_items is not None and getattr(num_items, "device", CPU).type == "cpu"
         if is_known and num_items < 1:
@@ -139,32 +139,32 @@ class DecoderModel(PreTrainedModel):
         output = self.decoder.output
         if type(output) is nn.Linear:
             loss = token_loss(hidden, output.weight, targets)
-        else:  # an adapter around it, which computes more than a product
+        else:  # wrapped by an adapter, which computes more than a matrix product
             loss = F.cross_entropy(output(hidden).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         return loss if num_items is None else loss * (targets != IGNORED).sum() / num_items
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False):
-        """Load weights by their names here, or by those of folders, as the library's trainer does."""
+        """Load weights by their names in this class, or in folders, as the library's trainer does."""
         if not any(name.startswith(PREFIX) for name in state_dict):
             ours = self._from_folder(dict(state_dict))
             state_dict = {f"{PREFIX}{name}": weight for name, weight in ours.items()}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _from_folder(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Make a decoder's state dict of the tensors of a folder in the format of the class."""
+        """Convert the tensors of a folder to a decoder's state dict."""
         join_qkv(tensors)
         return weights_from_hub(tensors, self.decoder.config)
 
     def _to_folder(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Make the tensors of a folder of a decoder's state dict."""
+        """Convert a decoder's state dict to the tensors of a folder."""
         return weights_to_hub(weights, self.decoder.config)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> "DecoderModel":
-        """Load a folder in the format of the class, or a name on the hub; arguments are the library's.
+        """Load a folder in the format of the class, or a name on the hub; arguments as in `transformers`.
 
         Raises:
-            ValueError: As `dclm.load_pretrained`.
+            ValueError: As in `dclm.load_pretrained`.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, config=config, **kwargs)
@@ -186,19 +186,19 @@ class DecoderModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
-        """Write a folder in the format of the class; arguments are the library's."""
+        """Write a folder in the format of the class; arguments as in `transformers`."""
         weights = self.state_dict() if state_dict is None else state_dict
         weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
         super().save_pretrained(save_directory, *args, state_dict=self._to_folder(weights), **kwargs)
 
 
 class DecoderForCausalLM(DecoderModel, GenerationMixin):
-    """A causal decoder with the library's interface.
+    """A causal decoder with the interface of `transformers`.
 
-    `generate` decodes through the low-rank cache. Padding may stand before and after the tokens of a row.
+    `generate` uses the low-rank cache. Padding is supported before and after the tokens of a row.
 
     Args:
-        config: In the format of the class.
+        config: Configuration of the class.
     """
 
     def forward(
@@ -218,22 +218,22 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
 
         Args:
             input_ids: Token ids [B, T].
-            attention_mask: 0 for padding [B, T], before or after the tokens of a row; with a cache before them, for all
-                tokens that are in it and the new ones.
-            cache: What `generate` keeps; `input_ids` come after it.
-            labels: The ids themselves [B, T], -100 where they do not count; shifted here.
-            use_cache: Keep a cache of `block_size` tokens and return it; without effect if there are labels.
-            logits_to_keep: Only the logits of the last so many tokens, 0 for all; or of these places.
-            num_items_in_batch: Divides the sum of losses, instead of the labels of this batch.
-            output_hidden_states: Return the inputs of all blocks and the final hidden states too; not with a cache.
+            attention_mask: 0 for padding [B, T], before or after the tokens of a row; with a cache only before them,
+                and for all tokens of the cache and the new ones.
+            cache: Cache from `generate`; `input_ids` follow its tokens.
+            labels: Unshifted ids [B, T]; -100 is ignored.
+            use_cache: Create and return a cache of `block_size` tokens; no effect with labels.
+            logits_to_keep: Number of last tokens with logits, 0 for all; or their positions.
+            num_items_in_batch: Divisor of the summed loss, instead of the number of labels in this batch.
+            output_hidden_states: Also return the inputs of all blocks and the final hidden states; not with a cache.
             return_dict: False for a tuple.
             **others: Arguments of other models; only None and False are accepted.
 
         Returns:
-            `logits` [B, T, V], `loss` with labels (in training without the logits), and the cache.
+            `logits` [B, T, V], `loss` with labels (without logits in training), and the cache.
 
         Raises:
-            ValueError: If an argument is not supported, or padding is where it cannot be.
+            ValueError: If an argument is not supported, or padding is at an unsupported position.
         """
         _refuse(others)
         _check_ids(input_ids, labels)
@@ -243,7 +243,7 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
         if cache is not None:
             _check_cached(cache, labels)
             if output_hidden_states:
-                raise ValueError("output_hidden_states=True with a cache: not supported by these models.")
+                raise ValueError("output_hidden_states=True is not supported with a cache.")
             is_last = isinstance(kept, slice) and logits_to_keep == 1
             logits = cache.decode(input_ids, attention_mask, last_only=is_last)
             out = CausalLMOutputWithPast(logits=logits[:, kept], cache=cache)
@@ -261,21 +261,21 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
         batch_size,
         max_cache_length: int,
     ) -> None:
-        """Give `generate` the low-rank cache."""
+        """Provide the low-rank cache to `generate`."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}; expected None, as these models "
-                "have a cache of their own."
+                "have their own cache."
             )
         if generation_config.use_cache is not False and model_kwargs.get("cache") is None:
             model_kwargs["cache"] = DecodingState(self.decoder, max_cache_length)
 
 
 class DecoderForMaskedLM(DecoderModel):
-    """A decoder that sees both ways, with the library's interface: it fills in masked tokens.
+    """A bidirectional decoder with the interface of `transformers`, for masked language modelling.
 
     Args:
-        config: In the format of the class.
+        config: Configuration of the class.
     """
 
     sees_both_ways = True
@@ -290,22 +290,21 @@ class DecoderForMaskedLM(DecoderModel):
         return_dict: bool | None = None,
         **others,
     ) -> MaskedLMOutput | tuple:
-        """Predict the tokens themselves.
+        """Predict masked tokens.
 
         Args:
             input_ids: Token ids [B, T].
             attention_mask: 0 for padding [B, T], before or after the tokens of a row.
-            labels: The ids that were there before some were masked [B, T], -100 where they do not count.
-            num_items_in_batch: Divides the sum of losses, instead of the labels of this batch.
-            output_hidden_states: Return the inputs of all blocks and the final hidden states too.
+            labels: Original ids of masked tokens [B, T]; -100 is ignored.
+            num_items_in_batch: Divisor of the summed loss, instead of the number of labels in this batch.
+            output_hidden_states: Also return the inputs of all blocks and the final hidden states.
             return_dict: False for a tuple.
             **others: Arguments of other models; only None and False are accepted.
-
-        Returns:
-            `logits` [B, T, V], and `loss` with labels (in training without the logits).
+            Returns:
+            `logits` [B, T, V], and `loss` with labels (without logits in training).
 
         Raises:
-            ValueError: If an argument is not supported, or padding stands between tokens.
+            ValueError: If an argument is not supported, or there is padding between tokens.
         """
         _refuse(others)
         _check_ids(input_ids, labels)
@@ -317,7 +316,7 @@ class DecoderForMaskedLM(DecoderModel):
 
 
 class OfOurFormat:
-    """Keeps weights in folders as they are, with the fields of `DecoderConfig` beside them."""
+    """Mixin for folders in the native format: the state dict, and the fields of `DecoderConfig`."""
 
     config_class = DCLMConfig
 
@@ -347,34 +346,34 @@ def _check_ids(input_ids: Tensor, labels: Tensor | None) -> None:
 
 
 def _kept_places(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Turn `logits_to_keep` into what selects tokens."""
+    """Convert `logits_to_keep` to an index of tokens."""
     if is_integer(logits_to_keep) and logits_to_keep >= 0:
         return slice(-int(logits_to_keep), None)
     if isinstance(logits_to_keep, Tensor) and logits_to_keep.dim() == 1 and not logits_to_keep.is_floating_point():
         return logits_to_keep
-    raise ValueError(f"logits_to_keep={logits_to_keep!r}: expected an integer of at least 0, or places [N].")
+    raise ValueError(f"logits_to_keep={logits_to_keep!r}: expected an integer of at least 0, or positions [N].")
 
 
 def _check_family(kind: type, folder: Path) -> None:
-    """Refuse a folder of another family: its weights could fit by chance."""
+    """Raise ValueError for a folder of a different family, whose weights could match by chance."""
     path = folder / "config.json"
     found = json.loads(path.read_text()).get("model_type") if path.is_file() else None
     if found in FAMILIES and found != kind.config_class.model_type:
         raise ValueError(
-            f"{folder} holds a model of type {found!r}: expected {kind.config_class.model_type!r} for {kind.__name__}. "
+            f"{folder} has a model of type {found!r}: expected {kind.config_class.model_type!r} for {kind.__name__}. "
             f"Use {FAMILIES[found]}."
         )
 
 
 def _check_cached(cache: object, labels: Tensor | None) -> None:
     if not isinstance(cache, DecodingState):
-        raise ValueError(f"cache is a {type(cache).__name__}; expected what an earlier call returned, or None.")
+        raise ValueError(f"cache is a {type(cache).__name__}; expected the cache of an earlier call, or None.")
     if labels is not None:
-        raise ValueError("labels are given with cache; expected one of the two.")
+        raise ValueError("labels and cache cannot be combined; expected one of the two.")
 
 
 def _find_folder(name: str | Path, options: dict) -> Path:
-    """Return a folder on this disk; names on the hub are downloaded."""
+    """Return a local folder; names on the hub are downloaded."""
     subfolder = options.pop("subfolder", None) or ""
     if Path(name).is_dir():
         return Path(name) / subfolder
@@ -394,8 +393,8 @@ class DCPythiaForCausalLM(DecoderForCausalLM):
 
 
 class DCLMForCausalLM(OfOurFormat, DecoderForCausalLM):
-    """Any causal decoder, in our own format."""
+    """Any causal decoder, in the native format."""
 
 
 class DCLMForMaskedLM(OfOurFormat, DecoderForMaskedLM):
-    """Any decoder that sees both ways, in our own format."""
+    """Any bidirectional decoder, in the native format."""

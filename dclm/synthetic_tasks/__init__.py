@@ -1,4 +1,4 @@
-"""The synthetic suite of section 4.3: tasks that take the right attention and the right transformation at once."""
+"""Synthetic tasks of section 4.3, each of which needs an attention pattern and a transformation."""
 
 from .tasks import TASKS, Task
 from .texts import TaskText, make_suite, make_text, read_texts, write_texts

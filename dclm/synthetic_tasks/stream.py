@@ -1,6 +1,7 @@
-"""The suite as training data: an endless row of texts, each a function of its number, some combinations held out.
+"""Synthetic tasks as training data: an endless sequence of texts, with some combinations held out.
 
-It is made easier than the suite, so that minutes suffice: eight names, two people, the first wording, four patterns.
+They are easier than the suite, so that training takes minutes: eight names, two people, the first wording, four
+patterns.
 """
 
 from functools import cache, cached_property
@@ -19,25 +20,25 @@ from ..loss import IGNORED
 from . import words
 from .tasks import TASKS, Cast, Task
 
-NAME = "tasks"  # what `data.tokens` calls it
+NAME = "tasks"  # value of `data.tokens`
 ENDLESS = 2**31  # texts of the training split
-HELD_OUT = {  # pattern and transformation that training never shows together; each of both it does
+HELD_OUT = {  # combinations that do not occur in training; each pattern and each transformation does
     ("same-person", "country"),
     ("same-person", "next"),
     ("different-in-set", "capability"),
     ("different-in-set", "opposite"),
 }
-SHUNNED = "the-other-person"  # its attention is the contrary of same-person's: early on their gradients cancel
+SHUNNED = "the-other-person"  # the opposite of same-person: early in training their gradients cancel
 DRAWN_TASKS = tuple(task for task in TASKS if task.wording == 0 and task.pattern != SHUNNED)
 TRAINED = tuple(task for task in DRAWN_TASKS if (task.pattern, task.transformation) not in HELD_OUT)
 UNSEEN = tuple(task for task in DRAWN_TASKS if (task.pattern, task.transformation) in HELD_OUT)
 CAST = Cast(words.NAMES[:8], 2)
-EXAMPLES = 40  # of each task, which show the words of its sentences
+EXAMPLES = 40  # examples per task, to collect the words of its sentences
 
 
 @cache
 def task_tokenizer() -> SubwordTokenizer:
-    """Make a tokenizer of which every word of the suite, every sign and the end of a line is one token."""
+    """Create a tokenizer in which every word of the suite, punctuation mark and line end is one token."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     split = pre_tokenizers.Sequence(
@@ -55,21 +56,21 @@ def task_tokenizer() -> SubwordTokenizer:
 
 
 class EncodedText(NamedTuple):
-    """A text as tokens, and which of them are answers."""
+    """Tokens of a text, and a mask of the answers."""
 
     ids: np.ndarray
     is_answer: np.ndarray
 
 
 def encoded_text(task: Task, random: Random, num_tokens: int) -> EncodedText:
-    """Draw as many examples of a task as fit into a number of tokens, the rest filled with ends of a text.
+    """Sample as many examples of a task as fit into a number of tokens, padded with end tokens.
 
-    Every answer is one token, and counts.
+    Every answer is one token and a target.
     """
     tokenizer = task_tokenizer()
     ids = np.full(num_tokens, tokenizer.eos_id, dtype=np.int64)
     is_answer = np.zeros(num_tokens, dtype=bool)
-    at = 1  # an end of a text begins it
+    at = 1  # a text starts with an end token
     while True:
         question, answer = task.example(random, CAST)
         (row,) = tokenizer.encode([f"{question} {answer}\n"])
@@ -81,15 +82,15 @@ def encoded_text(task: Task, random: Random, num_tokens: int) -> EncodedText:
 
 
 class TaskTexts(Dataset):
-    """Texts of tasks drawn one by one: number i is a function of the split and of i.
+    """Texts of tasks: text i is a function of the split and i.
 
     Args:
-        tasks: Those that are drawn.
-        split: Sets train and val apart.
-        context_length: Tokens T of a text.
+        tasks: Tasks to sample from.
+        split: Name of the split.
+        context_length: Tokens T per text.
 
     Raises:
-        UserError: If not one example fits.
+        UserError: If no example fits.
     """
 
     def __init__(self, tasks: tuple[Task, ...], split: str, context_length: int) -> None:
@@ -108,18 +109,18 @@ class TaskTexts(Dataset):
 
 
 class TaskStream:
-    """What `TokenDataModule` asks of a corpus, of texts that are drawn."""
+    """Synthetic tasks with the interface of a corpus, for `TokenDataModule`."""
 
     folder = NAME
 
     @property
     def vocab_size(self) -> int:
-        """Words, signs and the end of a text."""
+        """Number of words, punctuation marks and the end token."""
         return task_tokenizer().vocab_size
 
     @cached_property
     def eos(self) -> str:
-        """What ends a text."""
+        """The end-of-text token."""
         return task_tokenizer().eos_token
 
     def tokenizer(self) -> SubwordTokenizer:

@@ -1,7 +1,7 @@
-"""Tasks that take two things at once: attend to the right word, and make the right thing of it (paper, section 4.3).
+"""Synthetic tasks that combine attention to a word with a transformation of it (paper, section 4.3).
 
-A task is an attention *pattern*, which says what word of an example is the source of the answer, and a *transformation*
-of it, in a *domain* of words and a *wording* of the sentences.
+A task has an attention *pattern*, which determines the source word of the answer, a *transformation* of this word, a
+*domain* of words, and a *wording* of the sentences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ COPY = "copy"
 
 
 class Domain(NamedTuple):
-    """Words of a kind, and how sentences speak of them.
+    """A domain of words, and templates of sentences.
 
     Attributes:
-        transformations: What is made of each word, by the transformation's name.
-        endings: What stands before the answer, by the transformation's name.
-        holds: Wordings of who has what: sentences of {person} and {word}.
-        asks: How a question takes a person up.
-        denies: How it asks for what the person has not.
-        classes: What divides the words; empty where no pattern needs it.
+        transformations: Mapping of words, by the transformation's name.
+        endings: Text before the answer, by the transformation's name.
+        holds: Templates of statements with {person} and {word}.
+        asks: Template of a question about a person.
+        denies: Template of a question about what the person does not have.
+        classes: Classes of the words; empty if no pattern needs them.
     """
 
     transformations: Mapping[str, Mapping[str, str]]
@@ -86,18 +86,18 @@ DOMAINS = {
 
 
 class Example(NamedTuple):
-    """What stands before an answer, and the answer."""
+    """The text before an answer, and the answer."""
 
     question: str
     answer: str
 
 
 class Cast(NamedTuple):
-    """Who acts in examples.
+    """People in examples.
 
     Attributes:
-        names: Of people.
-        count: People, each with a thing, of examples that speak of people.
+        names: Names of people.
+        count: Number of people per example, each with a thing.
     """
 
     names: Sequence[str] = words.NAMES
@@ -108,7 +108,7 @@ SUITE = Cast()
 
 
 def _draw(random: Random, domain: Domain, transformation: str, count: int) -> list[str]:
-    """Draw words of which a transformation makes different things: the right source alone gives the answer."""
+    """Sample words with distinct transformations, so that only the right source gives the answer."""
     made = domain.transformations[transformation]
     while True:
         drawn = random.sample(list(made), count)
@@ -117,21 +117,21 @@ def _draw(random: Random, domain: Domain, transformation: str, count: int) -> li
 
 
 def _people(random: Random, domain: Domain, wording: int, people: list[str], things: list[str]) -> str:
-    """Say who has what, in any order."""
+    """State who has what, in random order."""
     pairs = list(zip(people, things, strict=True))
     random.shuffle(pairs)
     return "< " + " ".join(domain.holds[wording].format(person=who, word=what) for who, what in pairs) + " >."
 
 
 def same_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
-    """Some people have something each, and one of them is asked for."""
+    """Several people have one thing each; the question is about one person's thing."""
     people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
     said = f"{_people(random, domain, wording, people, things)} {domain.asks.format(person=people[0])}"
     return Example(f"{said} {domain.endings[transformation]}", domain.transformations[transformation][things[0]])
 
 
 def other_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
-    """One of two people has all things but one, and what that one has not is asked for."""
+    """One of two people has all things but one; the question is about the thing this person does not have."""
     (asked, other), things = random.sample(cast.names, 2), _draw(random, domain, transformation, cast.count)
     said = _people(random, domain, wording, [other, *[asked] * (cast.count - 1)], things)
     said = f"{said} {domain.denies.format(person=asked)} {domain.endings[transformation]}"
@@ -139,7 +139,7 @@ def other_person(random: Random, domain: Domain, transformation: str, wording: i
 
 
 def different(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
-    """Two words are the same, and the third is asked for."""
+    """Two words are equal; the question is about the third."""
     source, twice = _draw(random, domain, transformation, 2)
     said = (
         f"{_listed(random, [source, twice, twice])} Which is different? {domain.endings[transformation].capitalize()}"
@@ -148,7 +148,7 @@ def different(random: Random, domain: Domain, transformation: str, wording: int,
 
 
 def other_class(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
-    """Two words are of a class, and the third is asked for."""
+    """Two words belong to the same class; the question is about the third."""
     made = domain.transformations[transformation]
     source = random.choice(list(made))
     name = random.choice([other for other in sorted(set(domain.classes.values())) if other != domain.classes[source]])
@@ -158,7 +158,7 @@ def other_class(random: Random, domain: Domain, transformation: str, wording: in
 
 
 def owner(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
-    """Some people have something each, and who has one of the things is asked for."""
+    """Several people have one thing each; the question is about the owner of a thing."""
     people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
     said = _people(random, domain, wording, people, things)
     return Example(f"{said} Who owns the {things[0]}?", people[0])
@@ -170,7 +170,7 @@ def _listed(random: Random, those: list[str]) -> str:
 
 
 class Task(NamedTuple):
-    """A pattern, a transformation, a domain, and a wording of its sentences."""
+    """A task: pattern, transformation, domain and wording."""
 
     pattern: str
     transformation: str
@@ -179,11 +179,11 @@ class Task(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Name it, as `parts_of` reads it."""
+        """Name of the task, with all parts."""
         return f"{self.pattern}/{self.transformation}/{self.domain}/{self.wording}"
 
     def example(self, random: Random, cast: Cast = SUITE) -> Example:
-        """Draw an example."""
+        """Sample an example."""
         return PATTERNS[self.pattern](random, DOMAINS[self.domain], self.transformation, self.wording, cast)
 
 
@@ -197,7 +197,7 @@ PATTERNS: dict[str, Callable[[Random, Domain, str, int], Example]] = {
 
 
 def _all_tasks() -> tuple[Task, ...]:
-    """List the 74 tasks."""
+    """Return the 74 tasks."""
     made = [(name, transformation) for name, domain in DOMAINS.items() for transformation in domain.transformations]
     tasks = [
         Task(pattern, transformation, name, wording)

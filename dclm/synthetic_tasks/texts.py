@@ -1,7 +1,7 @@
-"""Texts of several examples, as the authors' files hold them: a JSONL of `task_id` and `texts`, answers in brackets.
+"""Texts of several examples in the authors' format: JSONL of `task_id` and `texts`, with answers in brackets.
 
-The first two examples of a text are shown; of each other the answer stands in brackets and counts. So the third answer
-has two shots before it, and the eighth seven.
+The first two examples of a text are demonstrations; the answers of all others are in brackets and are scored. The third
+answer has two shots before it, the eighth seven.
 """
 
 import json
@@ -16,23 +16,23 @@ from dctrain.utils.files import atomic_write, check_regular
 
 from .tasks import SUITE, TASKS, Cast, Task
 
-EXAMPLES = 8  # in a text
-SHOTS = 2  # of them that come before the first answer that counts
-TEXTS = 12  # of a task
+EXAMPLES = 8  # examples per text
+SHOTS = 2  # examples before the first scored answer
+TEXTS = 12  # texts per task
 BRACKETS = re.compile(r"\[ ?([^\[\]\n]*?[^\[\]\s][^\[\]\n]*?) ?\]")
 
 
 class TaskText(NamedTuple):
-    """A text of a task: examples whose answers stand in brackets where they count."""
+    """A text of a task: examples with scored answers in brackets."""
 
     task_id: str
     text: str
 
     def answers(self) -> Iterator[tuple[str, str, int]]:
-        """Yield of each answer that counts what stands before it, brackets left out, the answer, and the number of
-        examples before.
+        """Yield, for each scored answer, the text before it without brackets, the answer, and the number of preceding
+        examples.
 
-        The space before an answer belongs to the answer, as tokenizers have it.
+        The space before an answer is part of the answer, as in tokenizers.
         """
         before, stop = "", 0
         for match in BRACKETS.finditer(self.text):
@@ -45,7 +45,7 @@ class TaskText(NamedTuple):
 
 
 def make_text(task: Task, random: Random, cast: Cast = SUITE) -> TaskText:
-    """Draw a text of eight examples."""
+    """Sample a text of eight examples."""
     examples = [task.example(random, cast) for _ in range(EXAMPLES)]
     lines = [
         f"{question} {answer if number < SHOTS else f'[ {answer} ]'}"
@@ -55,7 +55,7 @@ def make_text(task: Task, random: Random, cast: Cast = SUITE) -> TaskText:
 
 
 def make_suite(seed: int = 0, tasks: Sequence[Task] = TASKS, count: int = TEXTS, cast: Cast = SUITE) -> list[TaskText]:
-    """Draw the suite: twelve texts of each of the 74 tasks, 888 in all."""
+    """Sample the suite: twelve texts of each of the 74 tasks, 888 in total."""
     return [make_text(task, Random(f"{seed} {task.id} {number}"), cast) for task in tasks for number in range(count)]
 
 
@@ -70,24 +70,26 @@ def read_texts(path: Path) -> list[TaskText]:
     """Read texts from JSONL.
 
     Raises:
-        UserError: If the file cannot be read, a record is no text of a task, or none has an answer.
+        UserError: If the file cannot be read, a record is invalid, or there are no answers.
     """
     texts = []
     with as_user_error(f"{path} cannot be read"):
-        lines = check_regular(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines
+        lines = (
+            check_regular(path).read_text(encoding="utf-8").split("\n")
+        )  # JSON strings may contain other line separators
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        with as_user_error(f"{path}:{number} is no JSON"):
+        with as_user_error(f"{path}:{number} is not JSON"):
             record = json.loads(line)
         if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in ("task_id", "texts")):
-            raise UserError(f"{path}:{number} is no text of a task: it needs strings 'task_id' and 'texts'.")
+            raise UserError(f"{path}:{number} is not a text of a task: expected strings 'task_id' and 'texts'.")
         text = TaskText(record["task_id"], record["texts"])
         if not any(True for _ in text.answers()):
             raise UserError(f"{path}:{number} has no answer in brackets.")
         if re.search(r"[\[\]]", BRACKETS.sub("", text.text)):
-            raise UserError(f"{path}:{number} has a bracket that is none of an answer's.")
+            raise UserError(f"{path}:{number} has unmatched brackets.")
         texts.append(text)
     if not texts:
-        raise UserError(f"{path} holds no text of a task.")
+        raise UserError(f"{path} has no texts of tasks.")
     return texts

@@ -1,4 +1,4 @@
-"""Words of the synthetic suite, and what transformations make of them. One word each, so that an answer is one word."""
+"""Words of the synthetic tasks and their transformations; each result is a single word."""
 
 _NAMES = (
     "Alice Anna Aaron Adam Bella Ben Clara Carl Diana Dan Emma Eric Fiona Frank Grace Greg Hannah Harry "
@@ -7,7 +7,7 @@ _NAMES = (
 )
 NAMES = _NAMES.split()
 
-CLASSES = {  # superclass, its members
+CLASSES = {  # superclass: its members
     "clothing": "shirt sweater jacket coat scarf skirt blouse hat sock glove",
     "fruit": "banana pear mango peach lemon cherry plum apricot melon papaya",
     "animal": "dog cat horse rabbit tiger wolf donkey fox camel goat",
@@ -19,7 +19,7 @@ CLASSES = {  # superclass, its members
 }
 SUPERCLASS = {word: name for name, members in CLASSES.items() for word in members.split()}
 
-CAPABILITY = {  # what a thing is for
+CAPABILITY = {  # purpose of a thing
     **dict.fromkeys(["pen", "pencil", "chalk", "crayon", "marker"], "write"),
     **dict.fromkeys(["knife", "scissors", "razor", "axe", "saw"], "cut"),
     **dict.fromkeys(["kite", "plane", "helicopter", "balloon", "glider"], "fly"),
