@@ -1,4 +1,4 @@
-"""Images and texts with DCMHA: contrastive and captioning training of two towers."""
+"""Vision-language models with DCMHA: contrastive and captioning training of an image and a text tower."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Trainer callbacks for captions: how many are told exactly, and where words look."""
+"""Trainer callbacks for captions: exact-match accuracy, and plots of cross-attention."""
 
 # B images
 
@@ -23,18 +23,18 @@ SHOWN, IN_TERMINAL = 8, 2  # pictures
 
 
 class ExactCaptions(Callback):
-    """Tells captions of a set at every validation, greedily, and logs how many are one of the image's own.
+    """Generates captions of a set greedily at every validation, and logs the exact-match accuracy.
 
-    At the end some are printed, and drawn beside the pictures (`captions-NAME.png` in the run's folder, TensorBoard).
-    Every rank tells all. Images that cannot be read are left out, and named. Not under FSDP.
+    At the end some captions are printed, and plotted with their images (`captions-NAME.png` in the run's folder,
+    TensorBoard). All ranks process all images. Unreadable images are skipped and reported. Not supported under FSDP.
 
     Args:
-        data: The set, in the notation of `dcvl.data.captions`.
-        name: What it is called: `NAME/exact_match` is logged.
-        count: Images, the first of the set.
+        data: Data set in the notation of `dcvl.data.captions`.
+        name: Name of the set; `NAME/exact_match` is logged.
+        count: Number of images, the first ones of the set.
 
     Raises:
-        UserError: If there are none, or none that can be read.
+        UserError: If `count` is less than 1, or no image can be read.
     """
 
     def __init__(self, data: str = "scenes:unseen", name: str = "unseen", count: int = 256) -> None:
@@ -45,32 +45,32 @@ class ExactCaptions(Callback):
         self._unreadable: set[int] = set()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Open the set; refuse a model that tells nothing, or whose weights are spread over ranks."""
+        """Open the set; check that the model is a captioner without sharded weights."""
         if not getattr(pl_module.model, "is_captioner", False):
-            raise UserError("ExactCaptions is for a model that tells captions (model.caption_weight above 0).")
+            raise UserError("ExactCaptions requires a captioner (model.caption_weight above 0).")
         if isinstance(trainer.strategy, FSDP2Strategy):
-            raise UserError("ExactCaptions cannot tell captions with weights that are sharded over ranks (fsdp2).")
+            raise UserError("ExactCaptions does not support sharded weights (fsdp2).")
         self.source = trainer.datamodule.open(self.data, is_train=False)
         self.count = min(self.count, len(self.source))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell and log."""
+        """Generate captions and log the accuracy."""
         data, is_exact = trainer.datamodule, []
         for start in range(0, self.count, data.batch_size):
             told, captions, _ = self._tell(trainer, pl_module, start, min(start + data.batch_size, self.count))
             is_exact += exact_matches(told, captions, data.words)
         if not is_exact:
-            raise UserError(f"ExactCaptions: of the first {self.count} images of {self.data} none can be read.")
+            raise UserError(f"ExactCaptions: none of the first {self.count} images of {self.data} can be read.")
         share = sum(is_exact) / len(is_exact)
         pl_module.log(f"{self.name}/exact_match", share, prog_bar=True, sync_dist=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print and draw some."""
-        folder = trainer.log_dir  # a broadcast: all ranks ask
+        """Print and plot some captions."""
+        folder = trainer.log_dir  # a collective operation: called on all ranks
         if not trainer.is_global_zero:
             return
         told, captions, images = self._tell(trainer, pl_module, 0, min(SHOWN, self.count))
-        print(f"captions of {self.data}, told by this model:")
+        print(f"generated captions of {self.data}:")
         for number in range(min(IN_TERMINAL, len(told))):
             print("\n".join(beside(images[number], [told[number], f"(is: {captions[number][0]})"])), end="\n\n")
         figure = draw_captions(images, told, captions)
@@ -82,7 +82,7 @@ class ExactCaptions(Callback):
     def _tell(
         self, trainer: L.Trainer, pl_module: L.LightningModule, start: int, end: int
     ) -> tuple[list[str], list[list[str]], Tensor]:
-        """Tell captions of some images; return them, those that the images have, and the images, uint8."""
+        """Generate captions of some images; return them, the reference captions, and the images, uint8."""
         data = trainer.datamodule
         found = [pair for index in range(start, end) if (pair := self._read(data, index)) is not None]
         if not found:
@@ -96,38 +96,39 @@ class ExactCaptions(Callback):
         return told, [captions for _, captions in found], images
 
     def _read(self, data: CaptionDataModule, index: int) -> tuple[Tensor, list[str]] | None:
-        """Read an image and its captions; None, which is said once, if it cannot be."""
+        """Read an image and its captions; None, with a message once, if it cannot be read."""
         try:
             return data.read(self.source, index)
         except UserError as error:
             if index not in self._unreadable:
-                rank_zero_only(print)(f"ExactCaptions leaves out an image: {error}", flush=True)
+                rank_zero_only(print)(f"ExactCaptions skips an image: {error}", flush=True)
             self._unreadable.add(index)
             return None
 
 
 class CrossAttentionImages(Callback):
-    """Draws into TensorBoard, at every validation, where each word of a caption looks when it is told, before and after
-    composition; a picture for each layer that looks at the image.
+    """Plots the cross-attention of each word of a caption before and after composition to TensorBoard, at every
+    validation; one figure per layer with cross-attention.
 
     Args:
-        data: A set, in the notation of `dcvl.data.captions`.
-        index: Which of its images; its first caption is told.
+        data: Data set in the notation of `dcvl.data.captions`.
+        index: Index of the image, whose first caption is used.
 
     Raises:
-        UserError: Before training starts, if there is no such image, the model tells nothing, or the run has no
-            TensorBoard logger.
+        UserError: Before training, if the image does not exist, the model is not a captioner, or the run has no
+            TensorBoard
+        logger.
     """
 
     def __init__(self, data: str = "scenes:unseen", index: int = 0) -> None:
         self.data, self.index = data, index
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Read the image; see whether there is something to draw, and a place for it."""
+        """Read the image, and check the model and the logger."""
         if not getattr(pl_module.model, "is_captioner", False):
-            raise UserError("CrossAttentionImages is for a model that tells captions (model.caption_weight above 0).")
+            raise UserError("CrossAttentionImages requires a captioner (model.caption_weight above 0).")
         if not trainer.fast_dev_run and not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            raise UserError("CrossAttentionImages needs a TensorBoard logger; leave trainer.logger as it is.")
+            raise UserError("CrossAttentionImages requires a TensorBoard logger; keep the default trainer.logger.")
         data = trainer.datamodule
         source = data.open(self.data, is_train=False)
         if not 0 <= self.index < len(source):
@@ -136,7 +137,7 @@ class CrossAttentionImages(Callback):
         self._caption = data.encode(captions[0])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw: all ranks compute, for they may hold the weights together, and the first one writes."""
+        """Plot: all ranks compute, because weights may be sharded, and the first one writes."""
         normalised = pl_module.normalise(self._image[None].to(pl_module.device))[0]
         with trainer.precision_plugin.forward_context():
             figures = draw_words(pl_module.model, self._image, normalised, self._caption, trainer.datamodule.words)

@@ -1,4 +1,4 @@
-"""Pictures with what is told of them, and where a word looks when it is told."""
+"""Figures of images with generated captions, and of the cross-attention of words."""
 
 # H heads, T tokens, S patches
 
@@ -22,7 +22,7 @@ END = "(end)"
 
 
 def beside(image: Tensor, said: list[str]) -> list[str]:
-    """Draw an image, uint8 [3, size, size], in letters, with some lines beside it."""
+    """Render an image, uint8 [3, size, size], as text, with lines of text next to it."""
     grey = image.float().mean(0)
     rows = torch.nn.functional.adaptive_avg_pool2d(grey[None], (grey.shape[0] // 2, grey.shape[1]))[0]
     lines = ["".join(SHADES[int(value) * len(SHADES) // 256] for value in row) for row in rows.tolist()]
@@ -31,7 +31,7 @@ def beside(image: Tensor, said: list[str]) -> list[str]:
 
 
 def draw_captions(images: Tensor, told: list[str], captions: list[list[str]]) -> Figure:
-    """Draw images with what is told of them; where it is none of their captions in red, with one that is."""
+    """Plot images with generated captions; wrong ones are red, with a reference caption."""
     figure = Figure(figsize=(12, 2.4 * -(-len(told) // 4)), layout="constrained")
     cells = figure.subplots(-(-len(told) // 4), 4, squeeze=False).flat
     for axes in cells:
@@ -48,20 +48,20 @@ def draw_captions(images: Tensor, told: list[str], captions: list[list[str]]) ->
 def draw_words(
     model: ImageText, image: Tensor, normalised: Tensor, caption: EncodedCaption, tokenizer: Tokenizer
 ) -> dict[str, Figure]:
-    """Draw where each word of a caption looks when it is told: a picture for each layer that looks at the image.
+    """Plot the cross-attention of each word of a caption: one figure per layer with cross-attention.
 
     Args:
         model: A captioner with composed attention, or with plain `DCCrossAttention`.
         image: uint8 [3, size, size].
-        normalised: The same as the image tower takes it [3, size, size], on its device.
-        caption: What is told of it.
-        tokenizer: Of the caption.
+        normalised: The normalized image [3, size, size], on the image tower's device.
+        caption: Caption of the image.
+        tokenizer: Tokenizer of the caption.
 
     Returns:
-        The pictures, by the name of the layer.
+        Figures by layer name.
 
     Raises:
-        UserError: If the image tower's patches are no square.
+        UserError: If the image tower's patches do not form a square.
     """
     device, one = normalised.device, torch.zeros(1, dtype=torch.long, device=normalised.device)
     ids, targets = (torch.from_numpy(row[: caption.end])[None].to(device) for row in caption[:2])
@@ -79,14 +79,14 @@ def draw_words(
 def _draw_layer(
     name: str, recorded: Recorded, image: Tensor, places: list[int], words: Sequence[str], prefix: int
 ) -> Figure:
-    """Draw one layer: the image, and where each head looks, a row for each word; before any composition, and after."""
+    """Plot one layer: the image, and the attention of each head without and with composition, one row per word."""
     maps = {"before composition": recorded.uncomposed_weights, "after": recorded.maps.composed_weights}
     if recorded.pre is None and recorded.post is None:
         maps = {"plain": recorded.maps.weights}
     H, rows = len(recorded.maps.scores[0]), len(words)
     wide, high = 0.45 * H + 1.4, 0.45 * rows + 0.9
     figure = Figure(figsize=(2.4 + wide * len(maps), high), layout="constrained")
-    figure.suptitle(f"{name}: where words look when they are told", fontsize=10)
+    figure.suptitle(f"{name}: cross-attention of generated words", fontsize=10)
     picture, *blocks = figure.subplots(1, 1 + len(maps), width_ratios=[2.4, *[wide] * len(maps)])
     picture.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
     picture.set_axis_off()
@@ -106,15 +106,15 @@ def _draw_layer(
 
 
 def _tiled(looks: Tensor) -> Tensor:
-    """Lay out maps [H, T, side, side] as one, a row for each T and a column for each H, with NaN between them."""
+    """Tile maps [H, T, side, side] to one map, with rows T and columns H, separated by NaN."""
     H, T, side, _ = looks.shape
     framed = torch.nn.functional.pad(looks, (0, 1, 0, 1), value=torch.nan)
     return framed.permute(1, 2, 0, 3).reshape(T * (side + 1), H * (side + 1))[:-1, :-1]
 
 
 def _on_grid(weights: Tensor) -> Tensor:
-    """Put weights of patches [H, T, S] where the patches lie [H, T, side, side]."""
+    """Arrange weights of patches [H, T, S] on the grid of patches [H, T, side, side]."""
     side = math.isqrt(weights.shape[-1])
     if side**2 != weights.shape[-1]:
-        raise UserError(f"the image tower makes {weights.shape[-1]} patches, which are no square that can be drawn.")
+        raise UserError(f"the image tower has {weights.shape[-1]} patches; expected a square number.")
     return weights.unflatten(-1, (side, side))

@@ -1,4 +1,4 @@
-"""Telling captions of images, and how many are told exactly."""
+"""Generation of captions, and exact-match accuracy."""
 
 # B images
 
@@ -24,26 +24,27 @@ def generate_captions(
     seed: int | None = None,
     num_beams: int = 1,
 ) -> list[str]:
-    """Tell a caption of each image; what the layers that look at it make of an image is computed once.
+    """Generate a caption of each image; keys and values of the image are computed once.
 
     Args:
         model: A captioner.
-        images: Normalised [B, 3, size, size].
-        tokenizer: Of the captions.
-        max_new_tokens: Most tokens of a caption, with what ends it.
-        temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
-        top_p: Sample among the likeliest tokens whose probabilities first sum to this.
-        seed: Seed of the samples.
-        num_beams: More than 1 searches that many beams for the caption of the highest log-probability per token.
+        images: Normalized images [B, 3, size, size].
+        tokenizer: Tokenizer of the captions.
+        max_new_tokens: Maximum tokens per caption, including the end token.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        top_p: Nucleus sampling: smallest set of top tokens whose probabilities sum to this.
+        seed: Seed of sampling.
+        num_beams: Number of beams; above 1 for beam search by log-probability per token.
 
     Returns:
-        The captions, what begins and what ends a text left out.
+        The captions, without begin and end tokens.
 
     Raises:
-        ValueError: If the model tells nothing, an option is out of range, or beams are to be sampled.
+        ValueError: If the model is not a captioner, an option is out of range, or beam search is combined with
+            sampling.
     """
     if not model.is_captioner:
-        raise ValueError("the model tells no captions: no layer of its text tower looks at the image.")
+        raise ValueError("the model is not a captioner: its text tower has no cross-attention.")
     begin = tokenizer.begin_ids or [tokenizer.eos_id]
     prompts = torch.tensor([begin] * len(images), device=images.device)
     context = model.context(model.encode_images(images))
@@ -51,7 +52,7 @@ def generate_captions(
     if num_beams == 1:
         found = generate(model.text, prompts, max_new_tokens, temperature, top_p=top_p, seed=seed, **shared)
     elif temperature or top_p is not None:
-        raise ValueError(f"{num_beams=} with {temperature=}, {top_p=}: beams are not sampled; expected one way.")
+        raise ValueError(f"{num_beams=} with {temperature=}, {top_p=}: beam search cannot be combined with sampling.")
     else:
         found = beam_search(model.text, prompts, max_new_tokens, num_beams, **shared)
     rows = [row[len(begin) :].tolist() for row in found]
@@ -60,6 +61,6 @@ def generate_captions(
 
 
 def exact_matches(told: list[str], captions: list[list[str]], tokenizer: Tokenizer) -> list[bool]:
-    """Tell which captions are, as the tokenizer writes them, among those of their image."""
+    """Return which captions match a reference caption of their image, after tokenization."""
     known = [{tokenizer.decode(ids.tolist()) for ids in tokenizer.encode(of_image)} for of_image in captions]
     return [caption in ours for caption, ours in zip(told, known, strict=True)]

@@ -1,8 +1,8 @@
 """Contrastive losses of images and texts over the pairs of all ranks: SigLIP's sigmoid, and CLIP's softmax.
 
-Of a global batch of N pairs each rank takes the images and texts that it holds against those of all. Its loss is what
-it adds to the whole, times the number of ranks: the mean over ranks, which data-parallel training takes of gradients,
-is that of one process.
+In a global batch of N pairs each rank compares its images and texts with those of all ranks. Its loss is its share of
+the total, multiplied by the number of ranks, so that the mean over ranks in data-parallel training equals the loss of
+one process.
 """
 
 # B pairs of this rank, N of all ranks, E embedding width, T tokens
@@ -20,13 +20,13 @@ Contrastive = Literal["sigmoid", "softmax"]
 
 
 class ContrastiveBatch(NamedTuple):
-    """Embedded images and texts that belong together, row by row.
+    """Pairs of embedded images and texts.
 
     Attributes:
-        images: [B, E], of length 1.
-        texts: [B, E], likewise.
-        input_ids: The texts' tokens [B, T].
-        counts: Whether a pair counts [B], boolean.
+        images: Normalized image embeddings [B, E].
+        texts: Normalized text embeddings [B, E].
+        input_ids: Tokens of the texts [B, T].
+        counts: Whether a pair is valid [B], boolean.
     """
 
     images: Tensor
@@ -36,27 +36,27 @@ class ContrastiveBatch(NamedTuple):
 
 
 def contrastive_loss(kind: Contrastive, pairs: ContrastiveBatch, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute this rank's part of the loss, as the module says.
+    """Compute this rank's share of the loss.
 
-    A text that another pair has too is no negative example: such pairs are left out, but for a pair's own.
+    Texts that occur in several pairs are not used as negatives of each other.
 
     Args:
         kind: "sigmoid" (Zhai et al., 2023, algorithm 1) or "softmax" (Radford et al., 2021, figure 3).
-        pairs: Those of this rank; on every rank as many.
-        scale: Multiplies cosines; a scalar, or [1].
-        bias: Is added then, likewise; None for none.
+        pairs: Pairs of this rank; their number is the same on all ranks.
+        scale: Scale of the cosine similarities, a scalar or [1].
+        bias: Bias added afterwards, a scalar or [1]; None for none.
 
     Returns:
-        A scalar, 0 if no pair counts.
+        A scalar; 0 if there are no valid pairs.
 
     Raises:
-        ValueError: If `kind` is unknown, or a shape does not fit.
+        ValueError: If `kind` is unknown, or a shape is wrong.
     """
     if kind not in get_args(Contrastive):
         raise ValueError(f"{kind=}: expected one of {', '.join(map(repr, get_args(Contrastive)))}.")
     if pairs.counts.shape != pairs.images.shape[:1] or pairs.counts.dtype != torch.bool:
         got = f"{pairs.counts.dtype} {list(pairs.counts.shape)}"
-        raise ValueError(f"counts is {got}: expected booleans {list(pairs.images.shape[:1])}, one for each pair.")
+        raise ValueError(f"counts is {got}: expected booleans {list(pairs.images.shape[:1])}, one per pair.")
     for name, x in (("scale", scale), ("bias", bias)):
         if x is not None and x.numel() != 1:
             raise ValueError(f"{name} has shape {list(x.shape)}: expected a scalar, or [1].")
@@ -81,27 +81,27 @@ def _loss(kind: Contrastive, pairs: ContrastiveBatch, scale: Tensor, bias: Tenso
 
 
 def _used(pairs: ContrastiveBatch, everyone: ContrastiveBatch, own: Tensor) -> Tensor:
-    """Tell which pairs of a row of this rank and one of all count [B, N]."""
-    texts = everyone.input_ids.unique(dim=0, return_inverse=True)[1]  # a number for each
+    """Mask of the pairs of a row of this rank and a row of all ranks that are used [B, N]."""
+    texts = everyone.input_ids.unique(dim=0, return_inverse=True)[1]  # an index per distinct text
     different = ~(texts[own, None] == texts).scatter(1, own[:, None], False)
     return different & pairs.counts[:, None] & everyone.counts[None]
 
 
 def _cross_entropy(logits: Tensor, used: Tensor, own: Tensor, counts: Tensor) -> Tensor:
-    """Sum up over rows that count the cross-entropy of finding the partner [B] among what is used [B, N]."""
+    """Sum over valid rows of the cross-entropy of the partner [B] among the used columns [B, N]."""
     logits = logits.masked_fill(~used, -torch.inf)[counts]
     return F.cross_entropy(logits, own[counts], reduction="sum")
 
 
 def _gathered(pairs: ContrastiveBatch) -> tuple[ContrastiveBatch, int]:
-    """Bring the pairs of all ranks together [N, ...]; tell the place of this rank's first. Gradients flow back."""
+    """Gather the pairs of all ranks [N, ...], with gradients; return also the index of this rank's first pair."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return pairs, 0
     return ContrastiveBatch(*map(_Gather.apply, pairs)), dist.get_rank() * len(pairs.counts)
 
 
 class _Gather(torch.autograd.Function):
-    """Brings the rows of all ranks together [N, ...]; each rank's get the sum of all ranks' gradients."""
+    """All-gather of rows [N, ...]; in the backward pass the gradients of all ranks are summed."""
 
     @staticmethod
     def forward(ctx, rows: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ def build_pair(
     contrastive: Contrastive | None,
     caption_weight: float,
 ) -> ImageText:
-    """Build an image encoder and a text decoder; arguments as of `VisionLanguageModel`.
+    """Build an image encoder and a text decoder; arguments as in `VisionLanguageModel`.
 
     Raises:
-        UserError: If a model is unknown, or arguments contradict each other.
+        UserError: If a model is unknown, or arguments are inconsistent.
     """
     image = image_tower(model, image_size, model_kwargs or {})
     text = _text_tower(
@@ -53,7 +53,7 @@ def image_tower(name: str, image_size: int, model_kwargs: dict[str, Any]) -> nn.
     """
     tower = build_model(name, 0, image_size, model_kwargs)
     if not hasattr(tower, "forward_head"):
-        raise UserError(f"model {name!r} does not keep its features apart from its head (forward_features).")
+        raise UserError(f"model {name!r} has no forward_features.")
     return tower
 
 
@@ -64,18 +64,18 @@ def _text_tower(
     """Build the text decoder, which attends to image patches of some width."""
     ours = sorted(set(overrides) & {"cross_layers", "cross_compose", "context_dim"})
     if ours:
-        raise UserError(f"text_overrides must not hold {ours}: cross_layers and cross_compose say it.")
+        raise UserError(f"text_overrides must not contain {ours}: use cross_layers and cross_compose.")
     config = build_config(name, vocab_size, context_length, overrides)
     if not config.is_causal:
-        raise UserError("text_overrides.is_causal=false: the text tower tells captions, and ends them.")
+        raise UserError("text_overrides.is_causal=false: the text tower must be causal.")
     layers = cross_layers
     if layers is None:
         layers = 0 if not caption_weight else config.num_layers
         layers = layers if contrastive is None else layers // 2
     if caption_weight and not layers:
         raise UserError(
-            f"the text tower has num_layers={config.num_layers}; both losses take two: a text is embedded before "
-            "the layers that look at the image."
+            f"the text tower has num_layers={config.num_layers}; both losses require at least two: texts are embedded "
+            "before the cross-attention layers."
         )
     if layers:
         looks = {"context_dim": width, "cross_layers": layers, "cross_compose": cross_compose}

@@ -1,4 +1,4 @@
-"""Weights that two towers start from: of both together, or of each by itself."""
+"""Initial weights of a vision-language model: of both towers together, or separately."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -18,16 +18,16 @@ from .network import ImageText
 
 
 def read_initial(source: str, model: ImageText) -> tuple[dict[str, Tensor], list[str]]:
-    """Read weights for two towers, and the names of those that are drawn anew.
+    """Read initial weights of both towers, and the names of parameters that keep their random initialization.
 
     Args:
         source: A checkpoint, run or export of `dcvl`; or "image=SOURCE", "text=SOURCE" or both, separated by a comma,
-            with such a one, of which that tower is taken, or with what `dcvision` and `dclm` start from. What joins the
-            towers is drawn anew then.
-        model: What they are for.
+            where SOURCE is one of those or a source of initial weights for `dcvision` or `dclm`. In this case
+            parameters outside of the towers keep their random initialization.
+        model: The model.
 
     Raises:
-        UserError: If there are no weights, or they do not fit.
+        UserError: If there are no weights, or they do not match.
     """
     named = _towers(source)
     if named is None:
@@ -42,14 +42,14 @@ def read_initial(source: str, model: ImageText) -> tuple[dict[str, Tensor], list
 
 
 def check_tokenizer(source: str, tokenizer: Tokenizer) -> None:
-    """Refuse a text tower that was trained with another tokenizer, if one lies with it.
+    """Check that the initial text tower, if it has a tokenizer, has that of the run.
 
     Args:
         source: As in `read_initial`.
-        tokenizer: That of the run.
+        tokenizer: Tokenizer of the run.
 
     Raises:
-        UserError: If it is so.
+        UserError: If they differ.
     """
     named = _towers(source)
     if named is not None and "text" not in named:
@@ -57,12 +57,12 @@ def check_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     theirs = _tokenizer_of(source if named is None else named["text"])
     if theirs is not None and theirs.spec != tokenizer.spec:
         raise UserError(
-            f"init={source} was trained with another tokenizer; expected that of this run (data.tokenizer)."
+            f"init={source} was trained with a different tokenizer; expected that of this run (data.tokenizer)."
         )
 
 
 def _towers(source: str) -> dict[str, str] | None:
-    """Read image=SOURCE,text=SOURCE; None for the source of both."""
+    """Parse image=SOURCE,text=SOURCE; None for a source of both towers."""
     named = [part.partition("=")[::2] for part in source.split(",")]
     if not any(tower in TOWERS for tower, _ in named):
         return None
@@ -73,16 +73,16 @@ def _towers(source: str) -> dict[str, str] | None:
 
 
 def _tokenizer_of(source: str) -> Tokenizer | None:
-    """Find the tokenizer of a text tower; None if none lies with it."""
+    """Return the tokenizer of a text tower; None if it has none."""
     if is_pair(source):
         return load_pair(source).tokenizer
-    with suppress(UserError):  # what else is wrong with it is told when it is read
+    with suppress(UserError):  # other errors are raised when the weights are read
         return load_model(source).tokenizer
     return None
 
 
 def _image_tower(source: str, model: ImageText) -> dict[str, Tensor]:
-    """Read an image tower; of a pair its own."""
+    """Read an image tower, also from a pair of towers."""
     if not is_pair(source):
         return read_image_tower(source, model.image)[0]
     tower = load_pair(source).model.image
@@ -93,7 +93,7 @@ def _image_tower(source: str, model: ImageText) -> dict[str, Tensor]:
 
 
 def _text_tower(source: str, model: ImageText) -> dict[str, Tensor]:
-    """Read a decoder for the text tower; the layers that look at images may be missing."""
+    """Read a decoder for the text tower; cross-attention layers may be missing."""
     decoder, ours = load_pair(source).model.text if is_pair(source) else load_decoder(source), model.text.config
     if not decoder.config.cross_layers:
         ours = replace(ours, context_dim=None, cross_layers=0, cross_compose=decoder.config.cross_compose)
@@ -103,10 +103,10 @@ def _text_tower(source: str, model: ImageText) -> dict[str, Tensor]:
 
 
 def _compare_decoders(source: str, theirs: DecoderConfig, ours: DecoderConfig) -> None:
-    """Refuse a text tower whose weights would mean something else; composition may be added."""
+    """Check that the weights of a text tower can be used; composition may be added."""
     if not theirs.cross_compose:
         ours = replace(ours, cross_compose=False)
-    check_same(theirs, ours, f"init={source} has another text tower", "data.tokenizer, model.text_model")
+    check_same(theirs, ours, f"init={source} has a different text tower", "data.tokenizer, model.text_model")
 
 
 def _may_be_drawn(name: str) -> bool:

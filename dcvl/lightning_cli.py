@@ -1,4 +1,4 @@
-"""The subcommands of `dcvl` that train and evaluate with Lightning."""
+"""Lightning subcommands of `dcvl`: fit, validate, test."""
 
 from dctrain.cli.lightning_cli import VocabularyCLI
 
@@ -10,7 +10,7 @@ from .vision_language_model import VisionLanguageModel
 
 
 class VisionLanguageCLI(VocabularyCLI):
-    """The trainers' command line for models of images and texts."""
+    """Command line for vision-language models."""
 
     program = PROGRAM
     vocabulary_rows = staticmethod(vocabulary_rows)
@@ -27,12 +27,12 @@ class VisionLanguageCLI(VocabularyCLI):
         super().__init__(VisionLanguageModel, CaptionDataModule, args)
 
     def fit(self, model: VisionLanguageModel, **kwargs) -> None:
-        """Train, from where `--resume` says; a run that starts from a text tower has its tokenizer."""
+        """Train: from the checkpoint of `--resume`, from the weights of `--init`, or from random weights."""
         source = self._get(self.config, "init")
         if source is not None and self.resume_from is None:
             check_tokenizer(source, self.datamodule.words)
         super().fit(model, **kwargs)
 
     def describe_score(self, score: float) -> str:
-        """Write the loss in nats."""
+        """Format the loss in nats."""
         return f"{score:.4f} nats"

@@ -1,4 +1,4 @@
-"""Loading trained towers: a run, a checkpoint, or a folder that `dcvl export` wrote."""
+"""Loading and exporting trained models: runs, checkpoints, and exported folders."""
 
 import inspect
 import json
@@ -37,13 +37,13 @@ TOWERS = ("image.", "text.")
 
 
 class LoadedPair(NamedTuple):
-    """Two towers and what they need.
+    """A model with its preprocessing.
 
     Attributes:
-        model: The towers, in evaluation mode.
-        encode: Encodes texts; has the tokenizer.
-        prepare: Makes of an image, encoded or decoded, what the image tower takes [3, size, size].
-        facts: What `prepare` and `encode` are, in words and numbers.
+        model: The model, in evaluation mode.
+        encode: Encoder of texts, with the tokenizer.
+        prepare: Preprocesses an encoded or decoded image to [3, size, size].
+        metadata: Settings of `prepare` and `encode`.
     """
 
     model: ImageText
@@ -58,14 +58,14 @@ class LoadedPair(NamedTuple):
 
 
 def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair:
-    """Load two towers.
+    """Load a model.
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `dcvl export` wrote.
-        device: Where to put them.
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `dcvl export`.
+        device: Device of the model.
 
     Raises:
-        UserError: If there is none, it is damaged, or the device cannot be used.
+        UserError: If it cannot be loaded, or the device cannot be used.
     """
     pair = _of_folder(Path(checkpoint)) if (Path(checkpoint) / CONFIG).is_file() else _of_run(checkpoint)
     with as_user_error(f"device={str(device)!r} cannot be used"):
@@ -74,7 +74,7 @@ def load_pair(checkpoint: str, device: torch.device | str = "cpu") -> LoadedPair
 
 
 def is_pair(source: str) -> bool:
-    """Tell whether something is a checkpoint or run of `dcvl fit`, or a folder that `dcvl export` wrote."""
+    """Whether `source` is a checkpoint or run of `dcvl fit`, or a folder written by `dcvl export`."""
     if (Path(source) / CONFIG).is_file():
         with as_user_error(f"{Path(source) / CONFIG} is damaged"):
             return json.loads((Path(source) / CONFIG).read_text()).get("format") == FORMAT
@@ -84,18 +84,18 @@ def is_pair(source: str) -> bool:
 
 
 def export(checkpoint: str, out: str) -> None:
-    """Write trained towers: image/ is a timm model folder, text/ one of dclm's own format, beside them what joins them.
+    """Export a model: image/ is a timm model folder, text/ a model folder of dclm; other parameters are next to them.
 
     Args:
         checkpoint: A .ckpt file or run of `dcvl fit`.
-        out: Folder to write; must not exist.
+        out: Output folder; must not exist.
     """
     target = Path(out)
     if target.exists():
-        raise UserError(f"{out} exists already; nothing was overwritten.")
+        raise UserError(f"{out} already exists; nothing was overwritten.")
     model, encode, _, metadata = load_pair(checkpoint)
     joint = {name: weight for name, weight in model.state_dict().items() if not name.startswith(TOWERS)}
-    with as_user_error(f"{out} cannot be written"), atomic_dir(target) as folder:
+    with as_user_error(f"cannot write {out}"), atomic_dir(target) as folder:
         data_config = {"input_size": (3, metadata["image_size"], metadata["image_size"])}
         save_for_hf(model.image, str(folder / IMAGE), None, data_config=data_config, safe_serialization=True)
         dclm.save_pretrained(model.text, folder / TEXT, native=True)
@@ -103,7 +103,7 @@ def export(checkpoint: str, out: str) -> None:
             (folder / TEXT / "tokenizer.json").write_text(encode.tokenizer.spec)
         save_file(joint, folder / JOINT)
         write_json(folder / CONFIG, {"format": FORMAT, **metadata})
-    print(f'exported to {out}; the towers alone: timm.create_model("local-dir:{out}/{IMAGE}", pretrained=True),')
+    print(f'exported to {out}; load the towers with timm.create_model("local-dir:{out}/{IMAGE}", pretrained=True),')
     print(f'dclm.load_pretrained("{out}/{TEXT}")')
 
 
@@ -119,8 +119,8 @@ def _of_run(checkpoint: str) -> LoadedPair:
     content = load_checkpoint(path)
     hp, data = content.get("hyper_parameters", {}), content.get("CaptionDataModule", {})
     if "text_model" not in hp or "tokenizer" not in data:
-        raise UserError(f"{path} is no checkpoint of dcvl, or holds no tokenizer.")
-    with as_user_error(f"{path} does not hold the weights of the model that it names"):
+        raise UserError(f"{path} is not a checkpoint of dcvl, or has no tokenizer.")
+    with as_user_error(f"the weights in {path} do not match its model"):
         arguments = {name: hp[name] for name in inspect.signature(build_pair).parameters}
         pair = build_pair(**arguments | {"model_kwargs": without_weights(hp["model_kwargs"])})
         weights = {k.removeprefix("model."): v for k, v in content["state_dict"].items() if k.startswith("model.")}
@@ -137,7 +137,7 @@ def _of_run(checkpoint: str) -> LoadedPair:
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
         **{name: list(values) for name, values in normalisation(pair.image).items()},
     }
-    with as_user_error(f"{path} is no checkpoint of dcvl"):
+    with as_user_error(f"{path} is not a checkpoint of dcvl"):
         return _pair(pair, tokenizer_from_spec(data["tokenizer"]), metadata)
 
 
@@ -145,7 +145,7 @@ def _of_folder(folder: Path) -> LoadedPair:
     with as_user_error(f"{folder / CONFIG} is damaged"):
         metadata = json.loads((folder / CONFIG).read_text())
     if not isinstance(metadata, dict) or metadata.pop("format", None) != FORMAT:
-        raise UserError(f"{folder} holds no towers of dcvl: {CONFIG} is of another format.")
+        raise UserError(f"{folder} is not a model of dcvl: {CONFIG} has a different format.")
     check_fields(folder / CONFIG, metadata, FIELDS, REQUIRED)
     image = load_pretrained(str(folder / IMAGE))
     with as_user_error(str(folder)):
@@ -155,7 +155,7 @@ def _of_folder(folder: Path) -> LoadedPair:
         missing, unknown = model.load_state_dict(joint, strict=False)
     missing = [name for name in missing if not name.startswith(TOWERS)]
     if missing or unknown:
-        raise UserError(f"{folder / JOINT} does not fit: missing {missing}, unknown {unknown}.")
+        raise UserError(f"{folder / JOINT} does not match: missing {missing}, unknown {unknown}.")
     with as_user_error(f"{folder / CONFIG} is damaged"):
         named = metadata["tokenizer"]
         return _pair(model, open_tokenizer(named if named == BYTES else str(folder / TEXT / named)), metadata)

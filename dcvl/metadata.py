@@ -1,4 +1,4 @@
-"""What `config.json` of exported towers may say."""
+"""Fields of the `config.json` of exported models."""
 
 from functools import partial
 from typing import get_args

@@ -1,4 +1,4 @@
-"""What only the pooled output of an image tower takes: a captioner, which looks at the patches, does not train it."""
+"""Freezing pooling parameters of the image tower in captioners, which use only the patches."""
 
 import copy
 
@@ -11,10 +11,10 @@ from .network import as_tokens
 
 
 def freeze_pooling(tower: nn.Module, image_size: int) -> None:
-    """Train no parameter that the patches do not depend on: data-parallel training waits for every gradient.
+    """Freeze parameters that the patches do not depend on, because DDP waits for all gradients.
 
     Args:
-        tower: A model of timm.
+        tower: A timm model.
         image_size: Side of its images, in pixels.
 
     Raises:
@@ -23,7 +23,7 @@ def freeze_pooling(tower: nn.Module, image_size: int) -> None:
     traced = copy.deepcopy(tower).to("meta").eval()
     for layer in traced.modules():
         if isinstance(layer, ComposedAttentionBase):
-            layer.impl = "reference"  # which needs no device
+            layer.impl = "reference"  # supports the meta device
     images = torch.zeros(1, 3, image_size, image_size, device="meta")
     patches = as_tokens(traced.forward_features(images), tower.num_features)
     trained = {name: p for name, p in traced.named_parameters() if p.requires_grad}

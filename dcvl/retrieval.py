@@ -1,4 +1,4 @@
-"""Retrieval at 1: how often the nearest text is one of an image's own, and the nearest image one of a text's own."""
+"""Recall at 1 of image-to-text and text-to-image retrieval."""
 
 # N images, M texts, E embedding width, T tokens
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-CHUNK = 1024  # rows whose cosines with all others are held at once
+CHUNK = 1024  # rows per block of cosine similarities
 
 
 class RetrievalAt1(Metric):
-    """Takes in embedded images with their texts; images that have a text in common are each other's, too."""
+    """Recall at 1; images with a common text count as matches for each other."""
 
     full_state_update = False
 
@@ -20,13 +20,13 @@ class RetrievalAt1(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, images: Tensor, texts: Tensor, input_ids: Tensor, owners: Tensor) -> None:
-        """Take in a batch.
+        """Add a batch.
 
         Args:
-            images: [B, E], of length 1.
-            texts: [M, E], likewise.
-            input_ids: Their tokens [M, T]; texts of the same tokens are the same.
-            owners: Which image of the batch each is of [M].
+            images: Normalized image embeddings [B, E].
+            texts: Normalized text embeddings [M, E].
+            input_ids: Tokens of the texts [M, T]; texts with the same tokens are equal.
+            owners: Index of each text's image in the batch [M].
         """
         self.images.append(images.float())
         self.texts.append(texts.float())
@@ -35,9 +35,9 @@ class RetrievalAt1(Metric):
         self.counts.append(torch.tensor([[len(images), len(texts)]], device=images.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the share of images whose nearest text is theirs, and of texts whose nearest image is.
+        """Return the fraction of images whose nearest text matches, and of texts whose nearest image matches.
 
-        NaN if there are none, or an embedding is NaN.
+        NaN without data, or if an embedding is NaN.
         """
         if len(self.counts) == 0:
             return dict.fromkeys(("image_to_text", "text_to_image"), torch.tensor(torch.nan, device=self.device))
@@ -50,7 +50,7 @@ class RetrievalAt1(Metric):
         if len(images) == 0 or len(texts) == 0 or images.isnan().any() or texts.isnan().any():
             return dict.fromkeys(("image_to_text", "text_to_image"), torch.tensor(torch.nan, device=images.device))
         kinds = keys.unique(dim=0, return_inverse=True)[1]
-        own = owners * len(kinds) + kinds  # a number for each pair of an image and a text of its own
+        own = owners * len(kinds) + kinds  # index of each pair of an image and its text
         best_text = torch.arange(len(images), device=images.device) * len(kinds) + kinds[_nearest(images, texts)]
         best_image = _nearest(texts, images) * len(kinds) + kinds
         return {
@@ -60,5 +60,5 @@ class RetrievalAt1(Metric):
 
 
 def _nearest(queries: Tensor, keys: Tensor) -> Tensor:
-    """Tell which row of `keys` each row of `queries` is nearest to."""
+    """Return the nearest row of `keys` for each row of `queries`."""
     return torch.cat([(part @ keys.mT).argmax(1) for part in queries.split(CHUNK)])

@@ -1,4 +1,4 @@
-"""VisionLanguageModel: losses, metrics and optimiser around two towers."""
+"""VisionLanguageModel: LightningModule for an image tower and a text tower."""
 
 # B images, M texts, T tokens
 
@@ -32,38 +32,38 @@ from .retrieval import RetrievalAt1
 class VisionLanguageModel(TrainingModule):
     """Trains an image tower and a text tower on images with captions (`CaptionDataModule`).
 
-    Two losses, of which one may be off: the contrastive one over all ranks' pairs, and the captioning one, the next
-    token given the image. Both at once are CoCa; either alone is SigLIP or CLIP, and a captioner. Composition is on or
-    off in the image tower and the text tower by the names of the models, in the cross-attention by `cross_compose`.
+    There are two losses, of which one can be disabled: a contrastive loss over the pairs of all ranks, and a captioning
+    loss (next token given the image). Both together are CoCa, one alone is SigLIP or CLIP, or a captioner. Composition
+    in the towers is selected by the model names, in the cross-attention by `cross_compose`.
 
     Args:
-        model: timm name of the image tower; `dcvit_*` and `mhavit_*` are this project's.
+        model: timm name of the image tower; `dcvit_*` and `mhavit_*` are defined in dcvision.
         image_size: Side of the images, in pixels.
-        model_kwargs: More arguments for the image tower.
+        model_kwargs: Additional arguments of the image tower.
         text_model: Name of a configuration of the text tower (`dclm.CONFIGS`).
-        text_overrides: Other fields of `DecoderConfig` to replace in it.
-        vocab_size: Rows of the text tower's embeddings.
-        context_length: Tokens of a text.
-        cross_layers: How many of the text tower's last layers look at the image. None: half of them with both losses,
-            all with captioning alone, none without.
+        text_overrides: Other fields of its `DecoderConfig`.
+        vocab_size: Number of embedding rows of the text tower.
+        context_length: Tokens per text.
+        cross_layers: Number of the text tower's last layers with cross-attention. None: half of them with both losses,
+            all with captioning only, none without captioning.
         cross_compose: Compose the heads of the cross-attention.
-        embed_dim: Width of the embeddings that are contrasted.
+        embed_dim: Width of the embeddings.
         contrastive: "sigmoid" (SigLIP), "softmax" (CLIP), or None for no contrastive loss.
-        contrastive_weight: What it is multiplied by.
-        caption_weight: What the captioning loss is multiplied by; 0 for none.
-        recompute: What is computed again in the backward pass: "none"; "attention", each attention layer; "block", each
-            block of both towers.
+        contrastive_weight: Weight of the contrastive loss.
+        caption_weight: Weight of the captioning loss; 0 for none.
+        recompute: Activation checkpointing: "none", "attention" (each attention layer) or "block" (each block of both
+            towers).
         lr: Peak learning rate.
         weight_decay: AdamW's weight decay, multiplied by the learning rate.
-        betas: AdamW's decay rates of the moments.
-        decay_all: Decay every parameter; otherwise norms, biases, compose gates, scale and bias are left out.
-        warmup_fraction: Part of the run's steps that is linear warm-up.
+        betas: Decay rates of AdamW's moments.
+        decay_all: Decay every parameter; otherwise norms, biases, compose gates, scale and bias are not decayed.
+        warmup_fraction: Fraction of the steps with linear warm-up.
         final_lr_fraction: Fraction of the peak at which the cosine ends.
-        compile: Compile the towers in place (checkpoint keys stay clean).
+        compile: Compile the towers in place, which does not change checkpoint keys.
         seed: Seed of the random numbers in the training step.
 
     Raises:
-        UserError: If a model is unknown, an argument is out of range, or both losses are off.
+        UserError: If a model is unknown, an argument is out of range, or both losses are disabled.
     """
 
     speed_unit = "images"
@@ -107,24 +107,24 @@ class VisionLanguageModel(TrainingModule):
             self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
         self.val_contrastive_loss, self.val_caption_loss = (WeightedMean() for _ in range(2))
         self.val_retrieval = RetrievalAt1()
-        self.num_cut: Tensor | float = 0.0  # captions of all ranks that were too long
+        self.num_cut: Tensor | float = 0.0  # truncated captions of all ranks
         self.forward_flops: int | None = None
 
     def _check_losses(self) -> None:
         hp = self.hparams
         for name in ("contrastive_weight", "caption_weight"):
             if not 0 <= hp[name] < math.inf:
-                raise UserError(f"{name}={hp[name]} must not be negative, and be finite.")
+                raise UserError(f"{name}={hp[name]} must be finite and not negative.")
         if hp.contrastive is not None and hp.contrastive not in ("sigmoid", "softmax"):
             raise UserError(f"contrastive={hp.contrastive!r}; expected 'sigmoid', 'softmax', or null.")
         if hp.contrastive is not None and not hp.contrastive_weight:
-            raise UserError("contrastive_weight=0 trains nothing of what is contrasted; expected contrastive null.")
+            raise UserError("contrastive_weight=0 leaves the embeddings untrained; use contrastive null.")
         if hp.contrastive is None and not hp.caption_weight:
-            raise UserError("contrastive=null and caption_weight=0 leave no loss; expected one of them, or both.")
+            raise UserError("contrastive=null and caption_weight=0: expected at least one loss.")
         if hp.cross_layers is not None and bool(hp.cross_layers) != bool(hp.caption_weight):
             raise UserError(
-                f"cross_layers={hp.cross_layers} with caption_weight={hp.caption_weight}: layers look at the image to "
-                "tell captions, and captions need them."
+                f"cross_layers={hp.cross_layers} with caption_weight={hp.caption_weight}: cross-attention "
+                "and captioning require each other."
             )
 
     def count_units(self, batch: CaptionBatch) -> int:
@@ -132,7 +132,7 @@ class VisionLanguageModel(TrainingModule):
         return len(batch.images)
 
     def example(self, batch_size: int) -> Example:
-        """Make images [B, 3, size, size] and a text each."""
+        """Create images [B, 3, size, size] with one text each."""
         size, length = self.hparams.image_size, self.hparams.context_length
         images = torch.zeros(batch_size, 3, size, size, device="meta")
         ids = torch.zeros(batch_size, length, dtype=torch.long, device="meta")
@@ -140,36 +140,36 @@ class VisionLanguageModel(TrainingModule):
         return Example((images, Texts(ids, ids, rows, rows)), {}, batch_size)
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Tell how many optimiser steps the warm-up takes."""
+        """Return the number of warm-up steps."""
         return min(math.ceil(self.hparams.warmup_fraction * total_steps), total_steps - 1)
 
     def setup(self, stage: str) -> None:
-        """Refuse to contrast a pair with none."""
+        """Check that the global batch has at least two pairs for a contrastive loss."""
         data = self.trainer.datamodule
         if self.hparams.contrastive and data is not None and data.batch_size * data.world_size < 2:
-            raise UserError("data.batch_size=1 on one rank: a contrastive loss takes two pairs at least.")
+            raise UserError("data.batch_size=1 on one rank: a contrastive loss requires at least two pairs.")
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None or self._trainer is None:  # none: `load_from_checkpoint`
+        if self.forward_flops is not None or self._trainer is None:  # no trainer: `load_from_checkpoint`
             return
         self.forward_flops = self.count_flops(self.model, *self.example(1).args)
         self.shard_and_compile(self.model.blocks)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
-        """Read both towers, or each by itself."""
+        """Read both towers together or separately."""
         return read_initial(source, self.model)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embed uint8 images [B, 3, size, size]; returns [B, embed_dim] of length 1."""
+        """Return normalized embeddings [B, embed_dim] of uint8 images [B, 3, size, size]."""
         return self.model.embed_images(self.model.encode_images(self.normalise(images)))
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Scale uint8 images to the tower's mean and standard deviation, on their device."""
+        """Normalize uint8 images by the tower's mean and standard deviation."""
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
     def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
-        """Compute the weighted sum of the losses of one batch."""
+        """Compute the weighted sum of the losses of a batch."""
         self.model.limit_scale()
         outputs = self.model(self.normalise(batch.images), batch.texts)
         losses = self._losses(outputs, batch)
@@ -181,7 +181,7 @@ class VisionLanguageModel(TrainingModule):
         return self.log_step(total, batch_size=len(batch.images))
 
     def _losses(self, outputs: Outputs, batch: CaptionBatch) -> dict[str, Tensor]:
-        """Compute this rank's part of each loss; the means over ranks are those of one process."""
+        """Compute this rank's share of each loss; the means over ranks equal the losses of one process."""
         losses = {}
         if outputs.images is not None:
             pairs = ContrastiveBatch(outputs.images, outputs.texts, batch.texts.input_ids, batch.counts)
@@ -192,11 +192,11 @@ class VisionLanguageModel(TrainingModule):
         return losses
 
     def validation_step(self, batch: CaptionBatch, batch_idx: int) -> None:
-        """Add one batch to the metrics."""
+        """Update the metrics."""
         self._evaluate(batch)
 
     def test_step(self, batch: CaptionBatch, batch_idx: int) -> None:
-        """Do what `validation_step` does, and log it under "test"."""
+        """Same as `validation_step`, logged under "test"."""
         self._evaluate(batch)
 
     def _evaluate(self, batch: CaptionBatch) -> None:
@@ -211,18 +211,18 @@ class VisionLanguageModel(TrainingModule):
         pairs = ContrastiveBatch(outputs.images, outputs.texts[first], texts.input_ids[first], counts)
         loss = contrastive_loss(self.hparams.contrastive, pairs, outputs.scale, outputs.bias)
         self.val_contrastive_loss.update(loss, _mean_over_ranks(counts.sum()))
-        used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # of texts, and of the images that count
+        used, numbers = counts[texts.owners], counts.cumsum(0) - 1  # valid texts, and indices of valid images
         owners = numbers[texts.owners[used]]
         self.val_retrieval.update(outputs.images[counts], outputs.texts[used], texts.input_ids[used], owners)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the losses: per token of all captions, per pair of an image and its first caption (the other pairs are of
-        the same batch, so that it depends on its size), and their weighted sum; and retrieval at 1 among all.
+        """Log the losses - per token of all captions, per pair of an image and its first caption (which depends on the
+        batch size), and their weighted sum - and the recall at 1 over the whole set.
         """
         self._log_metrics("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log what `on_validation_epoch_end` logs, under "test"."""
+        """Same as `on_validation_epoch_end`, logged under "test"."""
         self._log_metrics("test")
 
     def _log_metrics(self, prefix: str) -> None:
@@ -237,17 +237,17 @@ class VisionLanguageModel(TrainingModule):
         self.log_dict({f"{prefix}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Also keep the count of captions that were too long."""
+        """Also save the count of truncated captions."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["cut_captions"] = float(self.num_cut)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        """Also take up that count."""
+        """Also restore the count of truncated captions."""
         super().on_load_checkpoint(checkpoint)
         self.num_cut = checkpoint.get("cut_captions", 0.0)
 
     def check_architecture(self, theirs: Mapping[str, torch.Size], trained: Mapping[str, object]) -> None:
-        """Compare a checkpoint with this module: its tensors, and what no tensor tells, such as the number of heads."""
+        """Compare a checkpoint with this module: tensors, and properties such as the number of heads."""
         super().check_architecture(theirs, trained)
         if trained.get("contrastive") != self.hparams.contrastive:
             raise UserError(
@@ -262,7 +262,7 @@ class VisionLanguageModel(TrainingModule):
         text = build_config(*named, trained["text_overrides"] or {})
         own = ("context_dim", "cross_layers", "cross_compose")
         ours = replace(self.model.text.config, **{name: getattr(text, name) for name in own})
-        check_same(text, ours, "the checkpoint has another text tower", "model.text_model, model.text_overrides")
+        check_same(text, ours, "the checkpoint has a different text tower", "model.text_model, model.text_overrides")
 
 
 def _num_ranks() -> int:
@@ -270,7 +270,7 @@ def _num_ranks() -> int:
 
 
 def _mean_over_ranks(count: Tensor) -> Tensor:
-    """Average a count over the ranks, in float64."""
+    """Mean of a count over the ranks, in float64."""
     count = count.double()
     if _num_ranks() > 1:
         torch.distributed.all_reduce(count)

@@ -1,1 +1,1 @@
-"""What trained towers are used for: one module for each command."""
+"""Commands for trained models: one module per command."""

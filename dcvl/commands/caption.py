@@ -1,4 +1,4 @@
-"""`dcvl caption`: tells captions of pictures."""
+"""`dcvl caption`: generates captions of images."""
 
 from collections.abc import Sequence
 
@@ -22,26 +22,26 @@ def caption(
     batch_size: int = 16,
     device: str = "cpu",
 ) -> None:
-    """Tell a caption of each picture, a line each: the file, a tabulator, the caption.
+    """Generate a caption of each image; prints one line per image: file, tab, caption.
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
-        images: Picture files, and folders of them.
-        max_new_tokens: Most tokens of a caption; as many as the context takes if left out.
-        temperature: 0 takes the likeliest token; else one is sampled.
-        top_p: Sample among the likeliest tokens whose probabilities first sum to p.
-        seed: Seed of the samples, which depend on `batch_size` too.
-        num_beams: More than 1 searches that many beams, in place of samples, for the likeliest caption per token.
-        batch_size: Pictures looked at together.
-        device: Where to run, such as cuda.
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `export`.
+        images: Image files, or folders of images.
+        max_new_tokens: Maximum tokens per caption; default: the context length.
+        temperature: Sampling temperature; 0 for greedy decoding.
+        top_p: Nucleus sampling: smallest set of top tokens whose probabilities sum to p.
+        seed: Seed of sampling; samples also depend on `batch_size`.
+        num_beams: Number of beams; above 1 for beam search by log-probability per token.
+        batch_size: Images per batch.
+        device: Device, such as cuda.
     """
     check_at_least_one(max_new_tokens=max_new_tokens, batch_size=batch_size, num_beams=num_beams)
     with as_user_error():
-        Sampling(temperature, None, top_p)  # checks both before anything is loaded
+        Sampling(temperature, None, top_p)  # checks both options before loading
     files, pair = find_images(images), load_pair(checkpoint, device)
     most = pair.encode.context_length - 1
     if max_new_tokens is not None and max_new_tokens > most:
-        raise UserError(f"{max_new_tokens=}: expected at most {most}, what the context of the model takes.")
+        raise UserError(f"{max_new_tokens=}: expected at most {most}, the limit of the model's context.")
     longest = most if max_new_tokens is None else max_new_tokens
     check_captioner(pair)
     for number, (part, pictures) in enumerate(batches(pair, files, batch_size)):

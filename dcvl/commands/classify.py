@@ -1,4 +1,4 @@
-"""`dcvl classify`: zero-shot classification, by what texts say of classes."""
+"""`dcvl classify`: zero-shot classification."""
 
 # N images, K classes, E embedding width
 
@@ -30,19 +30,18 @@ def classify(
     batch_size: int = 64,
     device: str = "cpu",
 ) -> None:
-    """Classify a labelled set by the nearest text, and tell how often that is right, with its standard error.
+    """Zero-shot classification of a labelled set by the nearest class embedding; prints accuracy and standard error.
 
-    A class is the mean of the embeddings of what all templates say of it (Radford et al., 2021).
+    A class embedding is the mean of the text embeddings of all templates (Radford et al., 2021).
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
-        images: A labelled set, in the notation of `dcvision.data.sources`.
-        templates: A file of sentences, one a line, each with {} for the name of the class; those that the model was
-            trained with if left out.
-        classes: A file of names, one a line, in the order of the classes; those of the set if left out.
-        limit: Only this many images, drawn from all of the set.
-        batch_size: Images or texts embedded together.
-        device: Where to run, such as cuda.
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `export`.
+        images: A labelled set in the notation of `dcvision.data.sources`.
+        templates: A file of sentences, one per line, each with {} for the class name; default: those of training.
+        classes: A file of class names, one per line, in order; default: those of the set.
+        limit: Maximum number of images, sampled from the whole set.
+        batch_size: Images or texts per batch.
+        device: Device, such as cuda.
     """
     check_at_least_one(limit=limit, batch_size=batch_size)
     sentences = None if templates is None else _lines("templates", templates)
@@ -50,14 +49,14 @@ def classify(
     source = open_source(images, is_train=False)
     names = _lines("classes", classes) if classes is not None else source.classes
     if not names:
-        raise UserError(f"images={images} does not name its classes; classes must name a file of them.")
+        raise UserError(f"images={images} has no class names; classes is required.")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"classes={classes}: {twice!r} stands twice; texts of one name cannot be told apart.")
+        raise UserError(f"classes={classes}: {twice!r} is given twice; expected distinct names.")
     if source.classes and len(names) != len(source.classes):
-        raise UserError(f"classes={classes} names {len(names)} classes; images={images} has {len(source.classes)}.")
+        raise UserError(f"classes={classes} has {len(names)} classes; images={images} has {len(source.classes)}.")
     if source.labels().max() >= len(names):
-        raise UserError(f"the set has a class {source.labels().max()}; {len(names)} classes are named.")
+        raise UserError(f"the set has class {source.labels().max()}, but there are {len(names)} class names.")
     pair = load_pair(checkpoint, device)
     check_contrastive(pair)
     sentences = pair.metadata["templates"] if sentences is None else sentences
@@ -68,15 +67,15 @@ def classify(
         raise UserError(f"{images}: no image can be read.")
     share = sum(is_right) / len(is_right)
     error = math.sqrt(share * (1 - share) / len(is_right))
-    unread = f"; {lost} images cannot be read and were left out" if lost else ""
+    unread = f"; skipped {lost} unreadable images" if lost else ""
     print(f"{images}: {100 * share:.2f} ± {100 * error:.2f} % of {len(is_right)} images, {len(names)} classes{unread}")
 
 
 def _lines(name: str, path: str) -> list[str]:
-    with as_user_error(f"{name}={path} cannot be read"):
+    with as_user_error(f"cannot read {name}={path}"):
         found = [line.strip() for line in check_regular(Path(path)).read_text(encoding="utf-8").rstrip().splitlines()]
     if not all(found) or not found:
-        raise UserError(f"{name}={path} holds {'an empty line' if found else 'nothing'}.")
+        raise UserError(f"{name}={path} {'has an empty line' if found else 'is empty'}.")
     return found
 
 
@@ -84,7 +83,7 @@ def _lines(name: str, path: str) -> list[str]:
 def _judge(
     pair: LoadedPair, source: Source, classes: Tensor, limit: int | None, batch_size: int
 ) -> tuple[list[bool], int]:
-    """Tell of each image whether its class [K, E] is the nearest, and how many cannot be read."""
+    """Return for each image whether its class [K, E] is the nearest, and the number of unreadable images."""
     model, device = pair.model, next(pair.model.parameters()).device
     labels = source.labels()
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit].tolist()

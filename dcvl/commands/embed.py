@@ -1,4 +1,4 @@
-"""`dcvl embed`: writes the embeddings of pictures."""
+"""`dcvl embed`: writes image embeddings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,19 +17,19 @@ from .images import embed_image_files, find_images
 def embed(
     checkpoint: str, images: Sequence[str], out: str = "embeddings.npy", batch_size: int = 64, device: str = "cpu"
 ) -> None:
-    """Write the embeddings of pictures, of length 1: float32 [N, width], and beside it, in `OUT.txt`, their names.
+    """Write normalized image embeddings, float32 [N, width], and their file names to `OUT.txt`.
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
-        images: Picture files, and folders of them.
-        out: File (.npy) to write.
-        batch_size: Pictures embedded together.
-        device: Where to run, such as cuda.
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `export`.
+        images: Image files, or folders of images.
+        out: Output file (.npy).
+        batch_size: Images per batch.
+        device: Device, such as cuda.
     """
     check_at_least_one(batch_size=batch_size)
     path = Path(out)
     if path.suffix != ".npy":
-        raise UserError(f"out={out}; expected a file whose name ends in .npy.")
+        raise UserError(f"out={out}; expected a file name that ends in .npy.")
     files, pair = find_images(images), load_pair(checkpoint, device)
     make_folder(str(path.parent))
     found = embed_image_files(pair, files, batch_size).numpy()

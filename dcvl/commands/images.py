@@ -1,4 +1,4 @@
-"""Pictures that a user names, and their embeddings."""
+"""Reading and embedding image files and texts for commands."""
 
 # N images, E embedding width
 
@@ -17,63 +17,63 @@ from ..load import LoadedPair
 
 
 def find_images(named: Sequence[str]) -> list[Path]:
-    """List picture files: those that are named, and those below folders, in the order of their names.
+    """Return image files: given files, and files below given folders, sorted by name.
 
     Raises:
-        UserError: If something is not there, or there is none.
+        UserError: If a path does not exist, or there are no images.
     """
     found: list[Path] = []
     for path in map(Path, named):
         if not path.exists():
-            raise UserError(f"images={path} does not exist; expected picture files, and folders of them.")
+            raise UserError(f"images={path} does not exist; expected image files, or folders of images.")
         below = (
             sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
         )
         found += below
     if not found:
-        raise UserError(f"images={', '.join(named)} hold no picture; expected {', '.join(sorted(EXTENSIONS))}.")
+        raise UserError(f"images={', '.join(named)} have no images; expected {', '.join(sorted(EXTENSIONS))}.")
     return found
 
 
 def batches(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Iterator[tuple[list[Path], Tensor]]:
-    """Yield picture files and the pictures as the image tower takes them [N, 3, size, size], some at a time.
+    """Yield batches of image files and preprocessed images [N, 3, size, size].
 
     Raises:
-        UserError: If one cannot be read.
+        UserError: If an image cannot be read.
     """
     device = next(pair.model.parameters()).device
     for start in tqdm(range(0, len(files), batch_size), "pictures", unit="batch", leave=False):
         part = list(files[start : start + batch_size])
         pictures = []
         for file in part:
-            with as_user_error(f"the picture {file} cannot be read"):
+            with as_user_error(f"cannot read the image {file}"):
                 pictures.append(pair.prepare(check_regular(file).read_bytes()))
         yield part, torch.stack(pictures).to(device)
 
 
 def check_contrastive(pair: LoadedPair) -> None:
-    """Refuse towers whose outputs were never compared.
+    """Check that a model was trained with a contrastive loss.
 
     Raises:
-        UserError: If it is so.
+        UserError: If not.
     """
     if pair.model.embed_dim is None:
-        raise UserError("the model embeds nothing: it was trained to tell captions alone (model.contrastive null).")
+        raise UserError("the model has no embeddings: it was trained for captions only (model.contrastive null).")
 
 
 def check_captioner(pair: LoadedPair) -> None:
-    """Refuse towers that tell no captions.
+    """Check that a model is a captioner.
 
     Raises:
-        UserError: If it is so.
+        UserError: If not.
     """
     if not pair.model.is_captioner:
-        raise UserError("the model tells no captions: no layer of its text tower looks at the image.")
+        raise UserError("the model is not a captioner: its text tower has no cross-attention.")
 
 
 @torch.inference_mode()
 def embed_image_files(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Tensor:
-    """Embed pictures [N, E], of length 1, on the CPU."""
+    """Compute normalized image embeddings [N, E], on the CPU."""
     check_contrastive(pair)
     model = pair.model
     return torch.cat(
@@ -83,7 +83,7 @@ def embed_image_files(pair: LoadedPair, files: Sequence[Path], batch_size: int) 
 
 @torch.inference_mode()
 def embed_texts(pair: LoadedPair, texts: Sequence[str], batch_size: int) -> Tensor:
-    """Embed texts [N, E], of length 1, on the CPU; longer ones than the context are cut, which is said."""
+    """Compute normalized text embeddings [N, E], on the CPU; longer texts are truncated, with a message."""
     check_contrastive(pair)
     device, found, num_cut = next(pair.model.parameters()).device, [], 0
     for start in range(0, len(texts), batch_size):
@@ -93,5 +93,5 @@ def embed_texts(pair: LoadedPair, texts: Sequence[str], batch_size: int) -> Tens
         ends = torch.tensor([text.end for text in encoded], device=device)
         found.append(pair.model.encode_texts(ids, ends).float().cpu())
     if num_cut:
-        print(f"{num_cut} of {len(texts)} texts are longer than {pair.encode.context_length} tokens and lose their end")
+        print(f"{num_cut} of {len(texts)} texts are longer than {pair.encode.context_length} tokens and are truncated")
     return torch.cat(found)

@@ -1,4 +1,4 @@
-"""`dcvl retrieve`: finds the pictures nearest to texts, or the texts nearest to pictures."""
+"""`dcvl retrieve`: finds the nearest images of texts, or the nearest texts of images."""
 
 # N images, M texts
 
@@ -25,17 +25,17 @@ def retrieve(
     batch_size: int = 64,
     device: str = "cpu",
 ) -> None:
-    """Find for each text the pictures that are nearest to it, with the cosines of their embeddings.
+    """Print the nearest images of each text, with cosine similarities.
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
-        images: Picture files, and folders of them.
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `export`.
+        images: Image files, or folders of images.
         text: Texts.
-        texts: A file of texts, one a line, in place of `text`.
-        by_image: Find for each picture the texts that are nearest to it.
-        top: How many are told of each.
-        batch_size: Pictures or texts embedded together.
-        device: Where to run, such as cuda.
+        texts: A file of texts, one per line, in place of `text`.
+        by_image: Print the nearest texts of each image instead.
+        top: Number of results per query.
+        batch_size: Images or texts per batch.
+        device: Device, such as cuda.
     """
     check_at_least_one(top=top, batch_size=batch_size)
     wanted, files = _read_texts(text, texts), find_images(images)
@@ -48,19 +48,19 @@ def retrieve(
 
 def _read_texts(text: Sequence[str], path: str | None) -> list[str]:
     if (path is None) == (not text):
-        raise UserError("text and texts: accepted: one of the two, texts or a file of them.")
+        raise UserError("text and texts: expected one of the two.")
     found = list(text)
     if path is not None:
-        with as_user_error(f"texts={path} cannot be read"):
+        with as_user_error(f"cannot read texts={path}"):
             found = check_regular(Path(path)).read_text(encoding="utf-8").splitlines()
     found = [line.strip() for line in found if line.strip()]
     if not found:
-        raise UserError(f"{'text' if path is None else f'texts={path}'} holds no text.")
+        raise UserError(f"{'text' if path is None else f'texts={path}'} has no text.")
     return found
 
 
 def _told(cosines: Tensor, queries: Sequence[str], keys: Sequence[str], top: int) -> list[str]:
-    """Write a query and, indented, what is nearest to it."""
+    """Format a query and, indented, its nearest results."""
     lines = []
     best = cosines.topk(min(top, len(keys)), dim=1)
     for query, values, places in zip(queries, best.values.tolist(), best.indices.tolist(), strict=True):

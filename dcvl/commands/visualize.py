@@ -1,4 +1,4 @@
-"""`dcvl visualize`: draws where each word of a caption looks when it is told."""
+"""`dcvl visualize`: figures of the cross-attention of words."""
 
 import torch
 
@@ -13,23 +13,23 @@ from .images import batches, check_captioner, find_images
 
 
 def visualize(checkpoint: str, image: str, out: str, text: str | None = None, device: str = "cpu") -> None:
-    """Draw where each word of a caption looks in the picture, per head, before and after composition.
+    """Plot the cross-attention of each word of a caption to the image, per head, before and after composition.
 
     Args:
-        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder that `export` wrote.
-        image: A picture file.
-        out: Folder for the pictures (PNG), one for each layer that looks at the image.
-        text: The caption; what the model tells, if left out.
-        device: Where to run, such as cuda.
+        checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `export`.
+        image: An image file.
+        out: Folder for the figures (PNG), one per layer with cross-attention.
+        text: The caption; default: the generated caption.
+        device: Device, such as cuda.
     """
     files = find_images([image])
     if len(files) > 1:
-        raise UserError(f"image={image} holds {len(files)} pictures; expected one.")
+        raise UserError(f"image={image} has {len(files)} images; expected one.")
     pair = load_pair(checkpoint, device)
     check_captioner(pair)
-    encode = CaptionEncoder(pair.tokenizer, pair.encode.context_length + 1)  # what ends a caption is told, but not read
+    encode = CaptionEncoder(pair.tokenizer, pair.encode.context_length + 1)  # the end token is a target, not an input
     if text is not None and encode(text).is_cut:
-        raise UserError(f"text is longer than the {pair.encode.context_length} tokens that the model takes.")
+        raise UserError(f"text is longer than the {pair.encode.context_length} tokens of the model's context.")
     ((_, normalised),) = batches(pair, files, 1)
     if text is None:
         (text,) = generate_captions(pair.model, normalised, pair.tokenizer, pair.encode.context_length - 1)

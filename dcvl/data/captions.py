@@ -1,7 +1,7 @@
-"""Images with captions: the one-line notation of a data set, and the map-style sources behind it.
+"""Sources of images with captions: the notation of data sets, and map-style access.
 
 - `scenes`, `scenes:unseen`: digit scenes (`dcvl.data.scenes`)
-- `shards:PATTERN`: WebDataset tar shards of images with captions, as img2dataset writes them, local or remote
+- `shards:PATTERN`: WebDataset tar shards of images with captions, as written by img2dataset, local or remote
 - `classes:SPEC`: any labelled set of `dcvision`, such as `classes:torchvision:CIFAR10:DIR`, captioned by templates
 """
 
@@ -23,7 +23,7 @@ from . import scenes
 KINDS = (scenes.NAME, f"{scenes.NAME}:SPLIT", "shards:PATTERN", "classes:SPEC")
 CLASSES = "classes:"
 TEMPLATE = "a photo of a {}"
-JSON_KEYS = ("captions", "caption")  # a list of texts, or a text
+JSON_KEYS = ("captions", "caption")  # list of texts, or a text
 IS_JSON, IS_TEXT = 1, 0
 
 
@@ -31,7 +31,7 @@ class CaptionSource(Protocol):
     """Random access to images with captions.
 
     Attributes:
-        shard_sizes: Samples of each part that is shuffled as a whole.
+        shard_sizes: Samples of each shard, for shuffling.
     """
 
     shard_sizes: list[int]
@@ -39,7 +39,7 @@ class CaptionSource(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """Name a sample for messages."""
+        """Name of a sample for messages."""
 
     def read(self, index: int) -> tuple[bytes | Tensor, list[str]]:
         """Return the encoded image, or the decoded one (uint8 [3, H, W]), and its captions, at least one."""
@@ -47,26 +47,26 @@ class CaptionSource(Protocol):
 
 @dataclass(frozen=True)
 class CaptionFields(SampleFields):
-    """The fields of an image and its captions.
+    """Names of the image field and of the caption field.
 
     Attributes:
-        image: The encoded image.
-        text: The captions: a text, of which each line is one; or JSON with a text under "caption", or a list of texts
-            under "captions" (or "caption").
+        image: Field of the encoded image.
+        text: Field of the captions: text with one caption per line, or JSON with a text in "caption", or a list of
+            texts in "captions" (or "caption").
     """
 
     text: str = "txt;json"
     other: ClassVar[str] = "text"
 
     def pick(self, sample: dict[str, object], name: str):
-        """Take the fields of a sample; of several alternatives for the text the first."""
+        """Select the fields of a sample; the first of several alternatives for the captions."""
         wanted = self.text.split(";")
         first = next((field for field in wanted if field in sample), None)
         rest = {field: value for field, value in sample.items() if field not in wanted or field == first}
         return super().pick(rest, name)
 
     def index(self, tar: TarFile, member: TarInfo, name: str) -> tuple[int, int, int]:
-        """Keep where the captions are, and whether they are JSON; they are read once to see that there are some."""
+        """Return the location of the captions and whether they are JSON, after checking that there are captions."""
         self.parse(tar.extractfile(member).read(), member.name, name)
         return member.offset_data, member.size, IS_JSON if _is_json(member.name) else IS_TEXT
 
@@ -77,17 +77,17 @@ class CaptionFields(SampleFields):
         return self.parse(file.read(size), "json" if kind == IS_JSON else "txt", name)
 
     def parse(self, content: bytes, field: str, name: str) -> list[str]:
-        """Make captions of a text or of JSON.
+        """Parse captions from text or JSON.
 
         Raises:
-            UserError: If there is none, or it is no UTF-8.
+            UserError: If there are none, or the content is not UTF-8.
         """
         with as_user_error(f"the captions of {name}"):
             text = content.decode()
             found = _of_json(json.loads(text)) if _is_json(field) else text.split("\n")
         captions = [caption.strip() for caption in found if caption.strip()]
         if not captions:
-            raise UserError(f"{name} holds no caption.")
+            raise UserError(f"{name} has no captions.")
         return captions
 
 
@@ -96,34 +96,34 @@ def _is_json(field: str) -> bool:
 
 
 def _of_json(content: object) -> list[str]:
-    """Take the captions out of JSON.
+    """Return the captions of a JSON object.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there are none.
     """
     found = next((content[key] for key in JSON_KEYS if content.get(key)), None) if isinstance(content, dict) else None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise ValueError("no text under 'caption', and no list of texts under 'captions'")
+        raise ValueError("no text in 'caption', and no list of texts in 'captions'")
     return captions
 
 
 class TemplateSource:
-    """A labelled set whose classes are named in sentences.
+    """A labelled set with captions made from class names and templates.
 
     Args:
-        spec: The set, in the notation of `dcvision.data.sources`.
-        is_train: Which split.
-        templates: Sentences with {} for the name of the class.
+        spec: Data set in the notation of `dcvision.data.sources`.
+        is_train: Whether to use the training split.
+        templates: Sentences with {} for the class name.
 
     Raises:
-        UserError: If it cannot be opened or does not name its classes.
+        UserError: If it cannot be opened or has no class names.
     """
 
     def __init__(self, spec: str, is_train: bool, templates: Sequence[str]) -> None:
         self.source = open_source(spec, is_train)
         if not self.source.classes:
-            raise UserError(f"{CLASSES}{spec} does not name its classes, which captions need.")
+            raise UserError(f"{CLASSES}{spec} has no class names, which captions require.")
         self.templates, self.shard_sizes = list(templates), self.source.shard_sizes
         self.names = [name.replace("_", " ") for name in self.source.classes]
 
@@ -131,28 +131,28 @@ class TemplateSource:
         return len(self.source)
 
     def name(self, index: int) -> str:
-        """Name a sample for messages."""
+        """Name of a sample for messages."""
         return self.source.name(index)
 
     def read(self, index: int) -> tuple[bytes | Tensor, list[str]]:
-        """Return an image, and a caption by each template."""
+        """Return an image, and one caption per template."""
         image, label = self.source.read(index)
         return image, [in_template(template, self.names[label]) for template in self.templates]
 
 
 def in_template(template: str, name: str) -> str:
-    """Put a name in a sentence with {} for it."""
+    """Insert a name into a template with {}."""
     return template.replace("{}", name)
 
 
 def check_templates(templates: Sequence[str]) -> None:
-    """Check sentences with {} for a name.
+    """Check templates with {}.
 
     Raises:
-        UserError: If there is none, or one without {}.
+        UserError: If there are none, or one does not have {} once.
     """
     if not templates or any(template.count("{}") != 1 for template in templates):
-        raise UserError(f"templates={list(templates)}; expected sentences, each with {{}} once, for the class.")
+        raise UserError(f"templates={list(templates)}; expected sentences, each with {{}} once for the class name.")
 
 
 def open_captions(
@@ -166,7 +166,7 @@ def open_captions(
     kind, _, rest = spec.partition(":")
     if kind == scenes.NAME:
         if not rest and spec != scenes.NAME:
-            raise UserError(f"{spec!r} names no split; expected {', '.join(KINDS)}.")
+            raise UserError(f"{spec!r} is not a split; expected {', '.join(KINDS)}.")
         return scenes.SceneSource(rest or ("train" if is_train else "val"))
     if kind == "shards" and rest:
         return ShardSource(expand_urls(rest), fields)

@@ -22,49 +22,49 @@ from .scenes import ENDLESS, NAME, scene_tokenizer
 
 
 def find_tokenizer(train: str, tokenizer: str | None) -> Tokenizer:
-    """Open the tokenizer of a run: the scenes' own, or that which is named.
+    """Open the tokenizer of a run: that of the scenes, or the given one.
 
     Raises:
-        UserError: If there is none.
+        UserError: If it cannot be opened.
     """
     if tokenizer is not None:
         return open_tokenizer(tokenizer)
     if train.partition(":")[0] != NAME:
-        raise UserError(f"data.tokenizer must name the tokenizer of the captions of {train!r}.")
+        raise UserError(f"data.tokenizer is required for captions of {train!r}.")
     return scene_tokenizer()
 
 
 def vocabulary_rows(train: str, tokenizer: str | None) -> int:
-    """Tell how many rows the embedding of the text tower has."""
+    """Return the number of embedding rows of the text tower."""
     return find_tokenizer(train, tokenizer).vocab_size
 
 
 class CaptionDataModule(ImageData):
     """Images with captions.
 
-    What is said of `dcvision.ImageDataModule` holds: splitting over ranks, epochs, resume, streams, unreadable images.
-    In training one caption of each image is drawn, another each epoch; an evaluation sees all.
+    Ranks, epochs, resume, streams and unreadable images are handled as in `dcvision.ImageDataModule`. In training one
+    random caption per image and epoch is used, in evaluation all captions.
 
     Args:
-        train: Training set, in the notation of `dcvl.data.captions`: "scenes", "shards:PATTERN" or "classes:SPEC".
+        train: Training set in the notation of `dcvl.data.captions`: "scenes", "shards:PATTERN" or "classes:SPEC".
         val: Validation set, likewise; also used by `test`.
-        tokenizer: Of the captions: "bytes", a `tokenizer.json`, or a hub name; None for that of the scenes.
-        context_length: Tokens of a text, with what begins and ends it; longer captions are cut, and counted.
+        tokenizer: Tokenizer of the captions: "bytes", a `tokenizer.json`, or a hub name; None for that of the scenes.
+        context_length: Tokens per text, including begin and end tokens; longer captions are truncated and counted.
         image_size: Side of the square images, in pixels.
-        batch_size: Images of one rank in a step.
-        num_workers: Loader processes of a rank; 0 loads in the main process.
+        batch_size: Images per rank and step.
+        num_workers: Loader workers per rank; 0 loads in the main process.
         seed: Seed of order, augmentation and the choice of captions.
-        min_crop_area: Smallest part of the image a training crop may cover; 1.0 squashes the whole image to a square
-            (an evaluation resizes the smaller side and takes the middle). Not below 1.0 for scenes.
-        horizontal_flip: Flip half of the training images; not for scenes, whose captions tell left from right.
-        crop_fraction: Part of the resized image's side that the central crop of evaluation keeps; 1.0 for scenes.
-        val_samples: Only this many images of the validation set, the same in every run, drawn from all; None for all.
-        stream_samples: Samples that count as an epoch when `train` is a remote stream.
+        min_crop_area: Minimum area fraction of a training crop; 1.0 resizes the whole image to a square without
+            cropping (in evaluation the smaller side is resized and the centre cropped). Must be 1.0 for scenes.
+        horizontal_flip: Flip half of the training images; not for scenes, whose captions depend on left and right.
+        crop_fraction: Fraction of the resized image's side kept by the central crop of evaluation; 1.0 for scenes.
+        val_samples: Number of validation images, sampled deterministically from the set; None for all.
+        stream_samples: Samples per epoch if `train` is a remote stream.
         max_bad_images: As in `dcvision.ImageDataModule`.
-        max_pixels: Images of more count as unreadable, before they are decoded.
-        fields: Names of the fields of WebDataset samples, {image: "jpg;png", text: caption} if they differ.
-        templates: Sentences with {} for the name of a class, which caption "classes:SPEC".
-        hide_images: Show black in place of every image: the baseline that captions are guessed by.
+        max_pixels: Larger images count as unreadable.
+        fields: Field names of WebDataset samples, such as {image: "jpg;png", text: caption}.
+        templates: Sentences with {} for the class name, the captions of "classes:SPEC".
+        hide_images: Replace all images by black, as a baseline without image information.
 
     Raises:
         UserError: If an argument is out of range, or a data set cannot be opened.
@@ -99,7 +99,7 @@ class CaptionDataModule(ImageData):
             raise UserError(f"min_crop_area={min_crop_area} and crop_fraction={crop_fraction} must be in (0, 1].")
         if context_length < 3 or image_size < 1 or (val_samples is not None and val_samples < 1):
             raise UserError(
-                f"{context_length=} must be at least 3 (what begins a text, a token, what ends it), {image_size=} and "
+                f"{context_length=} must be at least 3 (begin token, a token, end token), {image_size=} and "
                 f"{val_samples=} at least 1."
             )
         check_templates(templates)
@@ -111,14 +111,16 @@ class CaptionDataModule(ImageData):
         self.train_transform = train_transform(image_size, min_crop_area, horizontal_flip, 0, 0)
         self.eval_transform = eval_transform(image_size, crop_fraction)
         if train.partition(":")[0] == NAME and (horizontal_flip or min_crop_area < 1):
-            raise UserError(f"{horizontal_flip=}, {min_crop_area=}: scenes would not be what their captions say.")
+            raise UserError(
+                f"{horizontal_flip=}, {min_crop_area=}: not supported for scenes, whose captions would be wrong."
+            )
         if val.partition(":")[0] == NAME and crop_fraction < 1:
-            raise UserError(f"{crop_fraction=}: scenes would not be what their captions say.")
+            raise UserError(f"{crop_fraction=}: not supported for scenes, whose captions would be wrong.")
         if hide_images:
             self.train_transform = self.eval_transform = partial(black, image_size)
         self._has_told_of_cuts = False
         if self.num_val_samples is None and val.partition(":")[0] == NAME:
-            raise UserError(f"data.val={val} has no end; data.val_samples must say how many count.")
+            raise UserError(f"data.val={val} is endless; data.val_samples is required.")
 
     @cached_property
     def words(self) -> Tokenizer:
@@ -127,7 +129,7 @@ class CaptionDataModule(ImageData):
 
     @cached_property
     def encode(self) -> CaptionEncoder:
-        """What encodes captions."""
+        """The encoder of captions."""
         return CaptionEncoder(self.words, self.context_length)
 
     def open(self, spec: str, is_train: bool) -> CaptionSource:
@@ -138,11 +140,11 @@ class CaptionDataModule(ImageData):
         """
         source = open_captions(spec, is_train, self.fields, self.templates)
         if len(source) == 0:
-            raise UserError(f"{spec} holds no image.")
+            raise UserError(f"{spec} has no images.")
         return source
 
     def read(self, source: CaptionSource, index: int) -> tuple[Tensor, list[str]]:
-        """Read an image as an evaluation sees it, uint8 [3, size, size], and all its captions.
+        """Read an image with the transform of evaluation, uint8 [3, size, size], and all its captions.
 
         Raises:
             UserError: If it cannot be read.
@@ -161,21 +163,21 @@ class CaptionDataModule(ImageData):
 
     @property
     def num_val_samples(self) -> int | None:
-        """Images of an evaluation; None for all, as long as they are not counted."""
+        """Number of images in an evaluation; None for all, before they are counted."""
         if self.val_source is None or len(self.val_source) == ENDLESS:
             return self.val_samples
         return min(len(self.val_source), self.val_samples or len(self.val_source))
 
     def train_dataloader(self) -> DataLoader:
-        """Make the training loader, from the position that training has reached."""
+        """Create the training loader, starting at the current position."""
         if self.train_source is None:
             return self._stream()
         batches = self.train_batches(self.train_source.shard_sizes)
         return self.make_loader(self._samples(self.train_source, is_train=True), batches, Collate(self.image_size))
 
     def val_dataloader(self) -> DataLoader:
-        """Make the evaluation loader, of one order whatever the run: images of a class lie together in many sets, and a
-        batch of theirs would hold few pairs to tell apart.
+        """Create the evaluation loader, in a fixed shuffled order: many sets are sorted by class, and a batch of one
+        class would have few distinct pairs.
         """
         size = len(self.val_source)
         batches = self.eval_batches(self.num_val_samples, None if size == ENDLESS else Permutation(size, [0]))
@@ -194,30 +196,30 @@ class CaptionDataModule(ImageData):
         return self.stream(self.train_spec, sample, Collate(self.image_size), self.steps_per_epoch)
 
     def on_before_batch_transfer(self, batch: CaptionBatch, dataloader_idx: int) -> CaptionBatch:
-        """Report unreadable images and captions that were cut; stop the run above the limit of the former."""
+        """Report unreadable images and truncated captions; stop the run above the limit of unreadable images."""
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
         if batch.num_cut and not self._has_told_of_cuts:
             self._has_told_of_cuts = True
-            print(f"captions are longer than data.context_length={self.context_length} and lose their end", flush=True)
+            print(f"captions are longer than data.context_length={self.context_length} and are truncated", flush=True)
         return batch
 
     def fixed(self) -> dict[str, object]:
-        """Tell what cannot change in the middle of a run."""
+        """Settings that cannot change when a run is resumed in the middle of an epoch."""
         return super().fixed() | {"context_length": self.context_length}
 
     def state_dict(self) -> dict:
-        """Save the position in the training data, and the tokenizer, so that a checkpoint can be used by itself."""
+        """Save the position in the training data, and the tokenizer, so that checkpoints are self-contained."""
         return super().state_dict() | {"tokenizer": self.words.spec}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over the position of a checkpoint; refuse another tokenizer."""
+        """Restore the position of a checkpoint, and check the tokenizer."""
         if state_dict.get("tokenizer", self.words.spec) != self.words.spec:
-            raise UserError("the checkpoint was trained with another data.tokenizer.")
+            raise UserError("the checkpoint was trained with a different data.tokenizer.")
         super().load_state_dict(state_dict if "epoch" in state_dict else {})
 
 
 def _captioned(
     encode: CaptionEncoder, seed: int, image: Tensor | SkippedSample, captions: list[str], name: str, count: int
 ) -> CaptionedImage:
-    """Make the sample of a streamed image and one of its captions."""
+    """Create the sample of a streamed image and one of its captions."""
     return CaptionedImage(image, [encode(choose_caption(captions, (seed, count)))], name, is_padding=False)

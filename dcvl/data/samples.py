@@ -1,4 +1,4 @@
-"""From a source to batches of images with their captions as tokens."""
+"""Samples and batches of images with tokenized captions."""
 
 # B images, M texts, T tokens
 
@@ -22,13 +22,13 @@ from .captions import CaptionSource
 
 
 class EncodedCaption(NamedTuple):
-    """A caption as tokens.
+    """A tokenized caption.
 
     Attributes:
-        input_ids: What begins a text, the tokens, what ends it, and padding [T].
-        targets: The next token at each place [T]; -100 does not count, nor does the end of a caption that is cut.
-        end: Where the text ends.
-        is_cut: Whether it was too long.
+        input_ids: Begin token, tokens, end token, and padding [T].
+        targets: The next token at each position [T]; -100 is ignored, as is the end of a truncated caption.
+        end: Position of the end token.
+        is_cut: Whether the caption was truncated.
     """
 
     input_ids: np.ndarray
@@ -41,8 +41,8 @@ class CaptionEncoder:
     """Encodes captions.
 
     Args:
-        tokenizer: Makes the tokens.
-        context_length: Most tokens T, with what begins and what ends a text; a longer caption loses its end.
+        tokenizer: Tokenizer.
+        context_length: Maximum tokens T, including begin and end tokens; longer captions are truncated.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
@@ -52,10 +52,10 @@ class CaptionEncoder:
         """Encode a caption.
 
         Raises:
-            UserError: If the tokenizer cannot.
+            UserError: If the tokenizer cannot encode it.
         """
         eos, begin = self.tokenizer.eos_id, self.tokenizer.begin_ids or [self.tokenizer.eos_id]
-        with as_user_error(f"{caption!r} holds what the tokenizer has no token for"):
+        with as_user_error(f"the tokenizer cannot encode {caption!r}"):
             ids = [*begin, *self.tokenizer.encode([caption])[0].tolist()]
         kept = ids[: self.context_length - 1]
         input_ids = np.full(self.context_length, eos, dtype=np.int64)
@@ -65,20 +65,20 @@ class CaptionEncoder:
         targets[len(begin) - 1 : end] = input_ids[len(begin) : end + 1]
         is_cut = len(kept) < len(ids)
         if is_cut:
-            targets[end - 1] = IGNORED  # it does not end there
+            targets[end - 1] = IGNORED  # truncated: no end
         return EncodedCaption(input_ids, targets, end, is_cut)
 
 
 class CaptionBatch(NamedTuple):
-    """What a step gets.
+    """A batch.
 
     Attributes:
-        images: uint8 [B, 3, size, size]; black where one could not be read.
-        texts: Their captions, M of them: in training one of each image, in an evaluation all.
-        counts: Which images count [B], boolean: not those that could not be read, or only pad a rank's share.
-        names: Of the images that could be read.
-        num_cut: Captions that were too long.
-        skipped: Images that could not be read, as (name, reason).
+        images: Images uint8 [B, 3, size, size]; black for unreadable images.
+        texts: M captions: in training one per image, in evaluation all.
+        counts: Valid images [B], boolean: False for unreadable images and padding.
+        names: Names of the readable images.
+        num_cut: Number of truncated captions.
+        skipped: Unreadable images as (name, reason).
     """
 
     images: Tensor
@@ -90,7 +90,7 @@ class CaptionBatch(NamedTuple):
 
 
 class CaptionedImage(NamedTuple):
-    """A sample on its way to a batch; `image` says what was wrong where it could not be read."""
+    """A sample; for unreadable images `image` is the reason."""
 
     image: Tensor | SkippedSample
     captions: list[EncodedCaption]
@@ -102,12 +102,12 @@ class CaptionedSamples(Dataset):
     """Decoded and transformed images of a source with their captions.
 
     Args:
-        source: Where they come from.
+        source: Source of the images.
         transform: uint8 [3, H, W] -> uint8 [3, size, size].
         encode: Encodes captions.
-        seed: Seed of the run; augmentation and the choice of a caption draw from (seed, epoch, index).
+        seed: Seed of the run; augmentation and the choice of a caption are functions of (seed, epoch, index).
         max_pixels: As in `dcvision.data.decode.decode`.
-        has_all: Give all captions of an image, in place of one.
+        has_all: Whether to return all captions of an image instead of one.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CaptionedSamples(Dataset):
         name, key = self.source.name(ref.index), (self.seed, ref.epoch, ref.index)
         try:
             encoded, captions = self.source.read(ref.index)
-        except OSError as error:  # removed, or a disk that fails
+        except OSError as error:  # a removed file, or a disk error
             return CaptionedImage(SkippedSample(name, reason(error)), [self.encode("")], name, ref.is_padding)
         image = make_image(encoded, name, self.transform, self.max_pixels, *key)
         chosen = captions if self.has_all else [choose_caption(captions, key)]
@@ -134,12 +134,12 @@ class CaptionedSamples(Dataset):
 
 
 def choose_caption(captions: Sequence[str], key: Sequence[int]) -> str:
-    """Choose one of an image's captions by `key`."""
+    """Select one of an image's captions by `key`."""
     return captions[0] if len(captions) == 1 else captions[np.random.default_rng([*key]).integers(len(captions))]
 
 
 class Collate:
-    """Puts samples together; as many as asked for, whatever could not be read.
+    """Stacks samples to batches of full size, including unreadable images.
 
     Args:
         image_size: Side of the images.
@@ -167,5 +167,5 @@ class Collate:
 
 
 def black(size: int, image: Tensor) -> Tensor:
-    """Make a black image, uint8 [3, size, size], of any other."""
+    """Return a black image, uint8 [3, size, size]."""
     return torch.zeros(3, size, size, dtype=torch.uint8)

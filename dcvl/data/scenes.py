@@ -1,8 +1,8 @@
-"""Digit scenes: two handwritten digits, one above or left of the other, and a caption that takes binding to tell.
+"""Digit scenes: two handwritten digits, one above or left of the other, with captions that require binding.
 
-A scene says which digit stands where and how large each is. Some combinations of relation and digits are never shown in
-training, though each digit is in each place of each relation: what is tested there is composition of known parts. Scene
-number i of a split is a function of the split and of i; digits of training and of tests are by other hands.
+A caption states the positions and sizes of the digits. Some combinations of relation and digits do not occur in
+training, although each digit occurs in each place of each relation: they test the composition of known parts. Scene i
+of a split is a function of the split and i; digits of training and evaluation are written by different people.
 """
 
 from functools import cache
@@ -18,13 +18,13 @@ from dctrain.errors import UserError
 from dcvision.data.decode import decode
 from dcvision.data.sources import open_source
 
-UNKNOWN = "a word that no scene is told by"  # and that has no token: encoding one is an error
-NAME = "scenes"  # what `data.train` calls it
-SPLITS = ("train", "val", "unseen")  # of combinations that training shows, by other hands, and of those it does not
-ENDLESS = 2**31  # scenes of a split
-SIZE, CELL = 32, 16  # sides of a picture, and of a cell of the column or row in its middle, in pixels
-LARGE, SMALL = (13, CELL), (8, 10)  # smallest and largest side of a digit
-ASIDE = 2  # by how much it may miss the middle of its cell
+UNKNOWN = "a word that no scene is told by"  # without a token: encoding an unknown word is an error
+NAME = "scenes"  # value of `data.train`
+SPLITS = ("train", "val", "unseen")  # val: combinations of training, other digits; unseen: other combinations
+ENDLESS = 2**31  # scenes per split
+SIZE, CELL = 32, 16  # side of an image, and of a cell of its middle column or row, in pixels
+LARGE, SMALL = (13, CELL), (8, 10)  # minimum and maximum side of a digit
+ASIDE = 2  # maximum offset from the middle of the cell
 ABOVE, LEFT = "above", "left of"
 RELATIONS = (ABOVE, LEFT)
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -33,7 +33,7 @@ SIZES = {True: "large", False: "small"}
 
 
 class Thing(NamedTuple):
-    """A digit, and whether it is a large one."""
+    """A digit, and whether it is large."""
 
     digit: int
     is_large: bool
@@ -43,7 +43,7 @@ class Thing(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Which digit is above, or left of, which."""
+    """Two digits and their relation."""
 
     relation: str
     first: Thing
@@ -51,8 +51,8 @@ class Scene(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether training never shows these digits in this relation, or this digit twice in these sizes: a tenth, each
-        digit about once in each place.
+        """Whether this combination does not occur in training: a tenth of all, with each digit about once in each
+        place.
         """
         first, second = self.first, self.second
         if first.digit == second.digit:
@@ -61,7 +61,7 @@ class Scene(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Tell the scene; there is one way to tell each."""
+        """Caption of the scene, which is unique."""
         first, second = self.first, self.second
         if first.digit == second.digit:
             return _two_alike(NUMERALS[first.digit], first.is_large, second.is_large)
@@ -78,7 +78,7 @@ def _two_alike(numeral: str, *are_large: bool) -> str:
 
 
 def draw_scene(rng: np.random.Generator, is_unseen: bool) -> Scene:
-    """Draw a scene among those that training shows, or does not."""
+    """Sample a scene that occurs in training, or one that does not."""
     while True:
         relation, *digits = rng.integers((2, 10, 10)).tolist()
         first, second = (Thing(digit, bool(rng.integers(2))) for digit in digits)
@@ -88,7 +88,7 @@ def draw_scene(rng: np.random.Generator, is_unseen: bool) -> Scene:
 
 
 def draw_picture(scene: Scene, rng: np.random.Generator, digits: "Digits") -> Tensor:
-    """Draw a scene by some hand: uint8 [3, SIZE, SIZE]."""
+    """Render a scene: uint8 [3, SIZE, SIZE]."""
     canvas = np.zeros((SIZE, SIZE), np.uint8)
     for number, thing in enumerate((scene.first, scene.second)):
         side = int(rng.integers(*(LARGE if thing.is_large else SMALL), endpoint=True))
@@ -99,16 +99,16 @@ def draw_picture(scene: Scene, rng: np.random.Generator, digits: "Digits") -> Te
 
 
 def _within_cell(side: int, rng: np.random.Generator) -> int:
-    """Draw where in its cell a digit begins."""
+    """Sample the start of a digit within its cell."""
     begin = (CELL - side) // 2 + int(rng.integers(-ASIDE, ASIDE, endpoint=True))
     return min(max(begin, 0), CELL - side)
 
 
 class Digits:
-    """Handwritten digits of all sides that occur, by class.
+    """Handwritten digits by class, in all sizes.
 
     Args:
-        is_train: Whether those of the training split.
+        is_train: Whether to use the training split.
     """
 
     def __init__(self, is_train: bool) -> None:
@@ -122,18 +122,18 @@ class Digits:
         }
 
     def draw(self, digit: int, side: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw one of a class, uint8 [side, side]."""
+        """Sample a digit of a class, uint8 [side, side]."""
         return self.by_side[side][rng.choice(self.places[digit])]
 
 
 class SceneSource:
-    """Scenes drawn one by one; a source as `dcvl.data.captions` has them.
+    """Generated scenes, with the interface of `CaptionSource`.
 
     Args:
         split: One of `SPLITS`.
 
     Raises:
-        UserError: If there is no such split.
+        UserError: If the split is unknown.
     """
 
     def __init__(self, split: str) -> None:
@@ -146,11 +146,11 @@ class SceneSource:
         return ENDLESS
 
     def name(self, index: int) -> str:
-        """Name a scene for messages."""
+        """Name of a scene for messages."""
         return f"{NAME}:{self.split}/{index}"
 
     def read(self, index: int) -> tuple[Tensor, list[str]]:
-        """Return a picture, uint8 [3, SIZE, SIZE], and its caption."""
+        """Return an image, uint8 [3, SIZE, SIZE], and its caption."""
         rng = np.random.default_rng((SPLITS.index(self.split), index))
         scene = draw_scene(rng, self.split == "unseen")
         return draw_picture(scene, rng, self.digits), [scene.caption]
@@ -158,7 +158,7 @@ class SceneSource:
 
 @cache
 def scene_tokenizer() -> SubwordTokenizer:
-    """Make a tokenizer of which every word of a caption is one token."""
+    """Create a tokenizer in which every word of a caption is one token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     things = [Thing(digit, is_large) for digit in range(10) for is_large in (False, True)]
