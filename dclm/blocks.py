@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dcmha import ContextKV, DCAttention, DCCrossAttention, compose_options_of
 from dcmha.attention import AttentionCache, Rope
-from dcmha.impl.masking import Documents
+from dcmha.impl.masking import DocumentBounds
 
 from .config import DecoderConfig
 
@@ -101,7 +101,7 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        document_ids: Documents | None,
+        document_ids: DocumentBounds | None,
         rope: Rope | None,
         cache: AttentionCache | None,
         context: CrossContext | ContextKV | None = None,
