@@ -189,7 +189,7 @@ class DCAttention(ComposedAttentionBase):
         if rope is not None:
             q, k = rope(q, k)
         pre, post = (None, None) if self.compose is None else self.compose(x)
-        window_size = self.window_size
+        window_size = self.window
         if cache is not None:
             k, v, pre, post, attn_mask, is_ordered, cached_window = cache.update(k, v, pre, post)
             if cached_window != window_size:

@@ -187,7 +187,7 @@ class DCCrossAttention(ComposedAttentionBase):
             check_mask(attn_mask, (*q.shape[:3], seen.k.shape[2]), q.device)
             attn_mask = combine_masks(attn_mask, seen.mask)
         pre, post = (None, None) if self.compose is None else self.compose(x, seen.weights)
-        out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window_size=self.window_size)
+        out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window_size=self.window)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class ComposedAttentionBase(nn.Module):
 
     Attributes:
         options: Options of the composition.
-        window_size: As in `composed_attention`.
+        window: `window_size` as in `composed_attention`.
         impl: As in `composed_attention`; can be changed at any time.
         recompute: Activation checkpointing: store only the layer's input for the backward pass; can be changed at any
             time.
@@ -65,7 +65,8 @@ class ComposedAttentionBase(nn.Module):
     def _set_options(self, *, window_size: int | None = None, impl: Impl = "auto", **options) -> None:
         """Check and store the options of a layer."""
         self.options = check_options(window_size=window_size, impl=impl, **options)
-        self.window_size, self.impl, self.recompute = window_size, impl, False
+        self.window = window_size  # not window_size, an attribute of timm's window attention
+        self.impl, self.recompute = impl, False
         self.resolved_impl: ResolvedImpl | None = None
 
     def __prepare_scriptable__(self) -> NoReturn:

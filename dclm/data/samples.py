@@ -90,7 +90,7 @@ class TokenSamples(Dataset):
                 f"{self.row.name} has token {wrong[0]} near token {start}; expected 0 to {self.vocab_size - 1}."
             )
         ids, targets = tokens[:-1], tokens[1:]
-        document_ids = self.row.document_ids(start, ids) if self.separate_documents else None
+        document_ids = self.row.documents(start, ids) if self.separate_documents else None
         if self.masking is not None:
             ids, targets = self.masking(ids, (self.mask_seed, ref.epoch, ref.index))
         return Sample(ref, ids, targets, document_ids)

@@ -82,9 +82,9 @@ class ComposedParts(ComposedAttentionBase):
         nn.Module.__init__(self)
         share_parameters(self, attention)
         self._set_options(**options)
-        if self.window_size is not None:
+        if self.window is not None:
             raise ValueError(
-                f"window_size={self.window_size}: {type(attention).__name__} has its own windows, or none."
+                f"window_size={self.window}: {type(attention).__name__} has its own windows, or none."
             )
         if self.family.mixes_heads and self.options.num_groups > 1:
             raise ValueError(f"num_groups={self.options.num_groups}: {type(attention).__name__} mixes all heads.")

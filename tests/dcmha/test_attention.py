@@ -111,8 +111,8 @@ def test_subclasses_set_other_defaults():
     assert QueryWise(32, 4).compose.hidden.shape == (2 * 8, 32)
     assert GroupedQueryWise(32, 4).compose.hidden.shape == (2 * 2 * 4, 32)
     assert QueryWise(32, 4, rank=2).compose.hidden.shape == (2 * 16, 32)
-    assert DCAttention.with_options(num_groups=2, window_size=3)(32, 4).window_size == 3
-    assert DCAttention(32, 4).window_size is None
+    assert DCAttention.with_options(num_groups=2, window_size=3)(32, 4).window == 3
+    assert DCAttention(32, 4).window is None
     with pytest.raises(ValueError, match=r"unknown options \['ranks'\]; expected rank, "):
         DCAttention.with_options(ranks=1)
     with pytest.raises(ValueError, match="rank='a' must be an integer"):
@@ -147,7 +147,7 @@ def test_layers_made_with_options_can_be_pickled():
     again = pickle.loads(pickle.dumps(layer))
     x = torch.randn(1, 6, 32)
     assert torch.equal(again(x), layer(x))
-    assert again.window_size == 3 and type(again)(32, 4).options.rank == 1
+    assert again.window == 3 and type(again)(32, 4).options.rank == 1
     assert type(pickle.loads(pickle.dumps(GroupedQueryWise(32, 4)))) is GroupedQueryWise
 
 

@@ -29,7 +29,7 @@ def test_maps_make_the_output(options):
     out = layer.proj((maps.composed_weights @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(maps.weights.sum(-1), torch.ones(2, 4, 7))
-    plain = DCAttention(32, 4, window_size=layer.window_size, pre_compose=False, post_compose=False)
+    plain = DCAttention(32, 4, window_size=layer.window, pre_compose=False, post_compose=False)
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "compose" not in name})
     out = layer.proj((recorded["0"].uncomposed_weights @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, plain(x, mask), rtol=1e-4, atol=1e-5)
