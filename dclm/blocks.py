@@ -107,8 +107,7 @@ class DecoderBlock(nn.Module):
         context: CrossContext | ContextKV | None = None,
     ) -> Tensor:
         """Map [B, T, C] to [B, T, C]; `context` is for cross-attention, the other arguments are those of
-        `DCAttention`.
-        """
+        `DCAttention`."""
         attention = {"is_causal": self.is_causal, "rope": rope, "cache": cache, "document_ids": document_ids}
         attended = x + self.attn(self.attn_norm(x), **attention)
         if self.cross is not None:

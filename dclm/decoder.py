@@ -108,8 +108,8 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: If shapes or dtypes are wrong, a position exceeds the position table, a token is outside of the
-            vocabulary (checked on the CPU only), a context is missing or not supported, or `per_token` is set without
-            targets.
+                vocabulary (checked on the CPU only), a context is missing or not supported, or `per_token` is set
+                without targets.
         """
         if per_token:
             return self._score(input_ids, targets, document_ids, context)

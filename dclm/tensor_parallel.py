@@ -24,8 +24,7 @@ def split_decoder(decoder: Decoder, rank: int, ranks: int) -> TensorParallelPlan
 
     Raises:
         ValueError: If head groups, hidden channels, their groups or the vocabulary are not divisible, or the decoder
-            has
-        cross-attention.
+            has cross-attention.
     """
     vocab_size = decoder.config.vocab_size
     first, end = RankShare(ranks - 1, ranks).of(vocab_size)

@@ -53,7 +53,7 @@ class DCAttention(ComposedAttentionBase):
         num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads neighbouring heads of the queries
             (grouped-query attention); H if None. Composition mixes the heads of the queries.
         **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window_size` and `impl`, as in
-        `composed_attention`.
+            `composed_attention`.
 
     Attributes:
         OPTIONS: Names of these options.
@@ -61,8 +61,7 @@ class DCAttention(ComposedAttentionBase):
 
     Raises:
         ValueError: If widths, heads or groups do not divide, a norm is requested without `norm_layer`, or an option is
-            unknown or
-        out of range.
+            unknown or out of range.
     """
 
     OPTIONS: ClassVar[tuple[str, ...]] = LAYER_OPTIONS
@@ -162,7 +161,7 @@ class DCAttention(ComposedAttentionBase):
 
         Raises:
             ValueError: If a shape does not match, or a cache is combined with document ids or a mask, is used without
-            `is_causal=True`, or was created for another window size.
+                `is_causal=True`, or was created for another window size.
         """
         self._check_input(x)
         if cache is not None and document_ids is not None:

@@ -247,8 +247,7 @@ class DecodingCache:
 
         Raises:
             ValueError: If they exceed the capacity, the number of rows changed, an earlier call failed, or the cache
-                was created
-            in inference mode and this call is outside of it.
+                was created in inference mode and this call is outside of it.
         """
         check_integers(num_rows=num_rows, num_tokens=num_tokens)
         if self.is_broken:

@@ -72,7 +72,7 @@ class DCCrossAttention(ComposedAttentionBase):
 
     Raises:
         ValueError: If widths, heads or groups do not divide, a norm is requested without `norm_layer`, an option is
-        unknown or out of range, or a composition is enabled that has no branch.
+            unknown or out of range, or a composition is enabled that has no branch.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class DCCrossAttention(ComposedAttentionBase):
         Args:
             x: Tokens of the queries [B, T, C].
             context: Tokens of the context [B, S, context_dim], or the result of `precompute_kv`.
-            context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real, or if `context`
-                is a `ContextKV`.
+            context_mask: Boolean [B, S], True = a real token, False = padding; None if all are real, or if `context` is
+                a `ContextKV`.
             attn_mask: As in `composed_attention`, broadcastable to [B, H, T, S]; combined by AND.
 
         Returns:

@@ -32,9 +32,8 @@ def rotary_embedding(
 
     Raises:
         ValueError: If `positions` are not integers of one or two axes, `rotary_dim` is not a positive even number,
-            `base`
-        is not positive and finite, or `dtype` is not floating; in the call, if q or k has fewer channels, or a
-        different number of rows or tokens than `positions`.
+            `base` is not positive and finite, or `dtype` is not floating; in the call, if q or k has fewer channels, or
+            a different number of rows or tokens than `positions`.
     """
     if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.dtype not in INTEGERS:
         is_tensor = isinstance(positions, Tensor)

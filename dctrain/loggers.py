@@ -38,8 +38,8 @@ def configure_loggers(loggers: object, run: RunDir) -> list[Namespace] | bool:
     """Set the destination and name of configured loggers.
 
     Args:
-        loggers: The parsed `trainer.logger`: one or several class paths with arguments; None and True mean
-            TensorBoard, False none.
+        loggers: The parsed `trainer.logger`: one or several class paths with arguments; None and True mean TensorBoard,
+            False none.
         run: The run.
 
     Returns:

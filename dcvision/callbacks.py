@@ -25,7 +25,7 @@ class AttentionImages(Callback):
 
     Raises:
         UserError: Before training, if the image cannot be read, the model has no composed layer, or the run has no
-        TensorBoard logger; at the first validation, if layers attend within windows or the patch does not exist.
+            TensorBoard logger; at the first validation, if layers attend within windows or the patch does not exist.
     """
 
     def __init__(self, image: str, query: int | None = None) -> None:

@@ -25,7 +25,7 @@ def export(checkpoint: str, out: str, raw: bool = False) -> Path:
 
     Raises:
         UserError: If the checkpoint cannot be read or is not from dcvision, or the folder contains a model or cannot be
-        written.
+            written.
     """
     check_no_run(out)
     target = Path(out)

@@ -49,7 +49,7 @@ def swap_attention(
     Raises:
         TypeError: If the model is not a module.
         ValueError: If the model has no supported self-attention, a layer is out of range, or an option is unknown or
-        invalid (such as heads that do not divide into groups). The model is then unchanged.
+            invalid (such as heads that do not divide into groups). The model is then unchanged.
     """
     check_module(model=model)
     check_names(options, DCAttention.OPTIONS)

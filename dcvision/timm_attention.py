@@ -74,8 +74,7 @@ class WithRotation(ComposedTimmModule):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Compute self-attention over `x` [B, T, C]; `rope` is [T - prefix, 2 D] or [B, 1, T - prefix, 2 D], or
-        None.
-        """
+        None."""
         rotate = None if rope is None else partial(self._rotate, rope)
         return super().forward(x, attn_mask, is_causal, rope=rotate)
 

@@ -116,8 +116,7 @@ class CrossAttentionImages(Callback):
 
     Raises:
         UserError: Before training, if the image does not exist, the model is not a captioner, or the run has no
-            TensorBoard
-        logger.
+            TensorBoard logger.
     """
 
     def __init__(self, data: str = "scenes:unseen", index: int = 0) -> None:

@@ -73,9 +73,9 @@ class TokenDataModule(ResumableDataModule):
     Resume: training continues with the next sample, also with a different number of ranks or batch size.
 
     Args:
-        tokens: Folder written by `dclm tokens`; "stdlib": the Python sources of the standard library;
-            "idxmap:PREFIX": tokens in Megatron's indexed format, all for training; or "tasks": generated synthetic
-            tasks (`dclm.synthetic_tasks`), of which only the answers are targets.
+        tokens: Folder written by `dclm tokens`; "stdlib": the Python sources of the standard library; "idxmap:PREFIX":
+            tokens in Megatron's indexed format, all for training; or "tasks": generated synthetic tasks
+            (`dclm.synthetic_tasks`), of which only the answers are targets.
         validation: Validation tokens: the split "val" of a folder, or all of an "idxmap:PREFIX". None for those of
             `tokens`, if it is a folder.
         tokenizer: Tokenizer of an "idxmap:PREFIX": "bytes", a `tokenizer.json`, or a hub name. Folders contain theirs.
@@ -242,8 +242,7 @@ class TokenDataModule(ResumableDataModule):
 
     def state_dict(self) -> dict:
         """Save the position in the training data, and the tokenizer, so that checkpoints are sufficient for
-        generation.
-        """
+        generation."""
         return super().state_dict() | {"tokenizer": self.corpus.tokenizer().spec, "eos": self.corpus.eos}
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -157,8 +157,7 @@ def prepare(
 
     Raises:
         UserError: If an input cannot be read, `out` was prepared from different inputs or options, or another process
-            is
-        preparing it.
+            is preparing it.
     """
     inputs = digest_lines(f"{file.resolve()} {file.stat().st_size}" for file in files)
     described = {"inputs": inputs, **asdict(options)}

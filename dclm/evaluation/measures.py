@@ -220,8 +220,7 @@ class SpanFile(NamedTuple):
 
         Raises:
             UserError: If the file cannot be read or is empty, or a record has no prompt, no target, or a target longer
-                than the
-            context.
+                than the context.
         """
         prompts, targets, places = self._records()
         tokenizer, encoded = scorer.tokenizer, scorer.tokenizer.encode(prompts)

@@ -73,8 +73,7 @@ def attribute(
 
     Raises:
         UserError: If the model cannot be read or has no such parts, the target is not a single token, or not exactly
-            one of
-        prompt, texts and suite is given.
+            one of prompt, texts and suite is given.
     """
     asked = locals().copy()
     _check_asked(prompt, texts, suite, target)

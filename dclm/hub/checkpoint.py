@@ -99,7 +99,7 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype | None = None) -> Dec
 
     Raises:
         ValueError: If the model type is unknown, a field of `config.json` is unknown or not supported, or tensors are
-        missing, unexpected or of the wrong shape (all are listed).
+            missing, unexpected or of the wrong shape (all are listed).
         FileNotFoundError: If `config.json` or the weights are missing.
     """
     check_factory(None, dtype)

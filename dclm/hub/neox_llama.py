@@ -166,8 +166,7 @@ def _named(name: str, family: str) -> str:
 
 def prepare(tensors: dict[str, Tensor], config: DecoderConfig, content: Mapping) -> None:
     """Remove buffers, and convert alternatives in place: tied or renamed output layer, separate queries, keys,
-    values.
-    """
+    values."""
     family = _family(config)
     for name in [name for name in tensors if name.endswith(BUFFERS)]:
         del tensors[name]

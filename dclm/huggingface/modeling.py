@@ -300,7 +300,8 @@ class DecoderForMaskedLM(DecoderModel):
             output_hidden_states: Also return the inputs of all blocks and the final hidden states.
             return_dict: False for a tuple.
             **others: Arguments of other models; only None and False are accepted.
-            Returns:
+
+        Returns:
             `logits` [B, T, V], and `loss` with labels (without logits in training).
 
         Raises:

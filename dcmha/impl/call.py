@@ -101,8 +101,7 @@ def is_transformed() -> bool:
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
     """Whether `torch.export` is tracing. (In torch 2.9 `torch.compiler.is_exporting` is also true in
-    `torch.compile`.)
-    """
+    `torch.compile`.)"""
     return torch.compiler.is_exporting()
 
 

@@ -61,8 +61,7 @@ def added_terms(a: Tensor, weights: ComposeWeights, num_groups: int = 1) -> Iter
 
 def inner_values(a: Tensor, side: SideWeights, token: Literal["t", "s"], num_groups: int = 1) -> Tensor:
     """Contract the heads of `a` [B, H, T, S] with the down projection of queries ("t") or keys ("s"): [B, G, R, T,
-    S].
-    """
+    S]."""
     grouped, down = a.unflatten(1, (num_groups, -1)), side.down.unflatten(-1, (num_groups, -1))
     return torch.einsum(f"bghts,b{token}rgh->bgrts", grouped, down)
 

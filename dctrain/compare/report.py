@@ -24,8 +24,7 @@ LOSS = "val/loss"  # metric of scaling laws
 
 def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
     """Write `table.md`, `table.csv`, `curves.csv`, `curves.png`, and with families `scaling.png`; return the
-    Markdown.
-    """
+    Markdown."""
     rows = [summarise(experiment, results, model) for model in experiment.models if results.finished(model)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(folder / "table.csv", "w", newline="") as file:

@@ -20,8 +20,8 @@ class Difference(NamedTuple):
         mean: Mean difference.
         low: Lower end of the 95 % interval; None if it cannot be estimated, as for a single pair.
         high: Upper end of the interval.
-        detectable: The smallest difference that would have been significant with a power of about 80 %; None without
-            an interval.
+        detectable: The smallest difference that would have been significant with a power of about 80 %; None without an
+            interval.
         pairs: Number of pairs.
         items: Number of evaluation items whose noise the interval includes; None if it includes only seeds.
     """

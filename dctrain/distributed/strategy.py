@@ -174,8 +174,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
         """Load the shards of weights and optimiser from a single-file or sharded checkpoint; return its other
-        content.
-        """
+        content."""
         module, optimizer = self.lightning_module, next(iter(self.optimizers), None)
         groups = [] if optimizer is None else named_groups(module, optimizer)
         stored = open_checkpoint(Path(checkpoint_path), groups)

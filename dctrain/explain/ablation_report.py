@@ -141,8 +141,7 @@ def _of_errors(rows: Sequence[AblationRow]) -> str:
 
 def _draw(model: str, rows: Sequence[AblationRow]) -> Figure:
     """Plot the effect on the first metric, one row per measurement: bars for branches and layers, a heat map of
-    heads.
-    """
+    heads."""
     titles = list(dict.fromkeys(row.title for row in rows))
     shown = [_main_rows([row for row in rows if row.title == title]) for title in titles]
     kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]

@@ -1,7 +1,7 @@
 """Integrated gradients (Sundararajan et al., 2017) of a scalar output, over parts of the model.
 
-Each part has a factor that increases from 0 (disabled) to 1, for all parts together. The attributions sum to the
-joint effect of all parts (completeness), up to the integration error, which is reported.
+Each part has a factor that increases from 0 (disabled) to 1, for all parts together. The attributions sum to the joint
+effect of all parts (completeness), up to the integration error, which is reported.
 """
 
 # N parts

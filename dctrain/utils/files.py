@@ -19,8 +19,7 @@ from ..errors import UserError
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces `path` after the body, once it is synchronized to disk; removed on an
-    error.
-    """
+    error."""
     path = path.resolve()  # follow links
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may write the same file
     try:
@@ -99,8 +98,7 @@ def write_json(path: Path, content: dict | list) -> None:
 @contextmanager
 def atomic_dir(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder within `folder`, whose files are moved to `folder` after the body; removed on an
-    error.
-    """
+    error."""
     is_new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))

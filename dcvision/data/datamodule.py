@@ -51,9 +51,9 @@ class ImageDataModule(ImageData):
         randaugment_magnitude: Strength of these operations, 0 to 30 (torchvision's scale).
         crop_fraction: Part of the resized image's side that the central crop of evaluation keeps.
         stream_samples: Samples that count as an epoch when `train` is a remote stream.
-        max_bad_images: Unreadable images are skipped and reported; more than these of a set, seen by one rank, stop
-            the run: a number of them, or a fraction of the set (below 1.0), which always allows 10. More than half of a
-            set is never allowed.
+        max_bad_images: Unreadable images are skipped and reported; more than these of a set, seen by one rank, stop the
+            run: a number of them, or a fraction of the set (below 1.0), which always allows 10. More than half of a set
+            is never allowed.
         max_pixels: Images of more count as unreadable, before they are decoded.
         fields: Names of the fields of WebDataset samples, {image: "jpg;png", label: cls} if they differ from the usual.
 

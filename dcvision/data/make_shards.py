@@ -142,8 +142,7 @@ def write_shards(
 
     Raises:
         UserError: If there are fewer images than shards, names are not unique, `out` has shards of different images, or
-            no
-        image of a shard can be read.
+            no image of a shard can be read.
     """
     shards = plan(images, out, prefix, num_shards, seed)
     listing = digest_lines(f"{image.key} {image.label} {image.size}" for image in images)

@@ -92,7 +92,7 @@ class ShardSource:
         urls: Shard files.
         fields: Fields of a sample.
 
-        Raises:
+    Raises:
         UserError: If a shard is missing, truncated or malformed.
     """
 
@@ -193,7 +193,7 @@ def index_shard(url: str, fields: SampleFields = DEFAULT_FIELDS) -> ShardIndex:
 
     Raises:
         UserError: If the file is compressed, truncated or not a tar file, a key is repeated, or a field is missing or
-        ambiguous.
+            ambiguous.
     """
     rows: dict[str, tuple[int, ...]] = {}
     stamp = _stamp(os.stat(url))

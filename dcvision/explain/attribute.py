@@ -63,8 +63,7 @@ def attribute(
 
     Raises:
         UserError: If an input cannot be read, the model has no such parts, the class is unknown, or not exactly one of
-            image
-        and images is given.
+            image and images is given.
     """
     asked = locals().copy()
     if (image is None) == (images is None):

@@ -45,7 +45,7 @@ def breakdown(
 
     Raises:
         UserError: If an input cannot be read, the layer or patch does not exist, the composition is disabled, or layers
-        attend within windows.
+            attend within windows.
     """
     asked = locals().copy()
     folder = make_folder(out)

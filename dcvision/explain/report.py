@@ -54,8 +54,7 @@ def report(
 
     Raises:
         UserError: If a file cannot be read or written, the class is unknown, the model has too many tokens for a page,
-            or
-        its layers attend within windows.
+            or its layers attend within windows.
     """
     check_steps(steps)
     network, pixels = load_with_image(checkpoint, image, device)

@@ -83,9 +83,7 @@ class ComposedParts(ComposedAttentionBase):
         share_parameters(self, attention)
         self._set_options(**options)
         if self.window is not None:
-            raise ValueError(
-                f"window_size={self.window}: {type(attention).__name__} has its own windows, or none."
-            )
+            raise ValueError(f"window_size={self.window}: {type(attention).__name__} has its own windows, or none.")
         if self.family.mixes_heads and self.options.num_groups > 1:
             raise ValueError(f"num_groups={self.options.num_groups}: {type(attention).__name__} mixes all heads.")
         self.num_heads = getattr(attention, self.family.heads)

@@ -1,6 +1,5 @@
 """Attention with a learned bias per relative offset, and values wider than the keys: TinyViT, LeViT,
-EfficientFormer.
-"""
+EfficientFormer."""
 
 from functools import partial
 

@@ -29,8 +29,7 @@ def _metaformer(module: nn.Module, x: Tensor) -> AttentionParts:
 
 def _nest(module: nn.Module, x: Tensor) -> AttentionParts:
     """Blocks [B, blocks, T, C] with attention within each block; the output projection expects channels before
-    heads.
-    """
+    heads."""
     tokens = x.flatten(0, 1)
 
     def finish(attended: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The query-side kernels, which mix heads on a chunk of scores: one warp per program.
 
 The workspace `x` holds scores in units of log 2, [rows, H / shared, blocks, shared, queries, keys]; `da`, of the same
-shape, the gradient of the composed weights A. Library products write and read them. `lse` and `delta`,
-[sets, T, 16 BLOCKS], are the base-2 log-sum-exp and sum_j P dP of each query and head, with P the softmax weights.
+shape, the gradient of the composed weights A. Library products write and read them. `lse` and `delta`, [sets, T, 16
+BLOCKS], are the base-2 log-sum-exp and sum_j P dP of each query and head, with P the softmax weights.
 
     composed_weights    x -> lse, A
     post_gradients      x, da -> delta, gradients of the query's post-composition; the query's matrices
@@ -93,8 +93,7 @@ def store_log_sums(x, lse, programs, pres, PRE: gl.constexpr, KIND: gl.constexpr
 @gluon.jit
 def log_sums(x, offsets, total, program, pre, PRE: gl.constexpr, KIND: gl.constexpr):
     """Convert sums relative to `offsets` to the offsets, including the base-2 log-sum-exp, that give softmax
-    weights.
-    """
+    weights."""
     sums = sum_keys(total, KIND)
     bad = gl.zeros([1, 16], gl.int32, ACCUMULATOR)
     for b in gl.static_range(gl.constexpr(KIND.BLOCKS)):
@@ -348,8 +347,7 @@ def store_right(matrices, program, right, PLACE: gl.constexpr, SPEC: gl.constexp
 @gluon.jit
 def load_matrices(matrices, program, PLACE: gl.constexpr, SPEC: gl.constexpr, KIND: gl.constexpr):
     """Load matrices stored by `post_gradients`: of the pre-composition (0), or of the post-composition, transposed
-    (1).
-    """
+    (1)."""
     PAIRS: gl.constexpr = KIND.BLOCKS * KIND.BLOCKS
     result = ()
     if SPEC.QUERY_RANK + SPEC.QUERY_GATE + SPEC.BASE > 0:

@@ -28,9 +28,9 @@ class Masks(NamedTuple):
         seed: Dropout seed [2], int64.
         threshold: A composed weight is dropped if its 32-bit hash is below; as a signed integer.
         keep_scale: Factor on weights that are not dropped.
-        shifts: Value that is subtracted from a floating mask before it is added, per query and slot, float32
-            [sets, T, 16 BLOCKS]: the maximum visible to the query, or a value near it. Softmax weights are invariant
-            to it, and sums of scores with large mask values would lose precision.
+        shifts: Value that is subtracted from a floating mask before it is added, per query and slot, float32 [sets, T,
+            16 BLOCKS]: the maximum visible to the query, or a value near it. Softmax weights are invariant to it, and
+            sums of scores with large mask values would lose precision.
     """
 
     pairs: Any

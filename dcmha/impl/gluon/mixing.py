@@ -26,8 +26,7 @@ class ComposeSpec(NamedTuple):
 @gluon.jit
 def multiply(a, b, DTYPE: gl.constexpr):
     """Multiply two left operands elementwise, two elements per instruction; fma, as capability 8.0 has no bf16x2
-    mul.
-    """
+    mul."""
     zero = gl.full([16, 16], -0.0, DTYPE, LEFT)
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(

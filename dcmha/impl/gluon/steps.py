@@ -179,8 +179,7 @@ def composed_scores(
     tile, vectors, start, program, offsets, pre, SPEC: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr
 ):
     """Compose a tile of scores: accumulators minus the offsets, `HIDDEN` for hidden keys; also return the masked
-    tile.
-    """
+    tile."""
     tile, bias, visible = apply_mask(tile, start, program, KIND, MASKED)
     sums = weighted_sums(tile, vectors, program.ones, SPEC, KIND, 0)
     y, wide = initial_accumulators(offsets, bias, KIND), widened(tile, program, KIND)
@@ -240,8 +239,7 @@ def all_offsets(lse, programs, KIND: gl.constexpr):
 @gluon.jit
 def add_delta(p, d, vectors, program, post, total, d_post, SPEC: gl.constexpr, KIND: gl.constexpr):
     """Add the contribution of softmax weights p and gradients d of composed weights to delta and the
-    post-composition.
-    """
+    post-composition."""
     sums, wide = weighted_sums(d, vectors, program.ones, SPEC, KIND, 1), widened(d, program, KIND)
     d_p = compose(wide, d, wide, post.back, vectors, sums, program.identity, SPEC, KIND, 1)
     added = ()

@@ -1,8 +1,8 @@
 """Composed attention on GPUs: fused kernels that mix heads, combined with library matrix products.
 
 Nothing of size T x S is stored: queries are processed in chunks on a workspace of fixed size, forward and backward. A
-call uses one of three sets of kernels: decoding kernels for few queries without gradients; Gluon kernels
-(`impl/gluon`) for 16-bit dtypes; and the Triton kernels of this folder. Imported on first use of `impl="triton"`. With
+call uses one of three sets of kernels: decoding kernels for few queries without gradients; Gluon kernels (`impl/gluon`)
+for 16-bit dtypes; and the Triton kernels of this folder. Imported on first use of `impl="triton"`. With
 `TRITON_INTERPRET=1` in the environment before the first use, it runs on CPU tensors.
 """
 

@@ -36,9 +36,7 @@ def _key_vectors(side, step, seen, tile, sizes, SPEC: tl.constexpr, KIND: tl.con
 
 @triton.jit
 def _seen_keys(step, tile, KIND: tl.constexpr):
-    """Tell which keys some query of a tile may see with any of its heads, which are mixed: per block [BLOCK_N,
-    16].
-    """
+    """Tell which keys some query of a tile may see with any of its heads, which are mixed: per block [BLOCK_N, 16]."""
     wanted = step.real
     if KIND.MASK == 1:
         visible = tl.max((step.pairs[0] != 0).to(tl.int32), 0)  # [BLOCK_N, 16 or 1]
@@ -108,8 +106,7 @@ def decode_scores(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Store the composed scores as exponents of 2 in `x`, and their log-sum-exp per split, -inf without visible
-    keys.
-    """
+    keys."""
     sizes = Sizes(
         num_instances, num_groups, H, shared, row0, T, S, query0, num_queries, block, num_blocks, plane_blocks,
         first_key, window_size, num_splits, mask_row, mask_head, mask_query, mask_key, threshold, keep_scale,
