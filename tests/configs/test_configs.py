@@ -50,7 +50,7 @@ def test_config_is_planned_at_its_world_size(path, capsys):
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " ")
     config = yaml.safe_load(path.read_text())
     world = 8 * config["trainer"].get("num_nodes", 1)
-    sharding = f"{world} shards" if config["trainer"].get("strategy") == "fsdp2" else "each with the whole model"
+    sharding = f"{world} shards" if config["trainer"].get("strategy") == "fsdp2" else "each with the full model"
     assert lines["mesh"] == f"{world} ranks ({world // 8} x 8), {sharding}"
     assert lines["model"].startswith(config["model"]["model"])
 

@@ -78,11 +78,11 @@ def test_it_is_never_worse_than_greedy():
         ((LONGEST, 0), {}, "num_beams=0"),
         ((0, 2), {}, "max_new_tokens=0"),
         ((LONGEST, 2), {"length_penalty": -1.0}, "length_penalty=-1.0"),
-        ((LONGEST, 2), {"stop_tokens": (V,)}, "stop_tokens holds 5"),
+        ((LONGEST, 2), {"stop_tokens": (V,)}, "stop_tokens has 5"),
     ],
 )
 def test_mistakes_are_named(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.beam_search(made(), prompts(1), *arguments, **options)
-    with pytest.raises(ValueError, match="nothing is in the cache"):
+    with pytest.raises(ValueError, match="the cache is empty"):
         made().make_cache(4).repeat(2)

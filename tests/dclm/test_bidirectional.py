@@ -112,13 +112,13 @@ def test_padded_texts_score_as_alone(name):
     ],
 )
 def test_what_takes_a_causal_model(use):
-    with pytest.raises(ValueError, match="sees both ways"):
+    with pytest.raises(ValueError, match="the model is bidirectional"):
         use(small("dcformer_pp_debug", is_causal=False))
 
 
 def test_scores_ask_for_targets_and_keep_no_graph():
     decoder = small("dcformer_pp_debug", is_causal=False)
-    with pytest.raises(ValueError, match="per_token=True without targets"):
+    with pytest.raises(ValueError, match="per_token=True requires targets"):
         decoder(ids(1, 4), per_token=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
@@ -128,7 +128,7 @@ def test_scores_ask_for_targets_and_keep_no_graph():
 
 @pytest.mark.parametrize("callback", [BigramBaseline(), TextSample("a text")])
 def test_callbacks_of_causal_models_are_refused(callback):
-    with pytest.raises(UserError, match=f"{type(callback).__name__}: the model sees both ways"):
+    with pytest.raises(UserError, match=f"{type(callback).__name__}: the model is bidirectional"):
         callback.setup(None, LanguageModel("transformer_debug", 258, 16, {"is_causal": False}), "fit")
 
 

@@ -134,7 +134,7 @@ def test_exported_models_generate_the_same(trained, capsys, tmp_path):
     assert capsys.readouterr().out == published
     assert "no tokenizer" in mistake(capsys, "generate", f"--checkpoint={tmp_path / 'hub'}", *options)
     again = mistake(capsys, "export", f"--checkpoint={trained / 't/version_0'}", f"--out={tmp_path / 'hub'}")
-    assert "holds config.json already; nothing was overwritten" in again
+    assert "contains config.json; nothing was overwritten" in again
 
 
 @pytest.mark.slow
@@ -272,14 +272,14 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
     for option, message in (
         ("--model.model=dcformer_pp_405", "model 'dcformer_pp_405' is unknown; expected transformer_debug"),
         ("--model.overrides={widnow: 3}", "unknown fields ['widnow']"),
-        ("--model.overrides={vocab_size: 3}", "model.overrides must not hold ['vocab_size']: data.vocab_size says it"),
+        ("--model.overrides={vocab_size: 3}", "model.overrides must not contain ['vocab_size']"),
         ("--model.overrides={num_heads: 5}", "dim=128 must be divisible by num_heads=5"),
         ("--model.overrides={num_groups: 3}", "num_groups=3 must be a positive divisor of num_heads=4"),
         ("--model.overrides={impl: fast}", "impl='fast' is unknown"),
-        ("--model.lr=-1", "lr=-1.0 must not be negative"),
+        ("--model.lr=-1", "lr=-1.0 must be in [0, 1e+06]"),
         ("--model.warmup_fraction=1", "warmup_fraction=1.0 must be in [0, 1)"),
         ("--data.vocab_size=100", "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
-        ("--data.context_length=2000", "a sequence takes 2000 and one more"),
+        ("--data.context_length=2000", "a sequence needs 2000 and one more"),
         (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see docs/data.md"),
         (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
         ("--trainer.max_epochs=-1", "the run has no end, which the schedule needs: set trainer.max_epochs or "),
@@ -308,7 +308,7 @@ def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
     ):
         assert message in mistake(capsys, "generate", *args), args
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    assert "is no checkpoint of dclm" in mistake(
+    assert "is not a checkpoint of dclm" in mistake(
         capsys, "generate", f"--checkpoint={tmp_path / 'other.ckpt'}", "--prompt=a"
     )
 
@@ -330,7 +330,7 @@ def test_the_token_script_runs(tmp_path, capsys):
     done = subprocess.run([*command, "--val_fraction=0"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"{2 * (len(TEXT) + 6)} train tokens, 0 val tokens; vocabulary 257" in done.stdout
-    assert "was made with other val_fraction" in mistake(capsys, "tokens", *command[2:])
+    assert "was prepared with different val_fraction" in mistake(capsys, "tokens", *command[2:])
 
 
 def test_export_takes_our_own_format_where_the_published_one_cannot_say_it(corpus, tmp_path, capsys):
@@ -339,5 +339,5 @@ def test_export_takes_our_own_format_where_the_published_one_cannot_say_it(corpu
     run("fit", *small(corpus, tmp_path), *llama)
     run("export", f"--checkpoint={tmp_path / 't/version_0'}", f"--out={tmp_path / 'out'}")
     out = capsys.readouterr().out
-    assert "in our own format" in out and "num_kv_heads=2" in out
+    assert "in the native format" in out and "num_kv_heads=2" in out
     assert dclm.load_pretrained(tmp_path / "out").config.num_kv_heads == 2

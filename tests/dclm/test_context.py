@@ -108,7 +108,7 @@ def test_it_is_written_in_our_own_format(tmp_path):
     decoder = made(**LOOKS, cross_compose=True, rank=3)
     with pytest.raises(ValueError, match="rank=3"):
         dclm.save_pretrained(decoder, tmp_path / "published")
-    with pytest.raises(ValueError, match="context_dim=12 cannot be written in the published format"):
+    with pytest.raises(ValueError, match="context_dim=12 is not supported by the published format"):
         dclm.save_pretrained(made(**LOOKS), tmp_path / "published")
     dclm.save_pretrained(decoder, tmp_path / "native", native=True)
     loaded = dclm.load_pretrained(tmp_path / "native")
@@ -138,15 +138,15 @@ def test_mistakes_in_the_configuration(overrides, message):
 def test_mistakes_in_calls():
     looking, blind = made(**LOOKS), made()
     ids, context = inputs()
-    with pytest.raises(ValueError, match="context=None; the last 2 layers look at one of width 12"):
+    with pytest.raises(ValueError, match="context=None: the last 2 layers require a context of width 12"):
         looking(ids)
-    with pytest.raises(ValueError, match="context is given to a model that looks at none"):
+    with pytest.raises(ValueError, match="context: expected None"):
         blind(ids, context=context)
     with pytest.raises(ValueError, match="context has 2 rows; expected 1, those of the text"):
         looking(ids[:1], context=context)
     with pytest.raises(ValueError, match=r"context has shape \[2, 7, 5\]; expected \[2, tokens, 12\]"):
         looking(ids, context=CrossContext(context.tokens[..., :5]))
-    with pytest.raises(ValueError, match="the cache is of 2 rows; got 1"):
+    with pytest.raises(ValueError, match="the cache has 2 rows; got 1"):
         looking.decode(ids[:1], looking.make_cache(9, context=context))
     with pytest.raises(ValueError, match="cross_layers cannot be split"):
         split_decoder(looking, 0, 2)

@@ -121,12 +121,12 @@ def test_a_recorded_step_sees_the_tokens_that_come():
 
 def test_a_cache_takes_no_gradients():
     decoder = small("dcformer_pp_debug")
-    with pytest.raises(ValueError, match=r"a cache takes no gradients.* torch.no_grad"):
+    with pytest.raises(ValueError, match=r"a cache does not support.* torch.no_grad"):
         decoder.decode(ids(1, 3), decoder.make_cache(9))
     cache = decoder.make_cache(9)
     with torch.inference_mode():
         decoder.decode(ids(1, 3), cache)
-    with torch.no_grad(), pytest.raises(ValueError, match="was begun within torch.inference_mode"):
+    with torch.no_grad(), pytest.raises(ValueError, match="was created within torch.inference_mode"):
         decoder.decode(ids(1, 3), cache)
 
 
@@ -170,9 +170,9 @@ def test_a_call_that_fails_never_leaves_a_cache_silently_wrong():
     cache = decoder.make_cache(12)
     decoder.decode(text[:, :6], cache)
     for wrong, message in (
-        (text[:, :1] + 100, "input_ids holds token 1"),
-        (text[:1, :1], "the cache is of 2 rows; got 1"),
-        (text[:, :1].float(), "dtype torch.float32; accepted"),
+        (text[:, :1] + 100, "input_ids has token 159"),
+        (text[:1, :1], "the cache has 2 rows; got 1"),
+        (text[:, :1].float(), "dtype torch.float32; expected"),
         (text[:, :7], "6 are in it and 7 more do not fit"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -197,7 +197,7 @@ def test_a_cache_of_another_dtype_is_refused():
 
 def test_a_cache_of_another_model_is_refused():
     cache = small("dcformer_pp_debug").make_cache(9)
-    with pytest.raises(ValueError, match="the cache is of a model with other layers or windows"):
+    with pytest.raises(ValueError, match="the cache does not match the model's layers or windows"):
         small("dcformer_pp_debug", windows=(None,)).decode(ids(1, 3), cache)
     with pytest.raises(ValueError, match="capacity=0"):
         small("dcformer_pp_debug").make_cache(0)
@@ -265,11 +265,11 @@ def test_seeds_repeat():
     ("prompts", "options", "message"),
     [
         ([[1, 2], []], {}, r"prompt 1 has shape \[0\]; expected at least one token id"),
-        ([], {}, "input_ids holds no prompt"),
+        ([], {}, "input_ids has no prompts"),
         (torch.zeros(2, 0, dtype=torch.long), {}, r"prompt 0 has shape \[0\]"),
         (torch.zeros(3, dtype=torch.long), {}, r"input_ids has shape \[3\]; expected \[B, T\]"),
         ([[1, 61]], {}, "prompt 0 holds token 61; expected 0 to 60"),
-        ([[-1]], {}, "prompt 0 holds token -1"),
+        ([[-1]], {}, "prompt 0 has token -1"),
         ([[1] * 20], {}, "prompt 0 of 20 tokens and max_new_tokens=5 exceed the position table of 24"),
         ([[1.7, 2.2]], {}, "prompt 0 has dtype torch.float32; expected integer token ids"),
         (["abc"], {}, "prompt 0 is no sequence of token ids"),

@@ -35,7 +35,7 @@ def plain(corpus, tmp_path):
 
 def test_a_plain_run_is_continued_with_composition(corpus, plain, tmp_path, capsys):
     run("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, f"--init={plain}")
-    assert f"starts from {plain}; 6 tensors are drawn anew, the first is blocks.0." in capsys.readouterr().out
+    assert f"initial weights from {plain}; 6 tensors are randomly initialized" in capsys.readouterr().out
     before, now = weights(plain), weights(tmp_path / "new")
     assert all(torch.equal(now[name], weight) for name, weight in before.items())
     new = sorted(now.keys() - before.keys())
@@ -51,7 +51,7 @@ def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
     capsys.readouterr()
     run("fit", *common, "--model.lr=0", "--trainer.max_epochs=2", f"--resume={tmp_path / 'new' / 't' / 'version_0'}")
     printed = capsys.readouterr().out
-    assert "starts from" not in printed and f"init={plain} is not used: the run goes on from" in printed
+    assert "weights from" not in printed and f"init={plain} is not used: the run goes on from" in printed
     assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "new").items())
 
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_with_other_heads_is_refused(plain, capsys):
     asked = ["validate", f"--config={plain / 'config.yaml'}", f"--checkpoint={plain}"]
     run(*asked)
     said = mistake(capsys, run, *asked, "--model.overrides.num_heads=2")
-    assert "the checkpoint was trained with another model: num_heads=4, here 2" in said
+    assert "the checkpoint was trained with a different model: num_heads=4, here 2" in said
 
 
 @pytest.mark.long
@@ -103,7 +103,7 @@ def in_61(corpus):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"overrides": "norm_eps: 1.0e-6"}, "is another model: norm_eps=1e-05, here 1e-06"),
+        ({"overrides": "norm_eps: 1.0e-6"}, "is a different model: norm_eps=1e-05, here 1e-06"),
         ({"overrides": "rotary_base: 500.0, num_layers: 1"}, "num_layers=2, here 1, rotary_base=10000.0, here 500.0"),
         ({"model": "transformer_debug"}, "norm='rms', here 'layer', mlp='swiglu', here 'gelu'"),
         ({"data": "--data.vocab_size=300"}, "vocab_size=257, here 300 (data.vocab_size, model.model"),
@@ -143,8 +143,8 @@ def test_swap_attention_begins_near_the_plain_decoder():
     ("name", "options", "message"),
     [
         ("transformer_pp_debug", {"num_layers": 2}, r"unknown options \['num_layers'\]; expected "),
-        ("dcformer_pp_debug", {}, "the decoder is composed already"),
-        ("transformer_pp_debug", {"pre_compose": False, "post_compose": False}, "compose nothing"),
+        ("dcformer_pp_debug", {}, "the decoder is already composed"),
+        ("transformer_pp_debug", {"pre_compose": False, "post_compose": False}, "post_compose=False"),
         ("transformer_pp_debug", {"rank": -1}, "rank=-1"),
     ],
 )
@@ -166,7 +166,7 @@ def test_the_model_is_taken_from_the_weights(corpus, plain, tmp_path, capsys):
     assert "2 ranks" in capsys.readouterr().out
     run(*fit)
     out = capsys.readouterr().out
-    assert f"the model is that of {plain}" in out and "tensors are drawn anew" in out
+    assert f"model from {plain}" in out and "tensors are randomly initialized" in out
     before, now = weights(plain), weights(tmp_path / "new")
     assert all(torch.equal(now[name], weight) for name, weight in before.items())
     new = now.keys() - before.keys()
@@ -198,7 +198,7 @@ def test_settings_that_contradict_the_weights_are_refused(corpus, plain, tmp_pat
 
 def test_data_of_more_tokens_than_the_weights_are_refused(corpus, plain, tmp_path, capsys):
     fit = [*without_model(small(corpus, tmp_path / "new")), *STILL, f"--init={plain}", "--data.vocab_size=300"]
-    assert "300 rows of embeddings" in mistake(capsys, run, "fit", *fit)
+    assert "300 embedding rows" in mistake(capsys, run, "fit", *fit)
 
 
 def test_configuration_of_a_run_from_padded_weights_is_complete(corpus, tmp_path):

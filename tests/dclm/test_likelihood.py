@@ -70,8 +70,8 @@ def test_of_16_bits_the_logits_are_not_rounded():
     [
         ([([], [1])], {}, "the context of pair 0 is empty"),
         ([([1], [1]), ([1], [])], {}, "the continuation of pair 1 is empty"),
-        ([([1], [61])], {}, "pair 0 holds token 61; expected 0 to 60"),
-        ([([-1], [1])], {}, "pair 0 holds token -1"),
+        ([([1], [61])], {}, "pair 0 has token 61; expected 0 to 60"),
+        ([([-1], [1])], {}, "pair 0 has token -1"),
         ([([1], [1])], {"batch_size": 0}, "batch_size=0"),
     ],
 )

@@ -108,10 +108,10 @@ def _damage(trained: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("missing", "is no whole checkpoint: its file __0_0.distcp is missing."),
-        ("cut off", "is no whole checkpoint: its file __0_0.distcp is cut off at"),
+        ("missing", "is not a complete checkpoint: its file __0_0.distcp is missing."),
+        ("cut off", "is not a complete checkpoint: its file __0_0.distcp is cut off at"),
         ("flipped", "is damaged: its file __0_0.distcp is not what was written."),
-        ("no index", "is no whole checkpoint: it has no index.json."),
+        ("no index", "is not a complete checkpoint: it has no index.json."),
         ("index", "index.json is no readable index of a checkpoint (JSONDecodeError"),
         ("meta", "meta.pt is no readable part of a checkpoint"),
     ],
@@ -131,7 +131,7 @@ def test_other_models_are_refused(trained, corpus, tmp_path, capsys):
     for strategy in (SHARDED, "--trainer.strategy=auto"):
         with pytest.raises(SystemExit):
             run("fit", *small(corpus, tmp_path), other, strategy, f"--resume={trained}")
-        assert "the checkpoint is of another architecture" in capsys.readouterr().err
+        assert "the checkpoint has a different architecture" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["tensors", "meta"])
@@ -193,7 +193,7 @@ def test_one_of_weights_alone_is_read(corpus, tmp_path, capsys):
     for strategy in (SHARDED, "--trainer.strategy=auto"):
         with pytest.raises(SystemExit):
             run("fit", *small(corpus, tmp_path), strategy, f"--resume={tmp_path}/alone/a.ckpt")
-        assert "cannot be resumed from: it has no" in capsys.readouterr().err
+        assert "cannot be resumed: it has no" in capsys.readouterr().err
 
 
 def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):

@@ -57,9 +57,9 @@ def test_a_row_ends_with_the_token_that_completes_a_stop_string():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stop_strings": ["x"]}, "tokenizer=None; stop_strings need the model's"),
-        ({"stop_strings": "x", "tokenizer": ByteTokenizer()}, "stop_strings='x'; expected a sequence of texts"),
-        ({"stop_strings": [""], "tokenizer": ByteTokenizer()}, "expected a sequence of texts that are not empty"),
+        ({"stop_strings": ["x"]}, "tokenizer=None: stop_strings require the model's"),
+        ({"stop_strings": "x", "tokenizer": ByteTokenizer()}, "stop_strings='x'; expected a sequence of strings"),
+        ({"stop_strings": [""], "tokenizer": ByteTokenizer()}, "expected a sequence of strings that are not empty"),
     ],
 )
 def test_mistakes_are_named(options, message):

@@ -91,9 +91,9 @@ def test_files_come_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no text of a task"),
-        ("{", "suite.jsonl:1 is no JSON"),
-        ("[1]", "suite.jsonl:1 is no text of a task"),
+        ("", "has no texts of tasks"),
+        ("{", "suite.jsonl:1 is not JSON"),
+        ("[1]", "suite.jsonl:1 is not a text of a task"),
         ('{"task_id": "a"}', "it needs strings 'task_id' and 'texts'"),
         ('{"task_id": "a", "texts": "no answer"}', "suite.jsonl:1 has no answer in brackets"),
         ('{"task_id": "a", "texts": "blank [ ]"}', "suite.jsonl:1 has no answer in brackets"),

@@ -98,9 +98,9 @@ def test_a_run_goes_on_exactly_and_logs_accuracies(tmp_path):
     ("make", "said"),
     [
         (lambda: TaskStream().texts("train", 8), "data.context_length=8 is too short for an example of same-person"),
-        (lambda: TokenDataModule("tasks", val_tokens=None), "takes a finite data.val_tokens"),
+        (lambda: TokenDataModule("tasks", val_tokens=None), "requires a finite data.val_tokens"),
         (lambda: TokenDataModule("tasks", validation="stdlib"), "and no validation, tokenizer"),
-        (lambda: TokenDataModule("tasks", separate_documents=True), "takes a finite data.val_tokens"),
+        (lambda: TokenDataModule("tasks", separate_documents=True), "requires a finite data.val_tokens"),
         (lambda: UnseenAccuracy(0), "texts=0 must be at least 1"),
     ],
 )

@@ -60,7 +60,7 @@ def test_fused_kernels_split(corpus, tmp_path):
     [
         ("num_groups: 1", "trainer.strategy.tensor_parallel=2: num_groups=1 cannot be split over 2 ranks"),
         ("num_groups: 2, mlp_dim: 45", "mlp_dim=45 cannot be split over 2 ranks"),
-        ("num_groups: 2, vocab_size: 1", "vocab_size=1 leaves nothing to the last of 2 ranks"),
+        ("num_groups: 2, vocab_size: 1", "vocab_size=1 leaves no rows for the last of 2 ranks"),
         ("num_groups: 2, mlp_dim: 48, mlp_groups: 3", "mlp_groups=3 cannot be split over 2 ranks"),
     ],
 )

@@ -262,9 +262,9 @@ def test_documents_do_not_see_each_other():
     torch.testing.assert_close(got, torch.cat([alone, layer(x[1:], is_causal=True)]), rtol=1e-11, atol=1e-11)
     document_ids[0] = 1  # in place: one document after all
     torch.testing.assert_close(layer(x, is_causal=True, document_ids=document_ids), layer(x, is_causal=True))
-    with pytest.raises(ValueError, match="documents are given with a cache"):
+    with pytest.raises(ValueError, match="document_ids and cache cannot be combined"):
         layer(x, document_ids=document_ids, cache=GrowingCache())
-    with pytest.raises(ValueError, match="is_causal=False is given with a cache"):
+    with pytest.raises(ValueError, match="is_causal=False: expected True when a cache is given"):
         layer(x, cache=GrowingCache())
     with pytest.raises(ValueError, match="attn_mask is given with a cache"):
         layer(x, torch.ones(9, 9, dtype=torch.bool), is_causal=True, cache=GrowingCache())

@@ -46,7 +46,7 @@ def capability(monkeypatch):
             "compiled",
             "ranks up to 4, got ComposeRanks(query=4, key=5)",
         ),
-        (queries(2, 6, 9, 64, device="meta"), {}, "compiled", "'cpu' does not take the call: it needs CPU tensors"),
+        (queries(2, 6, 9, 64, device="meta"), {}, "compiled", "'cpu' does not support the call: it needs CPU tensors"),
     ],
     ids=str,
 )
@@ -100,7 +100,7 @@ def test_a_compiler_takes_the_operator_and_an_exported_program_the_form_that_run
     torch.export.export(Ask(), (q,), strict=False)
     assert choices == [
         ("cpu", None),
-        ("compiled", "'cpu' does not take the call: an exported program must run where its library is not"),
+        ("compiled", "'cpu' does not support the call: an exported program must run where its library is not"),
     ]
 
 
@@ -118,7 +118,7 @@ def test_a_choice_for_want_of_another_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "dcmha"):
         attention(torch.zeros(1, 2, 12, dtype=torch.float64))
     (record,) = caplog.records
-    assert "impl='auto' runs as 'compiled': 'cpu' does not take the call: it takes float32" in record.message
+    assert "impl='auto' runs as 'compiled': 'cpu' does not support the call: it takes float32" in record.message
 
 
 def test_a_choice_is_logged_once_for_layers_alike(caplog):

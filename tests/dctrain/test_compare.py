@@ -148,8 +148,8 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
         ({"models": {"x": {"trainer.logger.class_path": "y"}}}, "trainer.logger.class_path, of 'x', cannot be given"),
         ({"models": {"x": {"model.lr": 1}}, "arguments": {"model": {"lr": 2}}}, "it is given for all runs (model.lr)"),
         ({"seeds": [1, True]}, "seeds=[1, True] must be at least one"),
-        ({"metrics": {}}, "metrics holds none"),
-        ({"paper": {"a": "11.7 %"}}, "paper: a='11.7 %' is no number"),
+        ({"metrics": {}}, "metrics is empty"),
+        ({"paper": {"a": "11.7 %"}}, "paper: a='11.7 %' is not a number"),
         ({"families": []}, "families=[] must be a dict"),
         ({"seeds": []}, "seeds=[] must be at least one"),
         ({"baseline": "b"}, "baseline='b' is none of the models: a"),
@@ -168,7 +168,7 @@ def test_experiments_that_are_none(tmp_path, fields, said):
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     for text in ("seeds: [0]\nseeds: [1]\n", "models: {1: {a: 1}, '1': {a: 2}}\n"):
         (tmp_path / "twice.yaml").write_text(text)
-        with pytest.raises(UserError, match="stands twice"):
+        with pytest.raises(UserError, match="given twice"):
             read_experiment(str(tmp_path / "twice.yaml"), METRICS)
 
 
@@ -182,7 +182,7 @@ def test_the_recipe_is_written_before_anything_is_trained_and_read_once(tmp_path
     recipe.write_text("model: {lr: 2.0}\n")
     results.add(experiment.runs[0], make_result([0.5]))
     assert json.loads((tmp_path / "results.json").read_text())["recipe"]["config"]["model"] == {"lr": 1.0}
-    with pytest.raises(UserError, match="another recipe"):
+    with pytest.raises(UserError, match="a different recipe"):
         Results(tmp_path, experiment)
 
 
@@ -204,7 +204,7 @@ def test_an_experiment_of_a_file(tmp_path):
 
 def test_bad_arguments(tmp_path, capsys):
     out = ["--out", str(tmp_path / "new")]
-    assert "--experiment or --config must name" in refused(capsys, *out)
+    assert "--experiment or --config is required" in refused(capsys, *out)
     experiment = write(tmp_path)
     assert "config and models cannot be given" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
     assert "jobs=0 must be at least 1" in refused(capsys, "--experiment", experiment, "--jobs", "0")
@@ -222,7 +222,7 @@ def test_results_by_another_recipe_are_kept_and_refused(tmp_path, capsys):
     before = (tmp_path / "results.json").read_text()
     other = write(tmp_path, arguments={"trainer.max_epochs": 1})
     out = ["--out", str(tmp_path)]
-    assert "by another recipe" in refused(capsys, "--experiment", other, *out)
+    assert "a different recipe" in refused(capsys, "--experiment", other, *out)
     other = write(tmp_path, models={"a": B})
     assert "has a | seed 0 with other arguments: --model.model=" in refused(capsys, "--experiment", other, *out)
     assert (tmp_path / "results.json").read_text() == before
@@ -379,7 +379,7 @@ def test_the_report(tmp_path):
 
 def test_values_that_stand_by_themselves_set_nothing():
     experiment_of(CONFIG, ["x"], [0], METRICS, ("--data.train", "name", "--trainer.max_epochs", "3"))
-    with pytest.raises(UserError, match="data.seed, of all runs, cannot be given"):
+    with pytest.raises(UserError, match="data.seed of all runs is not allowed"):
         experiment_of(CONFIG, ["x"], [0], METRICS, ("--data.seed", "3"))
 
 

@@ -34,7 +34,7 @@ def test_resumed_run_without_steps_left_says_so(shards, tmp_path, capsys):
     run(*fit)
     assert "nothing was trained" not in capsys.readouterr().out
     run(*fit)
-    assert "nothing was trained: the run has come to its end, step 2, before" in capsys.readouterr().out
+    assert "nothing was trained: the run had already finished at step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])

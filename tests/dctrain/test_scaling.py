@@ -75,7 +75,7 @@ def test_the_papers_table_4():
 def test_no_law_says_why():
     for compute, losses, said in (
         ([1e9, 1e9], [2.0, 1.0], "at least 2 sizes; got 1"),
-        ([1e9, 2e9], [1.0, 2.0], "do not fall"),
+        ([1e9, 2e9], [1.0, 2.0], "do not decrease"),
     ):
         with pytest.raises(UserError, match=said):
             fit_law(compute, losses)

@@ -67,9 +67,9 @@ def test_windows_and_wrong_queries_are_refused():
     pixels = torch.zeros(3, 8, 8, dtype=torch.uint8)
     one = make_recorded()
     for grid, query, message in (
-        ((3, 3), None, "attends within 1 x 9 tokens; expected layers that attend to all 3 x 3 patches and 1 more"),
-        (GRID, 8, "query=8; expected 0 to 7, the patches of 2 x 4"),
-        (GRID, -1, "query=-1; accepted"),
+        ((3, 3), None, "attends within 1 x 9 tokens; expected layers that attend to all 3 x 3 patches and 1 prefix"),
+        (GRID, 8, "query=8; expected 0 to 7 for 2 x 4 patches"),
+        (GRID, -1, "query=-1; expected"),
     ):
         with pytest.raises(UserError, match=message):
             draw_attention({"a": one}, AttentionView(pixels, grid, PREFIX, query))
@@ -88,7 +88,7 @@ def test_windows_and_wrong_queries_are_refused():
 )
 def test_the_grid_is_the_models(name, options, grid):
     assert patch_grid(timm.create_model(name, depth=1, **options), 224) == grid
-    with pytest.raises(UserError, match="ResNet cuts no patches"):
+    with pytest.raises(UserError, match="ResNet has no patches"):
         patch_grid(timm.create_model("resnet18"), 224)
 
 

@@ -95,7 +95,7 @@ def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
         assert model(torch.randn(1, 3, 8, 8)).shape == (1, 10)
     with pytest.raises(SystemExit):
         run("export", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'raw'}")
-    assert "holds an exported model already; nothing was overwritten" in capsys.readouterr().err
+    assert "contains an exported model; nothing was overwritten" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
     assert error.endswith("error: unrecognized arguments: --trainer.max_epoch=3\n")
     error = mistake(capsys, "fitt")
-    assert "'fitt' is no subcommand of dcvision; expected fit, validate, test, predict, plan, export, " in error
+    assert "'fitt' is not a subcommand of dcvision; expected fit, validate, test, predict, plan, export" in error
     error = mistake(capsys, "export", "--checkpoint=a", "--out=b", "--folder=x")
     assert error == "error: unrecognized arguments: --folder=x\n"
     typo = tmp_path / "typo.yaml"
@@ -330,7 +330,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
         ("--model.model=local-dir:nowhere", "model 'local-dir:nowhere' cannot be built"),
         ("--model.swap.model=1", "multiple values for argument 'model'"),
         ("--model.model_kwargs.features_only=true", "features_only=True gives no classifier"),
-        ("--model.lr=-1", "lr=-1.0 must not be negative"),
+        ("--model.lr=-1", "lr=-1.0 must be in [0, 1e+06]"),
         ("--model.betas=[0.9,1.5]", "betas=[0.9, 1.5]"),
         ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),
         ("--data.randaugment_magnitude=50", "randaugment_magnitude=50 in [0, 30]"),
@@ -358,7 +358,7 @@ def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
         f"--checkpoint={checkpoint}",
     ]
     error = mistake(capsys, *arguments)
-    assert "the checkpoint is of another architecture" in error and ", here " in error
+    assert "the checkpoint has a different architecture" in error and ", here " in error
     assert checkpoint.read_bytes() == before
 
 
@@ -370,7 +370,7 @@ def test_bad_images_stop_the_run_above_the_limit(tmp_path, capsys):
         sample["png"] = sample["png"][:30]
     path = write_shard(tmp_path / "a.tar", samples)
     error = mistake(capsys, "fit", *small(str(path), tmp_path), "--trainer.num_sanity_val_steps=0")
-    assert "images could not be read; of this set at most 5 may be so (data.max_bad_images=5); one of" in error
+    assert "images could not be read; at most 5 of this set are allowed (data.max_bad_images=5); one of" in error
 
 
 def test_a_new_run_never_touches_an_old_one(shards, tmp_path):

@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_told(here, capsys):
     pictures(here / "val", ["0/a", "1/b", "1/c"])
     (here / "val" / "1" / "d.png").write_bytes(b"no image")
     run("evaluate", "--checkpoint=model", "--images", "folder:val")
-    assert "1 images cannot be read and were left out" in capsys.readouterr().out
+    assert "1 images could not be read and are not included" in capsys.readouterr().out
 
 
 def test_a_model_that_gives_nan_has_no_result(here, capsys):
@@ -151,13 +151,13 @@ def test_a_model_that_gives_nan_has_no_result(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--checkpoint=model"], "nothing to measure: name images"),
+        (["--checkpoint=model"], "nothing to measure; expected images"),
         (["--checkpoint=none", "--images", "folder:val"], "none is neither a file or folder nor a model of timm's"),
         (["--checkpoint=model", "--images", "val"], "data set 'val' is unknown; expected digits"),
         (["--checkpoint=model", "--images", "folder:big"], "labels reach 900; the model has 12 classes"),
         (["--checkpoint=model", "--images", "folder:val", "--real=none"], "real=none does not exist"),
-        (["--checkpoint=model", "--images", "folder:val", "--real=real.json"], "is none of the 1 images it labels"),
-        (["--checkpoint=model", "--images", "folder:val", "--real=bad.json"], "is no list of lists of classes"),
+        (["--checkpoint=model", "--images", "folder:val", "--real=real.json"], "is not one of its 1 images"),
+        (["--checkpoint=model", "--images", "folder:val", "--real=bad.json"], "is not a list of lists of classes"),
         (["--checkpoint=model", "--images", "folder:val", "--dtype=int8"], "dtype='int8'; expected float32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
 def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
     average = "--model.ema_decay=0.5"
     run("fit", *common(tmp_path / "new"), "--model.model=dcvit_digits_patch2_8", *STILL, average, f"--init={trained}")
-    assert f"starts from {trained}; " in capsys.readouterr().out
+    assert f"initial weights from {trained}; " in capsys.readouterr().out
     before, now = weights(trained), weights(tmp_path / "new")
     assert all(torch.equal(now[name], weight) for name, weight in before.items() if name.startswith("model."))
     new = [name for name in now if name.startswith("model.") and name not in before]
@@ -71,7 +71,7 @@ def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
 
 
 def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
-    """A swapped model of timm's starts from the same model's weights; the download is not there."""
+    """A swapped model of timm's initial weights from the same model's weights; the download is not there."""
     made = timm.create_model("test_vit", num_classes=10, img_size=16)
     asked = []
     create = timm.create_model
@@ -98,7 +98,7 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
             "takes images of mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5]; the model's are of mean [0.5, 0.5, 0.5] and "
             "std [0.25, 0.25, 0.25]",
         ),
-        ("test_resnet", None, "does not fit the model: of its tensors"),
+        ("test_resnet", None, "does not match the model: of its tensors"),
     ],
 )
 def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, message):

@@ -77,7 +77,7 @@ def test_folders(folder, tmp_path, make):
     make(*options)
     assert {path: content for path, (content, _) in before.items()} == {p: p.read_bytes() for p in out.glob("*.tar")}
     assert json.loads((out / "train-manifest.json").read_text()) == manifest
-    make(*options[:-4], "--num_shards", 3, fails="was made with other num_shards; nothing was overwritten")
+    make(*options[:-4], "--num_shards", 3, fails="was prepared with different num_shards; nothing was overwritten")
     assert len(list(out.glob("*.tar"))) == 4
 
 
@@ -115,7 +115,7 @@ def test_validation_tar(tmp_path, form, make):
     make(*options, *truths[form])
     assert sorted(contents(tmp_path / "out", "val")) == [(i, CLASSES.index(name)) for i, name in enumerate(truth)]
     if form == "devkit":
-        make(*options, *truths[form][:2], fails="--devkit_meta must name its meta.mat")
+        make(*options, *truths[form][:2], fails="--devkit_meta=meta.mat is required")
         truths["wnids"][1].write_text("n01\nn02\n")
         make(*options, *truths["wnids"], fails="has 2 lines, the tar 4 images; they must be as many")
         truths["wnids"][1].write_text("n01\nn02\nn09\nn01\n")
@@ -124,7 +124,7 @@ def test_validation_tar(tmp_path, form, make):
 
 def test_mistakes(folder, tmp_path, make):
     common = ("--out", tmp_path / "out", "--num_shards", 2)
-    make("--folder", tmp_path / "nowhere", *common, fails="is no folder")
+    make("--folder", tmp_path / "nowhere", *common, fails="is not a folder")
     (tmp_path / "flat").mkdir()
     make("--folder", tmp_path / "flat", *common, fails="holds no class folders; accepted:")
     (folder / "n04").mkdir()
@@ -154,7 +154,7 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(folder, tmp_path, ma
     (folder / "n02" / "cut.png").write_bytes(cut[: len(cut) // 2])
     options = ["--folder", folder, "--out", tmp_path / "out", "--num_shards", 2]
     said = make(*options)
-    assert "left out, as they cannot be read (the manifest lists them): 2 images" in said and "15 images of 3" in said
+    assert "omitted unreadable images (listed in the manifest): 2" in said and "15 images of 3" in said
     manifest = json.loads((tmp_path / "out/train-manifest.json").read_text())
     assert manifest["samples"] == 15 == sum(shard["samples"] for shard in manifest["shards"])
     assert len([key for shard in manifest["shards"] for key in shard.get("unreadable", [])]) == 2

@@ -203,9 +203,9 @@ def test_finding_checkpoints(tmp_path):
     for wrong in (tmp_path / "nothing", tmp_path / "empty"):
         with pytest.raises(UserError, match=f"{wrong.name}.*expected a .ckpt file"):
             find_checkpoint(str(wrong))
-    with pytest.raises(UserError, match=f"{tmp_path} is no folder of a run.*the run {tmp_path / 'version_0'}"):
+    with pytest.raises(UserError, match=f"{tmp_path} is not the folder of a run.*the run {tmp_path / 'version_0'}"):
         find_checkpoint(str(tmp_path))
     with pytest.raises(UserError, match="''"):
         find_checkpoint("")
-    with pytest.raises(UserError, match="last-step=90.ckpt is no readable checkpoint"):
+    with pytest.raises(UserError, match="last-step=90.ckpt is not a readable checkpoint"):
         load_checkpoint(folder / "last-step=90.ckpt")

@@ -60,4 +60,4 @@ def test_batch_norm_is_refused_where_ranks_would_differ(shards, tmp_path, capsys
     model = ["--model.model=resnet10t", "--model.model_kwargs={}", "--trainer.strategy=fsdp2"]
     with pytest.raises(SystemExit):
         run("fit", *small(shards, tmp_path), *model)
-    assert "is a batch norm, which FSDP2 lacks; use ddp." in capsys.readouterr().err
+    assert "is a batch norm, which FSDP2 does not support; use ddp" in capsys.readouterr().err

@@ -133,10 +133,10 @@ def test_streamed_shards_hold_what_indexed_ones_do(tmp_path):
     ("text", "message"),
     [
         ({}, "has 0 of the fields txt;json"),
-        ({"txt": " \n"}, "holds no caption"),
+        ({"txt": " \n"}, "has no captions"),
         ({"txt": b"\xff\xfe"}, "the captions of"),
-        ({"json": b"[1]"}, "no text under 'caption'"),
-        ({"json": b'{"width": 3}'}, "no text under 'caption'"),
+        ({"json": b"[1]"}, "no text in 'caption'"),
+        ({"json": b'{"width": 3}'}, "no text in 'caption'"),
         ({"json": b"{"}, "the captions of"),
     ],
 )
@@ -178,7 +178,7 @@ def test_classes_become_captions(tmp_path):
         (tmp_path / name / "0.png").write_bytes(image_bytes())
     source = open_captions(f"classes:folder:{tmp_path}", True, templates=["a {}", "one {}"])
     assert [source.read(i)[1] for i in range(2)] == [["a dog", "one dog"], ["a fire truck", "one fire truck"]]
-    with pytest.raises(UserError, match="does not name its classes"):
+    with pytest.raises(UserError, match="has no class names"):
         open_captions("classes:digits", is_train=True)
 
 
@@ -225,7 +225,7 @@ def test_captions_are_told_greedily():
         ended = ids[1:-1] if ids[-1] == tokenizer.eos_id else ids[1:]
         assert tokenizer.decode(ended) == caption
     assert len(set(told)) > 1
-    with pytest.raises(ValueError, match="tells no captions"):
+    with pytest.raises(ValueError, match="has no cross-attention"):
         generate_captions(made(context_dim=None, cross_layers=0, cross_compose=False), images, tokenizer, 6)
 
 
@@ -243,14 +243,14 @@ def test_captions_are_searched_by_beams():
         told = {beams: generate_captions(model, images, tokenizer, 6, num_beams=beams) for beams in (1, 8)}
         gains = [score(i, b) - score(i, a) for i, a, b in zip(images, told[1], told[8], strict=True)]
     assert sum(gains) > 0.1 and told[1] != told[8]
-    with pytest.raises(ValueError, match="num_beams=8 with temperature=0.5, top_p=None: beams are not sampled"):
+    with pytest.raises(ValueError, match="num_beams=8 with temperature=0.5, top_p=None: beam search cannot be"):
         generate_captions(model, images, tokenizer, 6, 0.5, num_beams=8)
 
 
 def test_towers_whose_widths_do_not_meet():
-    with pytest.raises(ValueError, match="context_dim=24 of the text tower; the image tower's patches have 32"):
+    with pytest.raises(ValueError, match="context_dim=24 of the text tower does not match the image tower's width 32"):
         made(context_dim=24)
-    with pytest.raises(ValueError, match="cross_layers=2: a text is embedded before the layers that look at the image"):
+    with pytest.raises(ValueError, match="cross_layers=2: texts are embedded before the cross-attention layers"):
         made(cross_layers=2)
 
 

@@ -84,7 +84,7 @@ def test_captions_of_pictures(trained, checkpoint, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{path}\t")
     beams = ["--num_beams=3", "--temperature=1"]
     said = mistake(capsys, run, "caption", checkpoint, "--images", str(pictures(trained)[3]), *beams)
-    assert "beams are not sampled" in said
+    assert "beam search cannot be combined with sampling" in said
 
 
 def test_where_words_look(trained, checkpoint, tmp_path, capsys):
@@ -97,7 +97,7 @@ def test_where_words_look(trained, checkpoint, tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[-2:] == [text, str(tmp_path / "look/text.blocks.1.cross.png")]
         assert (tmp_path / "look/text.blocks.1.cross.png").stat().st_size > 10_000
     said = mistake(capsys, run, "visualize", checkpoint, f"--image={trained / 'set'}", f"--out={tmp_path / 'look'}")
-    assert "holds 5 pictures; expected one" in said
+    assert "has 5 images; expected one" in said
 
 
 def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
@@ -198,8 +198,8 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
     ("arguments", "message"),
     [
         (["caption", "--images=none.png"], "images=none.png does not exist"),
-        (["caption", "--images=."], "hold no picture; expected "),
-        (["caption", "--images=bad.png"], "the picture bad.png cannot be read"),
+        (["caption", "--images=."], "have no images; expected"),
+        (["caption", "--images=bad.png"], "cannot read the image bad.png"),
         (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
         (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
         (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; expected a file whose name ends in .npy"),
@@ -209,14 +209,14 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
         ),
         (
             ["visualize", "--image=bad.png", "--out=o", "--text=a small dog"],
-            "holds what the tokenizer has no token for",
+            "the tokenizer cannot encode",
         ),
         (["classify", "--images=digits", "--classes=ten.txt"], "'a photo of a a' holds what the tokenizer has no"),
-        (["classify", "--images=digits", "--classes=gap.txt"], "classes=gap.txt holds an empty line"),
-        (["retrieve", "--images=bad.png"], "text and texts: accepted: one of the two"),
-        (["retrieve", "--images=bad.png", "--texts=none.txt"], "texts=none.txt cannot be read"),
-        (["classify", "--images=digits"], "images=digits does not name its classes"),
-        (["classify", "--images=digits", "--classes=two.txt"], "the set has a class 9; 2 classes are named"),
+        (["classify", "--images=digits", "--classes=gap.txt"], "classes=gap.txt has an empty line"),
+        (["retrieve", "--images=bad.png"], "text and texts: expected one of the two"),
+        (["retrieve", "--images=bad.png", "--texts=none.txt"], "cannot read texts=none.txt"),
+        (["classify", "--images=digits"], "images=digits has no class names"),
+        (["classify", "--images=digits", "--classes=two.txt"], "the set has class 9, but there are 2 class names"),
         (["classify", "--images=digits", "--templates=two.txt"], "expected sentences, each with {} once"),
     ],
 )
@@ -272,6 +272,6 @@ def test_mistakes_of_use(trained, tmp_path, capsys):
     error = mistake(
         capsys, run, "classify", given, f"--images=folder:{trained / 'set'}", f"--classes={tmp_path}/classes"
     )
-    assert "'one' stands twice" in error
+    assert "'one' is given twice" in error
     error = mistake(capsys, run, "caption", given, f"--images={pictures(trained)[0]}", "--max_new_tokens=1000")
     assert "max_new_tokens=1000" in error

@@ -30,7 +30,7 @@ def test_a_plain_pair_is_continued_with_composition(tmp_path, capsys):
         assert all(torch.equal(now[name], weight) for name, weight in before.items())
         new = now.keys() - before.keys()
         assert new and all(".compose." in name for name in new)
-    assert capsys.readouterr().out.count(f"; {len(new)} tensors are drawn anew, the first is image.blocks.0.") == 2
+    assert capsys.readouterr().out.count(f"; {len(new)} tensors are randomly initialized") == 2
 
 
 def test_towers_of_their_own(tmp_path):
@@ -107,6 +107,6 @@ def test_other_heads_are_another_model(tmp_path, capsys):
     scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3]}"
     for tower in ("", "image="):
         said = mistake(capsys, run, "fit", *small(tmp_path), scaled, source.replace("=", f"={tower}", 1))
-        assert "takes images of mean [0.5, 0.5, 0.5]" in said and "mean [0.1, 0.2, 0.3]" in said
+        assert "normalizes images with mean [0.5, 0.5, 0.5]" in said and "mean [0.1, 0.2, 0.3]" in said
     text = "--model.text_overrides={dim: 32, num_layers: 2, num_heads: 2, mlp_dim: 48, windows: [null]}"
     assert "num_heads=4, here 2" in mistake(capsys, run, "fit", *small(tmp_path), text, source)

@@ -108,9 +108,9 @@ def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
     image = "--model.model_kwargs.num_heads=2"
     assert "the checkpoint has 4 heads in blocks.0.attn; the model has 2" in mistake(capsys, run, *asked, image)
     scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3]}"
-    assert "the checkpoint takes images of mean [0.5, 0.5, 0.5]" in mistake(capsys, run, *asked, scaled)
+    assert "the checkpoint normalizes images with mean [0.5, 0.5, 0.5]" in mistake(capsys, run, *asked, scaled)
     text = "--model.text_overrides.num_heads=2"
-    assert "another text tower: num_heads=4, here 2" in mistake(capsys, run, *asked, text)
+    assert "a different text tower: num_heads=4, here 2" in mistake(capsys, run, *asked, text)
     assert "batch_size=1 on one rank" in mistake(capsys, run, *asked, "--data.batch_size=1")
 
 
@@ -174,21 +174,21 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
     ("arguments", "message"),
     [
         (["--data.batch_size=1"], "data.batch_size=1 on one rank: a contrastive loss takes two pairs at least"),
-        (["--model.contrastive=null", "--model.caption_weight=0"], "leave no loss"),
+        (["--model.contrastive=null", "--model.caption_weight=0"], "expected at least one loss"),
         (["--model.contrastive_weight=0"], "contrastive_weight=0 trains nothing of what is contrasted"),
         (["--model.cross_layers=0"], "cross_layers=0 with caption_weight=1.0"),
-        (["--model.cross_layers=2"], "cross_layers=2: a text is embedded before the layers that look at the image"),
-        (["--model.text_overrides.num_layers=1"], "num_layers=1; both losses take two"),
+        (["--model.cross_layers=2"], "cross_layers=2: texts are embedded before the cross-attention layers"),
+        (["--model.text_overrides.num_layers=1"], "num_layers=1; both losses require at least two"),
         (["--data.horizontal_flip=true"], "horizontal_flip=True, min_crop_area=1.0: scenes would not be what their"),
         (["--data.crop_fraction=0.9"], "crop_fraction=0.9: scenes would not be what their captions say"),
         (["--data.min_crop_area=0.5"], "min_crop_area=0.5: scenes would not be what their captions say"),
-        (["--model.model=dla34", "--model.model_kwargs={}", "--model.recompute=block"], "model.recompute='block': DLA"),
+        (["--model.model=dla34", "--model.model_kwargs={}", "--model.recompute=block"], "is not supported by DLA"),
         (["--model.cross_layers=3"], "cross_layers=3 must be from 0 to num_layers=2"),
-        (["--model.text_overrides.context_dim=8"], "text_overrides must not hold ['context_dim']"),
+        (["--model.text_overrides.context_dim=8"], "text_overrides must not contain ['context_dim']"),
         (["--model.text_overrides.is_causal=false"], "text_overrides.is_causal=false"),
         (["--model.text_model=gpt"], "model 'gpt' is unknown"),
         (["--model.model=vit"], "model 'vit' is unknown to timm"),
-        (["--data.train=shards:none.tar"], "data.tokenizer must name the tokenizer of the captions"),
+        (["--data.train=shards:none.tar"], "data.tokenizer is required for captions of 'shards:none.tar'"),
         (["--data.train=pictures", "--data.tokenizer=bytes"], "data set 'pictures' is unknown; expected scenes"),
         (["--data.train=scenes:test"], "scenes:test is unknown; expected scenes:train, scenes:val, scenes:unseen"),
         (["--data.val_samples=null"], "data.val=scenes has no end; data.val_samples must say how many count"),

@@ -40,10 +40,10 @@ def test_the_tokenizer_of_a_corpus_is_kept(corpus, tmp_path, capsys):
     first, second = list(vocabulary)[40:42]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(content))
-    assert "tokenizer.json has changed: it made the tokens" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
+    assert "the tokenizer of the corpus, has changed" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
     assert "tokenizer.json has changed" in mistake(capsys, run, "verify", f"--tokens={corpus}")
     path.unlink()
-    assert "tokenizer.json is missing: it made the tokens" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
+    assert "the tokenizer of the corpus, is missing" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
     known = json.loads(manifest.read_text())
     del known["tokenizer_sha256"]  # as of corpora that were made before
     manifest.write_text(json.dumps(known))
@@ -76,12 +76,12 @@ def test_a_model_of_another_tokenizer_is_not_evaluated(made, tmp_path, capsys):
     run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/bytes")
     for command in ("validate", "test"):
         asked = [*subwords(tmp_path / "bytes", tmp_path), f"--checkpoint={made}/t/version_0"]
-        assert "its tokens are of another tokenizer than the checkpoint's" in mistake(capsys, run, command, *asked)
+        assert "its tokenizer differs from the checkpoint's" in mistake(capsys, run, command, *asked)
     bytes_run = [*subwords(tmp_path / "bytes", tmp_path), "--trainer.max_steps=4"]
     said = mistake(capsys, run, "fit", *bytes_run, f"--resume={made}/t/version_0")
-    assert "its tokens are of another tokenizer than the checkpoint's" in said
+    assert "its tokenizer differs from the checkpoint's" in said
     said = mistake(capsys, run, "fit", *bytes_run, f"--init={made}/t/version_0")
-    assert f"its tokens are of another tokenizer than init={made}/t/version_0's" in said
+    assert f"its tokenizer differs from init={made}/t/version_0's" in said
 
 
 def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
@@ -96,18 +96,18 @@ def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
     said = mistake(capsys, run, "fit", *resume, "--data.separate_documents=true")
     assert "the checkpoint was trained with separate_documents=False" in said
     run("fit", *resume, "--data.val_tokens=48")
-    assert "resumed with other settings: data.val_tokens 1048576 -> 48" in capsys.readouterr().out
+    assert "resumed with changed settings: data.val_tokens 1048576 -> 48" in capsys.readouterr().out
 
 
 def test_a_model_is_not_written_into_a_run(made, capsys):
     error = mistake(capsys, run, "export", f"--checkpoint={made}/t/version_0", f"--out={made}/t/version_0")
-    assert "is the folder of a run; expected a folder of its own" in error
+    assert "is the folder of a run; expected a separate folder" in error
 
 
 def test_a_long_prompt_is_told(made, capsys):
     asked = ["generate", f"--checkpoint={made}/t/version_0", f"--prompt={'words ' * 30}", "--max_new_tokens=1"]
     run(*asked)
-    assert "tokens is longer than the 24 of training" in capsys.readouterr().err
+    assert "tokens is longer than the training context of 24" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])

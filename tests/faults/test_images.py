@@ -103,7 +103,7 @@ def test_a_huge_image_costs_nothing():
     with pytest.raises(BadImage, match="20000 x 20000 are more than max_pixels=134,217,728|more than max_pixels"):
         decode(encoded)
     assert time.monotonic() - start < 5
-    with pytest.raises(BadImage, match=r"40 x 30 are more than max_pixels=1,000 pixels"):
+    with pytest.raises(BadImage, match=r"40 x 30 is more than max_pixels=1,000 pixels"):
         decode(GOOD["JPEG"](), max_pixels=1000)
 
 
@@ -116,7 +116,7 @@ def test_it_is_skipped_as_an_unreadable_image(tmp_path, capsys):
     data.setup("fit")
     (batch,) = data.val_dataloader()
     assert len(data.on_before_batch_transfer(batch, 0).labels) == 7
-    assert "0003: 40 x 40 are more than max_pixels=1,000" in capsys.readouterr().out
+    assert "0003: 40 x 40 is more than max_pixels=1,000" in capsys.readouterr().out
 
 
 def tar_of(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> Path:
@@ -159,11 +159,11 @@ A = [("a.png", PNG), ("a.cls", b"1")]
 B = [("b.png", PNG), ("b.cls", b"2")]
 UNREADABLE = {
     "keys with dots": ([("a.1.png", PNG), ("a.1.cls", b"1"), ("a.2.png", PNG)], "sample .* has 0 of the fields jpg;"),
-    "a name twice": ([*A, ("a.png", PNG)], "holds a.png twice"),
-    "a key twice": ([*A, *B, ("a.jpg", PNG), ("a.cls", b"1")], "holds sample a twice"),
+    "a name twice": ([*A, ("a.png", PNG)], "has a.png twice"),
+    "a key twice": ([*A, *B, ("a.jpg", PNG), ("a.cls", b"1")], "has sample a twice"),
     "two images": ([*A, ("a.jpg", PNG)], "has 2 of the fields .*It has png, cls, jpg"),
     "no label": ([("a.png", PNG)], "has 0 of the fields cls"),
-    "a label of words": ([("a.png", PNG), ("a.cls", b"cat")], "a.* holds b'cat'; expected a class number in text"),
+    "a label of words": ([("a.png", PNG), ("a.cls", b"cat")], "a.* has b'cat'; expected a class number as text"),
 }
 
 
@@ -189,7 +189,7 @@ def test_unreadable_shards_are_told(tmp_path, name, way):
 
 def test_compressed_shards_are_named(tmp_path):
     path = tar_of(tmp_path / "a.tar.gz", READABLE["plain"][0], "w:gz")
-    with pytest.raises(UserError, match="a.tar.gz is compressed; unpack it first"):
+    with pytest.raises(UserError, match="a.tar.gz is compressed; decompress it first"):
         index_shard(str(path))
 
 
@@ -311,14 +311,14 @@ def test_limits_of_unreadable_images(tmp_path, limit, bad, is_allowed):
     if is_allowed:
         assert read() == 40 - bad
     else:
-        with pytest.raises(UserError, match="images could not be read; of this set at most"):
+        with pytest.raises(UserError, match="images could not be read; at most"):
             read()
 
 
 def test_a_set_of_which_nothing_can_be_read(tmp_path, capsys):
     write_shard(tmp_path / "a.tar", [sample | {"png": b"broken"} for sample in numbered_samples(8)])
     error = mistake(capsys, run, "fit", *small(str(tmp_path / "a.tar"), tmp_path), "--data.max_bad_images=100")
-    assert "images could not be read; of this set at most 4 may be so" in error
+    assert "images could not be read; at most 4 of this set are allowed" in error
 
 
 STREAMS = {

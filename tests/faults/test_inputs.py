@@ -111,7 +111,7 @@ def test_a_context_without_bound_is_not_planned(capsys):
 def test_a_configuration_nested_too_deeply(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[" * 100_000)
     asked = ["generate", f"--checkpoint={tmp_path}", "--prompt=a"]
-    assert "config.json is no JSON" in mistake(capsys, run_dclm, *asked)
+    assert "config.json is not JSON" in mistake(capsys, run_dclm, *asked)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_fit_refuses(shards, tmp_path, capsys, wrong, message):
 
 def test_models_and_workers_are_counted(capsys):
     twice = ["compare", "--config=vision/digits", "--models", "mhavit_digits_patch2_8", "mhavit_digits_patch2_8"]
-    assert "models: 'mhavit_digits_patch2_8' stands twice" in mistake(capsys, run, *twice)
+    assert "models: 'mhavit_digits_patch2_8' is given twice" in mistake(capsys, run, *twice)
     for asked in (["evaluate"], ["explain", "ablate"]):
         for workers in (-1, 1_000_000):
             given = [*asked, "--checkpoint=a", "--images=digits", f"--num_workers={workers}"]
@@ -180,7 +180,7 @@ def test_a_model_is_not_written_into_a_run(shards, tmp_path, capsys):
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
     version = tmp_path / "t/version_0"
     error = mistake(capsys, run, "export", f"--checkpoint={version}", f"--out={version}")
-    assert "is the folder of a run; expected a folder of its own" in error
+    assert "is the folder of a run; expected a separate folder" in error
 
 
 def test_arguments_of_python_functions():
@@ -223,7 +223,7 @@ def test_parts_of_an_analysis():
         analysis.head_outputs(layer, torch.randn(3, 7), 0)
     (branch, *_) = analysis.composition_branches(model)
     for factor in (None, "x", torch.ones(3)):
-        said = pytest.raises(ValueError, match="expected a number, or a tensor of one")
+        said = pytest.raises(ValueError, match="expected a number or a scalar tensor")
         with said, analysis.scale_branches(model, {branch: factor}):
             pass
     for factor in (1.0, None, torch.ones(3)):

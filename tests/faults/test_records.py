@@ -44,7 +44,7 @@ def test_whole_results_are_read(tmp_path):
 def test_changed_results_are_refused(tmp_path, change):
     path = tmp_path / "m.json"
     path.write_text(json.dumps(CONTENT | change))
-    with pytest.raises(UserError, match="m.json is no result of `evaluate`"):
+    with pytest.raises(UserError, match="m.json is not a result of `evaluate`"):
         read_results(path)
 
 
@@ -88,7 +88,7 @@ def test_damaged_curves_are_told_and_kept(tmp_path, rows):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {lr: 0.5}\nmodel: {weight_decay: 0.2}\n", "line 1: 'model' stands twice"),
+        ("model: {lr: 0.5}\nmodel: {weight_decay: 0.2}\n", "line 1: 'model' is given twice"),
         ("model:\n  lr: 1\n  lr: 2\n", "line 2: 'lr' stands twice"),
         ("model: 5\n", "model must be a mapping of settings"),
         ("data: []\n", "data must be a mapping of settings"),

@@ -77,7 +77,7 @@ def test_stopped_and_resumed_validates_as_uninterrupted(shards, tmp_path, capsys
     whole, parts = (small(shards, tmp_path / name) + extra for name in ("whole", "parts"))
     run("fit", *whole, *record(tmp_path / "whole"))
     run("fit", *parts, *told(phase, step), *record(tmp_path / "parts"))
-    assert "stopped by SIGTERM; go on with --resume" in capsys.readouterr().out
+    assert "stopped by SIGTERM; continue with --resume" in capsys.readouterr().out
     check_resumed(parts, tmp_path)
 
 
@@ -115,7 +115,7 @@ def check_resumed(parts: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["sanity check", "start"])
 def test_before_the_first_step_a_run_ends_at_once(shards, tmp_path, capsys, phase):
     run("fit", *small(shards, tmp_path), *told(phase), *record(tmp_path / "steps"))
-    assert "stopped by SIGTERM; nothing was trained yet" in capsys.readouterr().out
+    assert "stopped by SIGTERM; nothing has been trained yet" in capsys.readouterr().out
     assert not list(tmp_path.glob("steps*")) and not (tmp_path / "t").exists()
 
 

@@ -70,9 +70,9 @@ def test_counts_of_documents_are_verified(tmp_path, lossy, capsys):
 def test_a_plan_that_nothing_came_of_may_be_mended(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n' * 3)
     asked = ["tokens", f"--inputs={tmp_path}/a.jsonl", f"--out={tmp_path}/corpus"]
-    assert "no text under 'text'" in mistake(capsys, run, *asked)
+    assert "no text with key 'text'" in mistake(capsys, run, *asked)
     run(*asked, "--text_key=body")
-    assert "made with other text_key" in mistake(capsys, run, *asked)
+    assert "prepared with different text_key" in mistake(capsys, run, *asked)
     (tmp_path / "corpus/train-0000.bin").unlink()
     assert "train-0000.bin is missing; remove " in mistake(capsys, run, *asked, "--text_key=body")
 
@@ -82,4 +82,4 @@ def test_a_corpus_too_small_to_validate_says_so_at_once(tmp_path, capsys):
     run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus", "--val_fraction=0")
     assert "warning: there are no validation tokens" in capsys.readouterr().out
     error = mistake(capsys, run, "fit", *small(tmp_path / "corpus", tmp_path / "root"))
-    assert "corpus/val holds 0 tokens; a sequence takes 24 and one more" in error
+    assert "corpus/val has 0 tokens; a sequence needs 24 and one more" in error

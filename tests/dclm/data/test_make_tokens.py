@@ -126,9 +126,9 @@ def test_running_again_changes_nothing_and_other_input_is_refused(tmp_path):
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
     assert prepared(files, tmp_path / "out") == first
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")} == before
-    with pytest.raises(UserError, match="made with other inputs; nothing was overwritten"):
+    with pytest.raises(UserError, match="prepared with different inputs; nothing was overwritten"):
         prepared(files[1:], tmp_path / "out")
-    with pytest.raises(UserError, match="made with other tokenizer, val_fraction"):
+    with pytest.raises(UserError, match="prepared with different tokenizer, val_fraction"):
         prepared(files, tmp_path / "out", tokenizer="bpe:300", val_fraction=0.5)
 
 
@@ -170,7 +170,7 @@ def test_the_splits_are_chosen_by_content(tmp_path):
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a.jsonl, line 2: no JSON"),
         ("a.jsonl", b'{"txt": "x"}\n', {}, "a.jsonl, line 1: no text under 'text'"),
-        ("a.jsonl", b'["x"]\n', {}, "line 1: no JSON object"),
+        ("a.jsonl", b'["x"]\n', {}, "line 1: not a JSON object"),
         ("a.jsonl", jsonl(["x"]), {"text_key": "content"}, "line 1: no text under 'content'"),
         ("a.jsonl.zst", b"no zstandard", {}, "a.jsonl.zst is damaged"),
         ("a.parquet", b"no parquet", {}, "a.parquet is damaged"),
@@ -201,7 +201,7 @@ def test_missing_inputs_are_named(tmp_path):
     with pytest.raises(UserError, match="nothing does not exist"):
         prepared([tmp_path / "nothing"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no input below .*empty; looked for .jsonl"):
+    with pytest.raises(UserError, match="no input in .*empty; expected files with suffix .jsonl"):
         prepared([tmp_path / "empty"], tmp_path / "out")
 
 
@@ -219,7 +219,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
 
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "STOP": 2}, unk_token="[UNK]")).save(str(tmp_path / "t.json"))
     files = write_texts(tmp_path / "in", texts(3))
-    with pytest.raises(UserError, match="no token that ends a document; looked for"):
+    with pytest.raises(UserError, match="no end-of-text token; expected one of <|endoftext|>, </s>, <eos>"):
         prepared(files, tmp_path / "a", tokenizer=str(tmp_path / "t.json"))
     assert prepared(files, tmp_path / "b", tokenizer=str(tmp_path / "t.json"), eos="STOP")["eos_id"] == 2
     assert Corpus(tmp_path / "b").tokenizer().eos_id == 2
@@ -253,7 +253,7 @@ def test_files_are_taken_once_and_links_are_followed(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl.bz2", "b.zst", "c.txt.xz"])
 def test_other_compressed_formats_are_refused(name, tmp_path):
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UserError, match="is compressed; of these .jsonl.zst, .jsonl.gz, .json.gz are read"):
+    with pytest.raises(UserError, match="is compressed; expected one of .jsonl.zst, .jsonl.gz, .json.gz"):
         prepared([tmp_path / name], tmp_path / "out")
 
 
@@ -276,7 +276,7 @@ def test_validation_inputs_are_all_of_the_validation_split(batch_bytes, tmp_path
     assert documents_of(tmp_path / "out") == {"train": inputs, "val": val}
     make_tokens([str(tmp_path / "in")], str(tmp_path / "b"), segment_tokens=200, val=[str(tmp_path / "val.jsonl.zst")])
     assert documents_of(tmp_path / "b") == {"train": inputs, "val": val}
-    with pytest.raises(UserError, match="000.txt is among both the inputs and val"):
+    with pytest.raises(UserError, match="000.txt is in both inputs and val"):
         make_tokens([str(tmp_path / "in")], str(tmp_path / "c"), val=[str(tmp_path / "in/000.txt")])
 
 

@@ -114,7 +114,7 @@ def test_masks_change_with_seed_and_epoch_but_not_in_evaluation(tmp_path):
         ({"mask_fraction": 0.0}, r"mask_fraction=0.0 must be in \(0, 1\)"),
         ({"mask_fraction": 1}, "mask_fraction=1 must be in"),
         ({"mask_fraction": 0.15, "mask_span": 6}, r"mask_span=6 must be in \[1, 5\]"),
-        ({"mask_span": 3}, "mask_span=3 without mask_fraction"),
+        ({"mask_span": 3}, "mask_span=3 requires mask_fraction"),
         ({"tokens": "tasks", "mask_fraction": 0.15}, "no validation, tokenizer, separate_documents, mask_fraction"),
     ],
 )
@@ -126,6 +126,6 @@ def test_what_cannot_be_masked(options, said):
 def test_a_vocabulary_without_room_for_the_mask(tmp_path):
     data = TokenDataModule(str(numbered_corpus(tmp_path / "c")), vocab_size=257, mask_fraction=0.15)
     with pytest.raises(
-        UserError, match="has a vocabulary of 258, a mask among it; data.vocab_size=257 must be at least"
+        UserError, match="has a vocabulary of 258 including a mask token; data.vocab_size=257 must be at least"
     ):
         data.setup("fit")

@@ -53,7 +53,7 @@ def test_training_and_validation(tmp_path):
         for number, row, targets in zip(batch.samples, batch.input_ids, batch.targets, strict=True):
             assert row.tolist() == tokens[number * 16 : number * 16 + 16]
             assert targets.tolist() == tokens[number * 16 + 1 : number * 16 + 17]
-    assert max(int(batch.documents.max()) for batch in batches) >= 1
+    assert max(int(batch.document_ids.max()) for batch in batches) >= 1
     assert len(list(data.val_dataloader())) == -(-data.num_val_samples // 2)
     assert data.bytes_per_token == 1.0
     assert data.state_dict()["tokenizer"] == "bytes"
@@ -65,12 +65,12 @@ def test_what_does_not_fit_is_named(tmp_path):
     train = write_indexed(tmp_path / "a", documents())
     val = f"idxmap:{write_indexed(tmp_path / 'b', documents(9, seed=1))}"
     for options, message in (
-        ({"tokenizer": None}, "does not say what made its tokens; data.tokenizer must"),
+        ({"tokenizer": None}, "has no tokenizer; data.tokenizer is"),
         ({"vocab_size": 100}, "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
     ):
         with pytest.raises(UserError, match=message):
             module(train, val, **options)
-    with pytest.raises(UserError, match="is for training alone; data.validation must name other tokens"):
+    with pytest.raises(UserError, match="is used for training only; data.validation is required"):
         module(train, None)
     with pytest.raises(UserError, match="nothing.idx is missing; expected idxmap:PREFIX of PREFIX.bin and PREFIX.idx"):
         module(tmp_path / "nothing", val)
@@ -100,5 +100,5 @@ def test_tokens_that_would_be_the_mask_are_refused(tmp_path):
     """The embedding has rows to spare, so that nothing else would tell."""
     train = write_indexed(tmp_path / "a", [[[1, 2, 257, 3] * 10]])
     data = module(train, f"idxmap:{train}", mask_fraction=0.15, vocab_multiple=128)
-    with pytest.raises(UserError, match="a holds token 257 near token .*; expected 0 to 256"):
+    with pytest.raises(UserError, match="a has token 257 near token .*; expected 0 to 256"):
         list(data.train_dataloader())

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_named(changes, options, message, tmp_path):
 
 
 def test_missing_pieces_are_named(tmp_path):
-    with pytest.raises(UserError, match="holds no prepared corpus"):
+    with pytest.raises(UserError, match="not a prepared corpus"):
         module(tmp_path)
     folder = numbered_corpus(tmp_path / "c")
     (folder / "val-0000-000.bin").unlink()
@@ -149,7 +149,7 @@ def test_a_token_outside_the_vocabulary_is_found_where_it_is(tmp_path):
     tokens = np.fromfile(folder / "train-0000-000.bin", "<u2")
     tokens[500] = 999
     tokens.tofile(folder / "train-0000-000.bin")
-    with pytest.raises(UserError, match=r"holds token 999 near token 480; expected 0 to 256"):
+    with pytest.raises(UserError, match=r"has token 999 near token 480; expected 0 to 256"):
         list(module(folder, batch_size=1).train_dataloader())
 
 
@@ -189,8 +189,8 @@ def test_the_model_of_a_run_has_as_many_rows(tmp_path):
     [
         ({"vocab_size": 300, "vocab_multiple": 2}, "vocab_size=300 and vocab_multiple=2 are both given"),
         ({"vocab_multiple": 0}, "vocab_size=None and vocab_multiple=0 must be at least 1"),
-        ({"tokens": "none"}, "none holds no prepared corpus"),
-        ({"tokens": "idxmap:none"}, "data.tokenizer must"),
+        ({"tokens": "none"}, "none not a prepared corpus"),
+        ({"tokens": "idxmap:none"}, "data.tokenizer is"),
     ],
 )
 def test_rows_that_cannot_be_are_named(options, message):

@@ -136,7 +136,7 @@ def test_interrupted_it_goes_on_at_the_next_batch(here, monkeypatch, capsys):
     assert third.count == 0 and "measured" not in capsys.readouterr().out
     run(*asked, "--stride=32")
     assert third.count > 0
-    assert "pile.jsonl measured; windows of 64 tokens that slide by 32" in capsys.readouterr().out
+    assert "pile.jsonl measured; windows of 64 tokens with stride 32" in capsys.readouterr().out
 
 
 def test_what_is_written_says_where_it_comes_from(here, capsys):
@@ -170,7 +170,7 @@ def test_numbers_of_other_settings_are_not_subtracted(here, capsys):
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("| pile.jsonl ") and "other" not in line]
     assert rows[-2:] and all(" * |" in row and " / " not in row for row in rows[-2:])
-    assert "measured otherwise than the first model's (limit); no difference is made" in printed
+    assert "measured with different settings than the first model (limit); not subtracted" in printed
 
 
 def test_files_of_one_name_have_rows_of_their_own_and_a_folder_has_one(here, capsys):
@@ -190,7 +190,7 @@ def test_what_changes_the_model_begins_anew(here, capsys):
     path = here / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_base": 123.0}))
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
-    assert "model.json is of another model: config differ" in error
+    assert "belongs to a different model: config differ" in error
 
 
 def test_two_evaluations_do_not_write_one_result(here, capsys):
@@ -224,7 +224,7 @@ def test_names_with_signs_of_tables_stay_whole(here, capsys):
 def test_what_is_cut_is_told(here, capsys):
     write_records(here / "long.jsonl", [{"prompt": "word " * 300, "target": "end"}, {"prompt": "a", "target": "b"}])
     run("evaluate", "--checkpoint=model", "--spans", "long.jsonl")
-    assert "1 texts were longer than 64 tokens and lost their beginning" in capsys.readouterr().out
+    assert "1 texts longer than 64 tokens were truncated on the left" in capsys.readouterr().out
     assert json.loads((here / "evaluation" / "model.json").read_text())["results"]["spans long.jsonl"]["note"]
 
 
@@ -233,12 +233,12 @@ def test_what_is_cut_is_told(here, capsys):
     [
         ([], "checkpoint must name at least one model, or compare"),
         (["--checkpoint=model"], "nothing to measure: name texts, spans, suites, masked or tasks"),
-        (["--texts", "pile.jsonl"], "checkpoint names no model to measure"),
+        (["--texts", "pile.jsonl"], "checkpoint=[]: expected at least one model"),
         (["--checkpoint=none", "--texts", "pile.jsonl"], "no checkpoint"),
         (["--checkpoint=model", "--texts", "none.txt"], "input none.txt does not exist"),
         (
             ["--checkpoint=model", "--texts", "pile.jsonl", "--text_key=body"],
-            "pile.jsonl, line 1: no text under 'body'",
+            "pile.jsonl, line 1: no text with key 'body'",
         ),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--stride=0"], "stride=0 must be at least 1"),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--stride=65"], "stride=65 must be at most the context of 64"),
@@ -246,18 +246,18 @@ def test_what_is_cut_is_told(here, capsys):
         (["--checkpoint=model", "--texts", "pile.jsonl", "--device=gpu"], "device='gpu' is unknown"),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--dtype=int8"], "dtype='int8'; expected float32, bfloat16"),
         (["--checkpoint=model", "--spans", "pile.jsonl"], "pile.jsonl, line 1: no text under 'prompt'"),
-        (["--checkpoint=model", "--spans", "flan.jsonl", "--target_key=x"], "flan.jsonl, line 1: no text under 'x'"),
+        (["--checkpoint=model", "--spans", "flan.jsonl", "--target_key=x"], "flan.jsonl, line 1: no text with key 'x'"),
         (
             ["--checkpoint=model", "--spans", "empty.jsonl"],
             "empty.jsonl, line 2: a target of 0 tokens; expected 1 to 64",
         ),
-        (["--checkpoint=model", "--spans", "model/tokenizer.json"], "must be called .jsonl"),
-        (["--compare", "model/config.json"], "model/config.json is no result of `evaluate`"),
+        (["--checkpoint=model", "--spans", "model/tokenizer.json"], "is a single JSON document; expected .jsonl"),
+        (["--compare", "model/config.json"], "model/config.json is not a result of `evaluate`"),
         (
             ["--checkpoint=model", "--tokenizer=big.json", "--texts", "pile.jsonl"],
             "big.json has 500 tokens and the model 400",
         ),
-        (["--checkpoint", "model", "a/model", "--texts", "pile.jsonl"], "two models are called model"),
+        (["--checkpoint", "model", "a/model", "--texts", "pile.jsonl"], "two models are named model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -274,7 +274,7 @@ def test_mistakes_end_in_one_line(here, capsys, arguments, message):
 def test_results_stay_when_something_later_is_wrong(here, capsys):
     write_records(here / "bad.jsonl", [{"prompt": "a"}])
     error = mistake(capsys, run, "evaluate", *ASKED, "bad.jsonl", "--out=out")
-    assert "bad.jsonl, line 1: no text under 'target'" in error
+    assert "bad.jsonl, line 1: no text with key 'target'" in error
     assert len(numbers(here / "out" / "model.json")) == 11
 
 
@@ -283,7 +283,7 @@ def test_results_of_other_weights_are_not_mixed(here, capsys):
     (here / "model").rename(here / "before")
     small_folder(here / "model", seed=1)
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
-    assert "model.json is of another model: weights_crc32 differ" in error
+    assert "belongs to a different model: weights_crc32 differ" in error
 
 
 def test_arguments_come_from_a_file_and_the_command_line_counts_more(here, capsys):

@@ -203,7 +203,7 @@ def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
     assert "task missing: its file or its data cannot be loaded" in error
     assert ("sums, 0-shot", "acc") in numbers(tmp_path / "evaluation" / "model.json")
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--tasks", "sums", "--task_folder=none")
-    assert "task_folder=none is no folder" in error
+    assert "task_folder=none is not a folder" in error
     error = mistake(capsys, run, *asked, "--tasks", "write", "--context_length=12")
     assert "12 new tokens leave no room in a context of 12" in error
 

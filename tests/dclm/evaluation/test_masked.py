@@ -63,11 +63,11 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
     small_folder(tmp_path / "causal")
     for args, said in (
-        (("evaluate", "--texts", "short.txt"), "sees both ways"),
+        (("evaluate", "--texts", "short.txt"), "the model is bidirectional"),
         (("evaluate", "--masked", "short.txt", "--mask_fraction=2"), "mask_fraction=2.0 must be in"),
-        (("evaluate", "--masked", "empty.txt"), "holds too little text to score"),
+        (("evaluate", "--masked", "empty.txt"), "has too little text to score"),
         (("evaluate", "--masked", "short.txt", "--checkpoint=causal"), "a causal model is asked for masked tokens"),
-        (("generate", "--prompt=a"), "sees both ways"),
+        (("generate", "--prompt=a"), "the model is bidirectional"),
     ):
         command, *options = args
         if "--checkpoint=causal" not in options:
@@ -82,7 +82,7 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
 
 def test_a_masked_model_is_exported_in_our_own_format(trained, tmp_path, capsys):
     run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'out'}")
-    assert "in our own format" in capsys.readouterr().out
+    assert "in the native format" in capsys.readouterr().out
     assert not dclm.load_pretrained(tmp_path / "out").config.is_causal
 
 

@@ -108,9 +108,9 @@ def test_files_of_one_name_stay_apart(here, capsys):
 
 def test_plain_models_have_heads(here, capsys):
     asked = ("explain", "ablate", "--checkpoint=plain", f"--texts={TEXT}")
-    assert "off=branches: Decoder composes no heads" in mistake(capsys, run, *asked, "--off=branches")
+    assert "off=branches: Decoder has no layer that composes heads" in mistake(capsys, run, *asked, "--off=branches")
     run(*asked)
-    assert "plain attention: there is no composition to look at" in capsys.readouterr().out
+    assert "plain attention: the model has no composition" in capsys.readouterr().out
     assert len(rows(here / "ablation/ablation.csv")) == 2 * 9
 
 
@@ -129,7 +129,7 @@ def test_what_evaluate_measured_is_left_alone(here, capsys):
     ("arguments", "message"),
     [
         (["--off=gates"], "off=['gates']; expected one or more of branches, layers, heads"),
-        (["--off", "heads", "heads"], "off=['heads', 'heads']; accepted"),
+        (["--off", "heads", "heads"], "off=['heads', 'heads']; expected"),
         (["--texts=nowhere.txt"], "nowhere.txt"),
         (["--limit=0"], "limit=0 must be at least 1"),
     ],
@@ -140,7 +140,7 @@ def test_mistakes(here, capsys, arguments, message):
 
 
 def test_what_explain_can_do(capsys):
-    assert "dclm explain needs a second word; expected ablate, attribute" in mistake(capsys, run, "explain")
-    assert "'circuit' is none of dclm explain; expected ablate, attr" in mistake(capsys, run, "explain", "circuit")
+    assert "dclm explain requires a second word; expected ablate, attribute" in mistake(capsys, run, "explain")
+    assert "'circuit' is unknown to dclm explain; expected ablate, attr" in mistake(capsys, run, "explain", "circuit")
     run("explain", "--help")
     assert "ablate    Measure a trained model without" in capsys.readouterr().out

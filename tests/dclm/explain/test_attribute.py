@@ -66,12 +66,12 @@ def test_a_target_of_ones_own(here, capsys):
     [
         (["--target= selfish"], "target=' selfish' is "),
         (["--target=the"], "expected one; ' the' is one"),
-        ([f"--prompt={PROMPT} ", "--target=self.x"], "The space that ends the prompt is the target's."),
+        ([f"--prompt={PROMPT} ", "--target=self.x"], "The trailing space of the prompt is part of the target."),
         (["--over=layers"], "over=['layers']; expected one or more of branches, heads, tokens"),
         (["--steps=0"], "steps=0"),
         (["--steps=1000000000"], "steps=1000000000"),
         (["--out="], "out=''"),
-        (["--prompt="], "prompt='' holds no token"),
+        (["--prompt="], "prompt='' has no tokens"),
         ([f"--prompt={PROMPT * 9}"], "tokens; expected at most 64"),
     ],
 )
@@ -104,7 +104,7 @@ def test_many_predictions(here, capsys, kind):
     assert sum(float(row["value"]) for row in rows) == pytest.approx(change, abs=1e-3)
     assert -1 <= float(heads["rank_correlation"]) <= 1
     assert float(branches["whole"]) == pytest.approx(float(heads["whole"]))
-    assert "mean log-probability of " in printed and "Credits by layer: blocks.0.attn " in printed
+    assert "mean log-probability of" in printed and "Credits by layer: blocks.0.attn " in printed
     assert printed.count("Rank correlation of credits") == 2
 
 
@@ -120,17 +120,17 @@ def test_batches_do_not_matter(here):
 def test_a_suite_is_drawn_from(here, capsys):
     write_records(here / "data.jsonl", [{"task_id": str(i), "texts": f"a is [ b ]\n{i} is [ c ]\n"} for i in range(9)])
     run("explain", "attribute", "--checkpoint=model", "--suite=data.jsonl", "--limit=2", "--over=heads", "--steps=1")
-    assert f"mean log-probability of {2 * 2} tokens of data.jsonl" in capsys.readouterr().out
+    assert f"mean log-probability of{2 * 2} tokens of data.jsonl" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing asked; expected one of prompt, texts, suite"),
+        ([], "nothing given; expected one of prompt, texts, suite"),
         (["--prompt=a", "--texts=b"], "prompt and texts asked; expected one of prompt, texts, suite"),
-        (["--texts=b", "--target=c"], "target='c' comes after a prompt"),
+        (["--texts=b", "--target=c"], "target='c' requires a prompt"),
         (["--texts=b", "--over=tokens"], "over=['tokens']; expected one or more of branches, heads"),
-        (["--texts=empty.txt"], "texts=empty.txt holds no text"),
+        (["--texts=empty.txt"], "texts=empty.txt has no text"),
         (["--texts=none"], "none"),
         (["--suite=none"], "none cannot be read"),
         (["--suite=none", "--limit=0"], "limit=0 must be at least 1"),
@@ -144,9 +144,9 @@ def test_mistakes_with_many(here, capsys, arguments, message):
 def test_a_plain_model_has_no_branches(here, capsys):
     asked = ("explain", "attribute", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
     refused = mistake(capsys, run, *asked, "--over", "heads", "branches")
-    assert "over=branches: Decoder composes no heads" in refused
+    assert "over=branches: Decoder has no layer that composes heads" in refused
     run(*asked)
-    assert "plain attention: there is no composition to look at" in capsys.readouterr().out
+    assert "plain attention: the model has no composition" in capsys.readouterr().out
     assert list(credits(here / "attribution/attribution.csv")) == ["heads", "tokens"]
 
 
@@ -157,7 +157,7 @@ def test_weights_that_are_not_finite(here, capsys):
     dclm.save_pretrained(decoder, here / "nan")
     (here / "nan/tokenizer.json").write_text((here / "model/tokenizer.json").read_text())
     asked = ("explain", "attribute", "--checkpoint=nan", f"--prompt={PROMPT}", "--target= the", "--over=heads")
-    assert "what the model computes is not finite" in mistake(capsys, run, *asked)
+    assert "the model's output is not finite" in mistake(capsys, run, *asked)
 
 
 def test_texts_that_are_no_utf8_are_told(here, capsys):
@@ -165,4 +165,4 @@ def test_texts_that_are_no_utf8_are_told(here, capsys):
     (here / "texts/a.txt").write_bytes(b"\xff\xfe\xfd")
     (here / "texts/b.txt").write_text("def main():\n")
     run("explain", "attribute", "--checkpoint=model", "--texts=texts", "--over=heads", "--steps=1")
-    assert "1 files are no UTF-8 and were left out" in capsys.readouterr().out
+    assert "1 files that are not UTF-8" in capsys.readouterr().out

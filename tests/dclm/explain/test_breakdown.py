@@ -67,7 +67,7 @@ def test_what_changes_most_is_found(here, recorded, capsys):
         (["--layer=2"], "layer=2; expected 0 to 1, or one of blocks.0.attn, blocks.1.attn"),
         (["--query=2", "--key=5", "--composition=pre"], "key=5 is hidden from query=2 by a mask"),
         (["--composition=both"], "composition"),
-        (["--checkpoint=plain"], "plain: Decoder composes no heads"),
+        (["--checkpoint=plain"], "plain: Decoder has no layer that composes heads"),
     ],
 )
 def test_mistakes(here, capsys, arguments, message):

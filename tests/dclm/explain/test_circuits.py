@@ -75,9 +75,9 @@ def test_logits_are_those_of_the_equation(here):
     ("words", "pairs", "message"),
     [
         ("isabstract", None, "'isabstract' is "),
-        ("the", None, "; ' the' is one"),
-        (" the", "a b\n", "pairs.tsv: line 1 is no pair; expected lines of a token, a tabulator and its partner"),
-        (" the", "", "pairs.tsv holds nothing"),
+        ("the", None, "one; ' the' is a"),
+        (" the", "a b\n", "pairs.tsv: line 1 is not a pair; expected a tab-separated token and partner per line"),
+        (" the", "", "pairs.tsv is empty"),
     ],
 )
 def test_mistakes(here, capsys, words, pairs, message):

@@ -72,7 +72,7 @@ def test_values_are_those_of_the_first_batches():
 
 def test_mistakes(corpus, tmp_path, capsys):
     plain = "--model.overrides={pre_compose: false, post_compose: false}"
-    assert "CompositionScalars: Decoder composes no heads" in mistake(
+    assert "CompositionScalars: Decoder has no layer that composes heads" in mistake(
         capsys, run, "fit", *small(corpus, tmp_path), plain, CALLBACK
     )
     with pytest.raises(UserError, match="batches=0 must be at least 1"):

@@ -46,7 +46,7 @@ def test_numbers_are_those_of_the_tokens(here, capsys):
         (["--tokens=0"], "tokens=0 must be at least 1"),
         (["--texts=nowhere"], "nowhere"),
         (["--context_length=100000", "--tokens=100000"], "too few for a row of context_length=100000"),
-        (["--checkpoint=plain"], "plain: Decoder composes no heads"),
+        (["--checkpoint=plain"], "plain: Decoder has no layer that composes heads"),
     ],
 )
 def test_mistakes(here, capsys, arguments, message):

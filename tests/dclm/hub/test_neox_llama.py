@@ -111,7 +111,7 @@ def test_older_fields_and_names_are_read(model_type, tmp_path):
         ("gpt_neox", {"rotary_emb_base": "big"}, "rotary_emb_base='big' must be of type int or float"),
         ("gpt_neox", {"quantization_config": {}}, r"unknown fields \['quantization_config'\]"),
         ("gpt_neox", {"hidden_size": None}, "hidden_size=None must be of type int"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type='linear'; accepted"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type='linear'; expected"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}},
@@ -119,7 +119,7 @@ def test_older_fields_and_names_are_read(model_type, tmp_path):
         ),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "beta_fast": 2}}, r"unknown fields \['beta_fast'\]"),
         ("llama", {"head_dim": 16}, "head_dim=16; expected null or 8"),
-        ("llama", {"attention_bias": True}, "attention_bias=True and mlp_bias=False; expected equal ones"),
+        ("llama", {"attention_bias": True}, "attention_bias=True and mlp_bias=False; expected equal values"),
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3 must be a positive divisor"),
         ("llama", {"num_key_value_heads": 2}, r"qkv_proj.weight is \[96, 32\], not \[64, 32\]"),
     ],

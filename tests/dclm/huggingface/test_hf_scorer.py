@@ -76,9 +76,9 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange/config.json").write_text(json.dumps({"model_type": "strange"}))
     for folder, options, said in (
-        ("bert", [], "sees later tokens: it is no causal language model"),
-        ("mamba", [], "cannot be read by transformers either"),
-        ("strange", [], "cannot be read by transformers either"),
+        ("bert", [], "is not a causal language model"),
+        ("mamba", [], "transformers cannot load mamba either"),
+        ("strange", [], "transformers cannot load mamba either"),
         ("gpt2", ["--context_length=257"], "context_length=257 exceeds the model's position table of 256"),
         ("gpt2", ["--masked=pile.jsonl"], "a causal model is asked for masked tokens"),
     ):
@@ -89,7 +89,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
 def test_it_continues_no_text(tmp_path):
     alone = Ranks(0, 1, 0)
     scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, AnswerCache(tmp_path, "test", {}, alone), 5, 64)
-    with pytest.raises(UserError, match="type 'gpt2' scores texts here, and continues none"):
+    with pytest.raises(UserError, match="type 'gpt2' supports scoring only, not generation"):
         scorer.complete([Prompt((1, 2), 3, (), Sampling(0.0, None, None))])
 
 

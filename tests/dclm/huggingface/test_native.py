@@ -1,4 +1,4 @@
-"""Every decoder reaches the library in our own format: grouped keys and values, each branch, masked models."""
+"""Every decoder reaches the library in the native format: grouped keys and values, each branch, masked models."""
 
 import json
 

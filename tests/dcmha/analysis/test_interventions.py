@@ -53,7 +53,7 @@ def test_branches_are_listed_by_what_layers_have():
     assert listed[:5] == [Branch("0", "pre", branch) for branch in BRANCHES]
     assert listed[10:] == [Branch("1", "post", "query gate")]
     plain = DCAttention(32, 4, pre_compose=False, post_compose=False)
-    with pytest.raises(ValueError, match="DCAttention composes no heads"):
+    with pytest.raises(ValueError, match="DCAttention has no layer that composes heads"):
         composition_branches(plain)
 
 
@@ -97,7 +97,7 @@ def test_pooling_is_scaled():
             lambda m: scale_branches(m, {Branch("0", "pre", "base"): 0.0}),
             r"\('0', 'pre', 'base'\) is no branch of the mod",
         ),
-        (lambda m: scale_branches(m, {Branch("1", "pre", "key gate"): 0.0}), "is no branch of the model"),
+        (lambda m: scale_branches(m, {Branch("1", "pre", "key gate"): 0.0}), "is not a branch of the model"),
         (lambda m: scale_heads(m, {"1": torch.ones(4)}), "layer '1' is not in the model; expected 0"),
         (lambda m: scale_heads(m, {"0": torch.ones(5)}), r"factors of '0' have shape \[5\]; expected a tensor \[4\]"),
     ],

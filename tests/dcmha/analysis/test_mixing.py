@@ -73,7 +73,7 @@ def test_effective_ranks():
 
 def test_what_adds_nothing_has_no_shares():
     meter = MixingMeter(4, 1)
-    with pytest.raises(ValueError, match="no composition has been seen"):
+    with pytest.raises(ValueError, match="no composition has been added"):
         meter.mixing()
     meter.add(ComposeWeights(base=torch.zeros(1, 4, 4)))
     mixing = meter.mixing()
@@ -105,5 +105,5 @@ def test_cross_attention_and_what_composes_nothing():
         layer(torch.randn(2, 3, 32), torch.randn(2, 5, 16))
     assert sorted(meters[""]) == ["post", "pre"] and meters[""]["pre"].branches["key gate"].count == 10
     plain = DCAttention(32, 4, pre_compose=False, post_compose=False)
-    with pytest.raises(ValueError, match="DCAttention composes no heads"), measure_mixing(plain):
+    with pytest.raises(ValueError, match="DCAttention has no layer that composes heads"), measure_mixing(plain):
         pass

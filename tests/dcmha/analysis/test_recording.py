@@ -139,7 +139,7 @@ def test_only_while_the_context_is_open():
         layer(torch.randn(1, 3, 32))
         raise RuntimeError("stop")
     first = recorded[""]
-    with record_attention(layer), pytest.raises(ValueError, match="recorded already"), record_attention(layer):
+    with record_attention(layer), pytest.raises(ValueError, match="already being recorded"), record_attention(layer):
         pass
     assert "attend" not in vars(layer)
     layer(torch.randn(1, 3, 32))

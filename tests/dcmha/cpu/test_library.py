@@ -65,7 +65,7 @@ def test_without_a_compiler_everything_works(tmp_path, monkeypatch, caplog):
     assert choice.impl == "compiled"
     assert (
         choice.reason
-        == "'cpu' does not take the call: it needs a C++ compiler (g++, clang++, c++, or CXX), and there is none"
+        == "'cpu' does not support the call: it needs a C++ compiler (g++, clang++, c++, or CXX), and none was found"
     )
     layer = DCAttention(32, 4)
     layer(torch.randn(1, 5, 32)).sum().backward()
@@ -97,7 +97,7 @@ def test_a_compiler_that_fails_is_told(tmp_path, monkeypatch, compiler, reason):
 
 
 def test_a_compiler_that_is_none(monkeypatch):
-    for name, reason in (("no-such-compiler -O2", "CXX=no-such-compiler is no program"), ("g++ 'x", "No closing quot")):
+    for name, reason in (("no-such-compiler -O2", "CXX=no-such-compiler was not found"), ("g++ 'x", "No closing quot")):
         library._load.cache_clear()
         monkeypatch.setenv("CXX", name)
         assert reason in resolve_impl("auto", Q, is_composed=True).reason
@@ -106,7 +106,7 @@ def test_a_compiler_that_is_none(monkeypatch):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "its library cannot be made or kept: " in resolve_impl("auto", Q, is_composed=True).reason
+    assert "its library cannot be built or cached" in resolve_impl("auto", Q, is_composed=True).reason
 
 
 def test_without_a_home(monkeypatch):

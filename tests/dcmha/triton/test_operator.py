@@ -356,7 +356,7 @@ def test_under_autocast():
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
-        (Case(H=65, T=3, S=3), {}, "it composes at most 64 heads together, got 65 heads in 1 groups"),
+        (Case(H=65, T=3, S=3), {}, "it supports at most 64 heads per group, got 65 heads in 1 groups"),
     ],
 )
 def test_what_is_not_covered_is_refused(case, options, message):

@@ -68,7 +68,7 @@ def test_branches_are_named_by_layer_and_composition(model):
     found = branch_parts(model)
     assert list(zip(found.layers, found.names, strict=True))[:2] == [("0", "pre base"), ("0", "pre query projection")]
     assert len(found.names) == 10 + 8
-    with pytest.raises(UserError, match="over=branches: Linear composes no heads"):
+    with pytest.raises(UserError, match="over=branches: Linear has no layer that composes heads"):
         credited(nn.Linear(2, 2), "branches", lambda: torch.zeros(()))
 
 
@@ -100,5 +100,5 @@ def test_orders_are_compared(credits, alone, expected):
     assert found.rank_correlation == (expected if expected is None else pytest.approx(expected, abs=1e-5))
     told = explain_attribution([found], "a number")
     assert ("Rank correlation" in told.text) == (expected is not None)
-    assert ("lost without it alone" in told.text) == (alone is not None)
+    assert ("decrease if disabled" in told.text) == (alone is not None)
     assert [row.alone for row in told.tables["attribution"]] == ([None] * len(credits) if alone is None else alone)

@@ -72,7 +72,7 @@ def test_diversity_of_any_vision_transformer(here, capsys):
         models = [row["model"] for row in csv.DictReader(file)]
     assert set(models) == {"composed", "plain"} and (here / "out/diversity.png").stat().st_size > 10_000
     made(here / "convolutions", "test_resnet")
-    assert "convolutions: ResNet has no attention layers" in mistake(
+    assert "convolutions: ResNet has no supported attention layers" in mistake(
         capsys, run, "explain", "diversity", "--checkpoint=convolutions"
     )
 
@@ -96,7 +96,7 @@ def test_a_class_is_credited_to_patches(here, capsys):
     assert sum(found["patches"]) == pytest.approx(float(whole - grey), abs=0.01)
     for arguments, message in (
         (["--target=10"], "target='10'; expected a class from 0 to 9"),
-        (["--image=none.png"], "the image none.png cannot be read"),
+        (["--image=none.png"], "the image cannot read the image"),
         (["--over=tokens"], "over=['tokens']; expected one or more of branches, heads, patches"),
     ):
         assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
@@ -112,7 +112,7 @@ def test_credits_of_many_images(here, capsys):
     asked = ("explain", "attribute", "--checkpoint=model", "--images=folder:set", "--batch_size=3", "--alone=true")
     run(*asked, "--steps=8", "--limit=60")
     printed = capsys.readouterr().out
-    assert "mean log-probability of the right classes of 10 images of folder:set" in printed
+    assert "mean log-probability of the labels of 10 images of folder:set" in printed
     assert printed.count("Rank correlation of credits") == 2 and "Credits by layer: blocks.0.attn " in printed
     run("explain", "ablate", "--checkpoint=model", "--images=folder:set", "--off=heads")
     with open("ablation/ablation.csv") as file:
@@ -165,7 +165,7 @@ def test_a_pair_of_patches_is_broken_down(here, capsys):
         after = [float(row["value"]) for row in csv.DictReader(file) if row["term"] == "after"]
     assert after == pytest.approx(recorded["blocks.0.attn"].maps.composed_weights[0, :, 6, 1].tolist(), rel=1e-5)
     for arguments, message in (
-        (["--query=16"], "query=16; expected 0 to 15, the patches of 4 x 4"),
+        (["--query=16"], "query=16; expected 0 to 15 for 4 x 4 patches"),
         (["--key=16"], "key=16; expected -16 to 15"),
         (["--layer=3"], "layer=3; expected 0 to 1"),
     ):
