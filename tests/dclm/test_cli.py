@@ -280,18 +280,18 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--model.warmup_fraction=1", "warmup_fraction=1.0 must be in [0, 1)"),
         ("--data.vocab_size=100", "has a vocabulary of 257; data.vocab_size=100 must be at least that"),
         ("--data.context_length=2000", "a sequence needs 2000 and one more"),
-        (f"--data.tokens={tmp_path}/none", "holds no prepared corpus (no manifest.json); see docs/data.md"),
+        (f"--data.tokens={tmp_path}/none", "is not a prepared corpus (no manifest.json); see docs/data.md"),
         (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
         ("--trainer.max_epochs=-1", "the run has no end, which the schedule needs: set trainer.max_epochs or "),
         ("--trainer.max_epoch=3", "--trainer.max_epoch=3"),
         ("--trainer.strategy=nope", "trainer: You selected an invalid strategy name"),
         ("--trainer.devices=0", "trainer: "),
-        ("--trainer.limit_train_batches=0", "trainer.limit_train_batches=0 leaves nothing to train on"),
+        ("--trainer.limit_train_batches=0", "trainer.limit_train_batches=0 leaves no data to train on"),
         ("--trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_algorithm='value'; expected 'norm'"),
         ("--model.overrides={init_std: x}", "init_std='x' must be of type float or None"),
     ):
         assert message in mistake(capsys, "fit", *arguments, option), option
-    assert "--checkpoint must name a checkpoint (NAME.ckpt)" in mistake(capsys, "validate", *arguments)
+    assert "--checkpoint: expected a checkpoint (NAME.ckpt)" in mistake(capsys, "validate", *arguments)
 
 
 def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):

@@ -125,7 +125,7 @@ def test_it_is_written_in_our_own_format(tmp_path):
         ({"cross_layers": 1}, "context_dim=None with cross_layers=1"),
         ({"context_dim": 0, "cross_layers": 1}, "context_dim=0 must be at least 1, or null"),
         ({"context_dim": 8, "cross_layers": 4}, "cross_layers=4 must be from 0 to num_layers=3"),
-        ({"cross_compose": True}, "cross_compose=True without cross_layers"),
+        ({"cross_compose": True}, "cross_compose=True requires cross_layers"),
         ({**LOOKS, "cross_compose": True, "rank": 0, "dynamic_gate": False}, "nothing is left to compose"),
         ({**LOOKS, "context_dim": "8"}, "context_dim='8' must be of type int or None"),
     ],
@@ -142,7 +142,7 @@ def test_mistakes_in_calls():
         looking(ids)
     with pytest.raises(ValueError, match="context: expected None"):
         blind(ids, context=context)
-    with pytest.raises(ValueError, match="context has 2 rows; expected 1, those of the text"):
+    with pytest.raises(ValueError, match="context has 2 rows; expected 1, as in input_ids"):
         looking(ids[:1], context=context)
     with pytest.raises(ValueError, match=r"context has shape \[2, 7, 5\]; expected \[2, tokens, 12\]"):
         looking(ids, context=CrossContext(context.tokens[..., :5]))

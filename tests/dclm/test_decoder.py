@@ -360,5 +360,5 @@ def test_input_that_does_not_fit_is_named():
     assert torch.equal(decoder(ids(2, 9).int()), decoder(ids(2, 9)))
     cache = decoder.make_cache(6)
     decoder.decode(ids(1, 5), cache)
-    with pytest.raises(ValueError, match="the cache holds 6 tokens; 5 are in it and 2 more do not fit"):
+    with pytest.raises(ValueError, match="the cache holds 6 tokens; 5 are used and 2 more do not fit"):
         decoder.decode(ids(1, 2), cache)

@@ -173,7 +173,7 @@ def test_a_call_that_fails_never_leaves_a_cache_silently_wrong():
         (text[:, :1] + 100, "input_ids has token 159"),
         (text[:1, :1], "the cache has 2 rows; got 1"),
         (text[:, :1].float(), "dtype torch.float32; expected"),
-        (text[:, :7], "6 are in it and 7 more do not fit"),
+        (text[:, :7], "6 are used and 7 more do not fit"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.decode(wrong, cache)
@@ -268,13 +268,13 @@ def test_seeds_repeat():
         ([], {}, "input_ids has no prompts"),
         (torch.zeros(2, 0, dtype=torch.long), {}, r"prompt 0 has shape \[0\]"),
         (torch.zeros(3, dtype=torch.long), {}, r"input_ids has shape \[3\]; expected \[B, T\]"),
-        ([[1, 61]], {}, "prompt 0 holds token 61; expected 0 to 60"),
+        ([[1, 61]], {}, "prompt 0 has token 61; expected 0 to 60"),
         ([[-1]], {}, "prompt 0 has token -1"),
         ([[1] * 20], {}, "prompt 0 of 20 tokens and max_new_tokens=5 exceed the position table of 24"),
         ([[1.7, 2.2]], {}, "prompt 0 has dtype torch.float32; expected integer token ids"),
-        (["abc"], {}, "prompt 0 is no sequence of token ids"),
-        ([[2**70]], {}, "prompt 0 is no sequence of token ids"),
-        ([[1]], {"stop_tokens": [61]}, "stop_tokens holds 61; expected integers from 0 to 60"),
+        (["abc"], {}, "prompt 0 is not a sequence of token ids"),
+        ([[2**70]], {}, "prompt 0 is not a sequence of token ids"),
+        ([[1]], {"stop_tokens": [61]}, "stop_tokens has 61; expected integers from 0 to 60"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"top_k": 0}, "top_k=0"),
         ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),

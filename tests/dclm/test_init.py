@@ -51,7 +51,7 @@ def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
     capsys.readouterr()
     run("fit", *common, "--model.lr=0", "--trainer.max_epochs=2", f"--resume={tmp_path / 'new' / 't' / 'version_0'}")
     printed = capsys.readouterr().out
-    assert "weights from" not in printed and f"init={plain} is not used: the run goes on from" in printed
+    assert "weights from" not in printed and f"init={plain} is not used: the run continues from" in printed
     assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "new").items())
 
 
@@ -68,7 +68,7 @@ def test_shards_start_from_the_same_weights(corpus, plain, tmp_path):
     two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
     done = spawn("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, *two, f"--init={plain}")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("starts from") == 1
+    assert done.stdout.count("weights from") == 1
     now = weights(tmp_path / "new")
     assert all(torch.equal(now[name], weight) for name, weight in weights(plain).items())
     assert all(now[name].std() > 0 for name in now if "compose" in name)

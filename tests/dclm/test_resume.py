@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_order_says_so(corpus, tmp_path):
     checkpoint = load_checkpoint(path)
     del checkpoint["TokenDataModule"]["order"]
     torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="ordered sequences otherwise: of this epoch's, some are seen twice"):
+    with pytest.warns(UserWarning, match="different order of sequences: in this epoch some are seen twice"):
         run("fit", *small(corpus, tmp_path), "--trainer.max_epochs=1", f"--resume={path}")
 
 

@@ -110,10 +110,10 @@ def _damage(trained: Path, kind: str) -> None:
     [
         ("missing", "is not a complete checkpoint: its file __0_0.distcp is missing."),
         ("cut off", "is not a complete checkpoint: its file __0_0.distcp is cut off at"),
-        ("flipped", "is damaged: its file __0_0.distcp is not what was written."),
+        ("flipped", "is damaged: its file __0_0.distcp does not match its checksum."),
         ("no index", "is not a complete checkpoint: it has no index.json."),
-        ("index", "index.json is no readable index of a checkpoint (JSONDecodeError"),
-        ("meta", "meta.pt is no readable part of a checkpoint"),
+        ("index", "index.json is not a valid index of a checkpoint (JSONDecodeError"),
+        ("meta", "meta.pt cannot be read"),
     ],
 )
 def test_damaged_ones_are_refused(trained, corpus, tmp_path, capsys, kind, message, command):

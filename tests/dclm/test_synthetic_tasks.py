@@ -94,11 +94,11 @@ def test_files_come_back(tmp_path):
         ("", "has no texts of tasks"),
         ("{", "suite.jsonl:1 is not JSON"),
         ("[1]", "suite.jsonl:1 is not a text of a task"),
-        ('{"task_id": "a"}', "it needs strings 'task_id' and 'texts'"),
+        ('{"task_id": "a"}', "expected strings 'task_id' and 'texts'"),
         ('{"task_id": "a", "texts": "no answer"}', "suite.jsonl:1 has no answer in brackets"),
         ('{"task_id": "a", "texts": "blank [ ]"}', "suite.jsonl:1 has no answer in brackets"),
-        ('{"task_id": "a", "texts": "q [] and [ w ]"}', "suite.jsonl:1 has a bracket that is none of an answer's"),
-        ('{"task_id": "a", "texts": "q [[b]]"}', "suite.jsonl:1 has a bracket that is none of an answer's"),
+        ('{"task_id": "a", "texts": "q [] and [ w ]"}', "suite.jsonl:1 has unmatched brackets"),
+        ('{"task_id": "a", "texts": "q [[b]]"}', "suite.jsonl:1 has unmatched brackets"),
     ],
 )
 def test_files_that_are_no_suite(tmp_path, content, said):

@@ -129,7 +129,7 @@ def test_bad_input():
         layer(x, layer.precompute_kv(context), torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; expected \[B, tokens, 24\]"):
         layer.precompute_kv(x)
-    with pytest.raises(ValueError, match=r"unknown options \['window'\]; expected rank, "):
+    with pytest.raises(ValueError, match=r"unknown options \['window_size'\]; expected rank, "):
         make(window_size=3)
     with pytest.raises(ValueError, match="dim=30 must be divisible by num_heads=4"):
         DCCrossAttention(30, 4)

@@ -39,7 +39,7 @@ def capability(monkeypatch):
         (queries(2, 6, 197, 64, device="cpu"), {}, "cpu", None),
         (queries(2, 6, 1, 64, device="cpu"), {}, "cpu", None),
         (queries(2, 6, 9, 64, device="cpu", dtype=torch.float64), {}, "compiled", "float64"),
-        (queries(2, 6, 9, 64, device="cpu"), {"dropout_p": 0.1}, "compiled", "no dropout"),
+        (queries(2, 6, 9, 64, device="cpu"), {"dropout_p": 0.1}, "compiled", "dropout"),
         (
             queries(2, 6, 9, 64, device="cpu"),
             {"ranks": ComposeRanks(4, 5)},
@@ -100,7 +100,7 @@ def test_a_compiler_takes_the_operator_and_an_exported_program_the_form_that_run
     torch.export.export(Ask(), (q,), strict=False)
     assert choices == [
         ("cpu", None),
-        ("compiled", "'cpu' does not support the call: an exported program must run where its library is not"),
+        ("compiled", "'cpu' does not support the call: an exported program must run without its compiled library"),
     ]
 
 

@@ -136,26 +136,26 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
     ("fields", "said"),
     [
         ({"colour": 1}, "has the unknown field 'colour'; expected title, config, models"),
-        ({"models": None}, "must have the field 'models', a dict; got None"),
-        ({"models": {}}, "models holds none, or an empty name"),
-        ({"models": {"x": A, "y": B, "z": dict(reversed(B.items()))}}, "models 'y' and 'z' are the same run twice"),
-        ({"models": {"x": "a"}}, "'a' is no mapping of arguments to values"),
-        ({"models": {"x": {"data.seed": 1}}}, "data.seed, of 'x', cannot be given: it is set for each run"),
-        ({"arguments": {"name": "x"}}, "name, of all runs, cannot be given"),
-        ({"seeds": [1, 1]}, "seeds=[1, 1] must be at least one"),
-        ({"seeds": [-1]}, "seeds=[-1] must be at least one"),
-        ({"models": {"x": {"data": {"seed": 5}}}}, "data.seed, of 'x', cannot be given"),
-        ({"models": {"x": {"trainer.logger.class_path": "y"}}}, "trainer.logger.class_path, of 'x', cannot be given"),
+        ({"models": None}, "requires the field 'models' of type dict; got None"),
+        ({"models": {}}, "models is empty or has an empty name"),
+        ({"models": {"x": A, "y": B, "z": dict(reversed(B.items()))}}, "models 'y' and 'z' have the same arguments"),
+        ({"models": {"x": "a"}}, "'a' is not a mapping of arguments to values"),
+        ({"models": {"x": {"data.seed": 1}}}, "data.seed of 'x' is not allowed: it is set for each run"),
+        ({"arguments": {"name": "x"}}, "name of all runs is not allowed"),
+        ({"seeds": [1, 1]}, "seeds=[1, 1] must be one or more"),
+        ({"seeds": [-1]}, "seeds=[-1] must be one or more"),
+        ({"models": {"x": {"data": {"seed": 5}}}}, "data.seed of 'x' is not allowed"),
+        ({"models": {"x": {"trainer.logger.class_path": "y"}}}, "trainer.logger.class_path of 'x' is not allowed"),
         ({"models": {"x": {"model.lr": 1}}, "arguments": {"model": {"lr": 2}}}, "it is given for all runs (model.lr)"),
-        ({"seeds": [1, True]}, "seeds=[1, True] must be at least one"),
+        ({"seeds": [1, True]}, "seeds=[1, True] must be one or more"),
         ({"metrics": {}}, "metrics is empty"),
         ({"paper": {"a": "11.7 %"}}, "paper: a='11.7 %' is not a number"),
         ({"families": []}, "families=[] must be a dict"),
-        ({"seeds": []}, "seeds=[] must be at least one"),
-        ({"baseline": "b"}, "baseline='b' is none of the models: a"),
+        ({"seeds": []}, "seeds=[] must be one or more"),
+        ({"baseline": "b"}, "baseline='b' is not one of the models: a"),
         ({"metrics": {"val/loss": "least"}}, "metrics: val/loss='least'; expected min or max"),
-        ({"paper": {"b": 1.0}}, "'b', of paper or families, is none of the models"),
-        ({"families": {"plain": ["b"]}}, "'b', of paper or families, is none of the models"),
+        ({"paper": {"b": 1.0}}, "'b' in paper or families is not one of the models"),
+        ({"families": {"plain": ["b"]}}, "'b' in paper or families is not one of the models"),
         ({"config": "nowhere.yaml"}, "--config=nowhere.yaml does not exist"),
     ],
 )
@@ -206,7 +206,7 @@ def test_bad_arguments(tmp_path, capsys):
     out = ["--out", str(tmp_path / "new")]
     assert "--experiment or --config is required" in refused(capsys, *out)
     experiment = write(tmp_path)
-    assert "config and models cannot be given" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
+    assert "cannot be combined" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
     assert "jobs=0 must be at least 1" in refused(capsys, "--experiment", experiment, "--jobs", "0")
     assert "nowhere.yaml cannot be read" in refused(capsys, "--experiment", "nowhere.yaml", *out)
     assert "holds no finished run" in refused(capsys, "--experiment", experiment, "--report", *out)
@@ -224,7 +224,7 @@ def test_results_by_another_recipe_are_kept_and_refused(tmp_path, capsys):
     out = ["--out", str(tmp_path)]
     assert "a different recipe" in refused(capsys, "--experiment", other, *out)
     other = write(tmp_path, models={"a": B})
-    assert "has a | seed 0 with other arguments: --model.model=" in refused(capsys, "--experiment", other, *out)
+    assert "has a | seed 0 with different arguments: --model.model=" in refused(capsys, "--experiment", other, *out)
     assert (tmp_path / "results.json").read_text() == before
     (tmp_path / "results.json").write_text("{")
     assert "results.json cannot be read" in refused(capsys, "--experiment", experiment, "--out", str(tmp_path))

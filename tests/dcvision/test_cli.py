@@ -321,7 +321,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "fit", *arguments, f"--resume={tmp_path}/nothing")
     assert "error: no checkpoint" in error
     error = mistake(capsys, "validate", *arguments)
-    assert "--checkpoint must name a checkpoint (NAME.ckpt)" in error
+    assert "--checkpoint: expected a checkpoint (NAME.ckpt)" in error
     error = mistake(capsys, "validate", *arguments, "--checkpoint=nofile.ckpt")
     assert "no checkpoint: nofile.ckpt does not exist" in error
     for option, message in (

@@ -222,7 +222,7 @@ def test_mistakes_in_shards(tmp_path):
         index_shard(str(write_shard(tmp_path / "unpaired.tar", samples)))
     samples = numbered_samples(3)
     samples[2]["cls"] = "cat"
-    with pytest.raises(UserError, match=r"0002.cls holds b'cat'; expected a class number"):
+    with pytest.raises(UserError, match=r"0002.cls has b'cat'; expected a class number as text"):
         index_shard(str(write_shard(tmp_path / "named.tar", samples)))
 
 

@@ -152,7 +152,7 @@ def test_a_model_that_gives_nan_has_no_result(here, capsys):
     ("arguments", "message"),
     [
         (["--checkpoint=model"], "nothing to measure; expected images"),
-        (["--checkpoint=none", "--images", "folder:val"], "none is neither a file or folder nor a model of timm's"),
+        (["--checkpoint=none", "--images", "folder:val"], "none is not a file, folder or timm model"),
         (["--checkpoint=model", "--images", "val"], "data set 'val' is unknown; expected digits"),
         (["--checkpoint=model", "--images", "folder:big"], "labels reach 900; the model has 12 classes"),
         (["--checkpoint=model", "--images", "folder:val", "--real=none"], "real=none does not exist"),

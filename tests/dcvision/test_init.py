@@ -90,13 +90,13 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "init", "message"),
     [
-        ("dcvit_digits_patch2_8", "nothing", "nothing is neither a file or folder nor a model of timm's"),
+        ("dcvit_digits_patch2_8", "nothing", "nothing is not a file, folder or timm model"),
         ("dcvit_digits_patch2_8 num_heads=2", None, "has 4 heads in blocks.0.attn; the model has 2"),
         (
             "dcvit_digits_patch2_8 pretrained_cfg_overlay={std: [0.25, 0.25, 0.25]}",
             None,
-            "takes images of mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5]; the model's are of mean [0.5, 0.5, 0.5] and "
-            "std [0.25, 0.25, 0.25]",
+            "normalizes images with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], the model with mean [0.5, 0.5, 0.5] "
+            "and std [0.25, 0.25, 0.25]",
         ),
         ("test_resnet", None, "does not match the model: of its tensors"),
     ],

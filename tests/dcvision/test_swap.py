@@ -295,27 +295,27 @@ def test_names_that_cannot_be_swapped():
     [
         (lambda: timm.create_model("resnet18"), {}, "ResNet has no self-attention to swap"),
         (lambda: timm.create_model("dcvit_digits_patch2_8"), {}, "its layers are DCAttention"),
-        (lambda: timm.create_model("lowformer_b0"), {}, "LowFormer has ConvAttention; supported are ViT"),
+        (lambda: timm.create_model("lowformer_b0"), {}, "ConvAttention; expected a supported family: ViT"),
         (lambda: timm.create_model("xcit_nano_12_p16_224"), {}, "XCA is channel attention"),
         (lambda: timm.create_model("convit_tiny"), {}, "GPSA is gated positional attention"),
         (lambda: timm.create_model("mobilevitv2_050"), {}, "LinearSelfAttention is linear attention"),
         (
             lambda: make_model("pvt_v2_b0"),
             {"window_size": 3},
-            "window_size=3: Attention has windows of its own, or none",
+            "window_size=3: Attention has its own windows, or none",
         ),
         (
             lambda: make_model("cait_xxs24_224"),
             {"num_groups": 2},
-            "num_groups=2: TalkingHeadAttn mixes all heads itself",
+            "num_groups=2: TalkingHeadAttn mixes all heads",
         ),
-        (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; expected some of 0 to 1"),
-        (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, r"layers=\[\] leaves nothing to swap"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": [0, 2]}, r"layers=\[0, 2\]; expected indices 0 to 1"),
+        (lambda: make_model("vit_tiny_patch16_224"), {"layers": []}, r"layers=\[\]: nothing to swap"),
         (lambda: make_model("vit_tiny_patch16_224"), {"layers": [1.0]}, "layers=.*; expected"),
         (
             lambda: swap_attention(make_model("vit_tiny_patch16_224")),
             {},
-            "leaves nothing to swap in VisionTransformer: accepted: some of 0 to 1",
+            "nothing to swap in VisionTransformer; expected indices 0 to 1",
         ),
         (lambda: swap_attention(make_model("vit_tiny_patch16_224")), {"layers": [1]}, r"not swapped yet; \[1\] are"),
         (lambda: make_model("vit_tiny_patch16_224"), {"rank": "2"}, "blocks.0.attn: rank='2' must be an integer"),
@@ -331,7 +331,7 @@ def test_names_that_cannot_be_swapped():
         (
             lambda: make_model("vit_tiny_patch16_224"),
             {"pre_compose": False, "post_compose": False},
-            "nothing to compose",
+            "expected at least one of them to be True",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def test_takes_the_steps_of_one_process(shards, tmp_path, devices, batch_size, r
     [
         ("dcvit_digits_patch2_8", 2, "num_groups=1 cannot be split over 2 ranks"),
         ("mhavit_digits_patch2_8", 3, "num_heads=4 cannot be split over 3 ranks"),
-        ("vit_tiny_patch16_224", 3, "block 0 of Attention and Mlp cannot be split; expected DCAttention"),
+        ("vit_tiny_patch16_224", 3, "block 0 has Attention and Mlp, which cannot be split; expected DCAttention"),
         ("resnet18", 2, "ResNet has no blocks to split"),
     ],
 )

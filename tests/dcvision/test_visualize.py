@@ -43,7 +43,7 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
     for arguments, message in (
         (
             [f"--checkpoint={checkpoint}", f"--image={image}", "--query=16"],
-            "query=16; expected 0 to 15, the",
+            "query=16; expected 0 to 15 for",
         ),
         ([f"--checkpoint={checkpoint}", f"--image={tmp_path}/none.png"], "cannot read the image"),
         ([f"--checkpoint={tmp_path}/nowhere", f"--image={image}"], "no checkpoint"),
@@ -94,7 +94,7 @@ def test_bad_input_during_training(tmp_path, image, capsys):
         ([f"--trainer.callbacks.image={tmp_path}/none.png"], "cannot read the image"),
         ([f"--trainer.callbacks.image={image}", "--trainer.callbacks.query=-1"], "query=-1; expected 0 to 15"),
         ([f"--trainer.callbacks.image={image}", *other], "VisionTransformer has no composed"),
-        ([f"--trainer.callbacks.image={image}", "--trainer.logger=false"], "needs a TensorBoard logger"),
+        ([f"--trainer.callbacks.image={image}", "--trainer.logger=false"], "requires a TensorBoard logger"),
     ):
         with pytest.raises(SystemExit) as exit_info:
             run(

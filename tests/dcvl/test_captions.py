@@ -317,7 +317,7 @@ def test_captions_of_images_that_cannot_be_read_are_left_out(tmp_path, capsys):
     spec = f"shards:{write_shard(tmp_path / 'a.tar', samples)}"
     run("fit", *small(tmp_path), "--trainer.max_steps=1", EXACT[0], f"--trainer.callbacks.data={spec}")
     printed = capsys.readouterr().out
-    assert printed.count("ExactCaptions leaves out an image") == 1 and printed.count("(is: ") == 2
+    assert printed.count("ExactCaptions skips an image") == 1 and printed.count("(is: ") == 2
 
 
 def test_embeddings_are_as_long_under_autocast():
@@ -344,8 +344,8 @@ def test_mistakes_of_the_callbacks(tmp_path, capsys):
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.callbacks.index=-1")
     assert "CrossAttentionImages's index=-1; expected 0 to " in said
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.logger=false")
-    assert "CrossAttentionImages needs a TensorBoard logger" in said
+    assert "CrossAttentionImages requires a TensorBoard logger" in said
     said = mistake(capsys, run, "fit", *small(tmp_path), *EXACT, "--model.caption_weight=0")
-    assert "ExactCaptions is for a model that tells captions" in said
+    assert "ExactCaptions requires a captioner" in said
     none = [*EXACT[:1], "--trainer.callbacks.count=0"]
     assert "count=0 must be at least 1" in mistake(capsys, run, "fit", *small(tmp_path), *none)

@@ -202,7 +202,7 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
         (["caption", "--images=bad.png"], "cannot read the image bad.png"),
         (["caption", "--images=bad.png", "--temperature=-1"], "temperature=-1"),
         (["caption", "--images=bad.png", "--num_beams=0"], "num_beams=0"),
-        (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; expected a file whose name ends in .npy"),
+        (["embed", "--images=bad.png", "--out=e.txt"], "out=e.txt; expected a file name that ends in .npy"),
         (
             ["visualize", "--image=bad.png", "--out=o", "--text=" + " ".join(["small"] * 20)],
             "longer than the 16 tokens",
@@ -211,7 +211,7 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
             ["visualize", "--image=bad.png", "--out=o", "--text=a small dog"],
             "the tokenizer cannot encode",
         ),
-        (["classify", "--images=digits", "--classes=ten.txt"], "'a photo of a a' holds what the tokenizer has no"),
+        (["classify", "--images=digits", "--classes=ten.txt"], "the tokenizer cannot encode 'a photo of a a'"),
         (["classify", "--images=digits", "--classes=gap.txt"], "classes=gap.txt has an empty line"),
         (["retrieve", "--images=bad.png"], "text and texts: expected one of the two"),
         (["retrieve", "--images=bad.png", "--texts=none.txt"], "cannot read texts=none.txt"),

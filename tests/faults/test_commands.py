@@ -150,7 +150,7 @@ def test_corpora_and_shards_are_verified(tmp_path, capsys):
     shard.write_bytes(content)
     error = mistake(capsys, run, "verify", f"--folder={tmp_path}/shards")
     assert "1 of 2 files are missing or changed: train-0001.tar has changed" in error
-    assert "holds no *-manifest.json" in mistake(capsys, run, "verify", f"--folder={tmp_path}/images")
+    assert "has no *-manifest.json" in mistake(capsys, run, "verify", f"--folder={tmp_path}/images")
 
 
 def validation_tar(tmp_path: Path) -> list[str]:

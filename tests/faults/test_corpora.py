@@ -48,7 +48,7 @@ def test_the_tokenizer_of_a_corpus_is_kept(corpus, tmp_path, capsys):
     del known["tokenizer_sha256"]  # as of corpora that were made before
     manifest.write_text(json.dumps(known))
     said = mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
-    assert "tokenizer.json is missing: the tokens are of a vocabulary of" in said
+    assert "tokenizer.json is missing: the tokens have a vocabulary of" in said
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_outputs_are_checked_before_the_work(trained, tmp_path, capsys):
     arguments, checkpoint = trained
     (tmp_path / "file").touch()
     (tmp_path / "device").symlink_to("/dev/null")
-    for out, message in (("", "is a folder"), ("device", "no regular file"), ("file/x.csv", "no folder")):
+    for out, message in (("", "is a folder"), ("device", "is not a regular file"), ("file/x.csv", "not a folder")):
         error = mistake(capsys, run, "predict", *arguments, checkpoint, f"--out={tmp_path / out}")
         assert f"out={tmp_path / out}".rstrip("/") in error and message in error
 

@@ -89,7 +89,7 @@ def test_damaged_curves_are_told_and_kept(tmp_path, rows):
     ("text", "message"),
     [
         ("model: {lr: 0.5}\nmodel: {weight_decay: 0.2}\n", "line 1: 'model' is given twice"),
-        ("model:\n  lr: 1\n  lr: 2\n", "line 2: 'lr' stands twice"),
+        ("model:\n  lr: 1\n  lr: 2\n", "line 2: 'lr' is given twice"),
         ("model: 5\n", "model must be a mapping of settings"),
         ("data: []\n", "data must be a mapping of settings"),
     ],

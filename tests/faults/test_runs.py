@@ -102,9 +102,9 @@ def test_settings_that_may_change_on_a_resume_hold_and_are_recorded(shards, tmp_
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("--model.decay_all=true", "decay_all=True cannot change in the middle of a run"),
+        ("--model.decay_all=true", "decay_all=True cannot change when a run is resumed"),
         ("--data.seed=5", "was trained with seed=0, this run has 5"),
-        ("--model.model_kwargs={depth: 3}", "the checkpoint is of another architecture"),
+        ("--model.model_kwargs={depth: 3}", "the checkpoint has a different architecture"),
         ("--data.train=digits", "was trained with num_samples=40, this run has 1437"),
     ],
 )

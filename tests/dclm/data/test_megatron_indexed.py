@@ -77,8 +77,8 @@ def test_what_does_not_fit_is_named(tmp_path):
     index, tokens = tmp_path / "a.idx", tmp_path / "a.bin"
     whole, words = index.read_bytes(), tokens.read_bytes()
     for content, message in (
-        (b"{" + whole[1:], "is no index of Megatron's format"),
-        (whole[:20], "is no index of Megatron's format"),
+        (b"{" + whole[1:], "is not an index in Megatron's format"),
+        (whole[:20], "is not an index in Megatron's format"),
         (whole[:-8], "marks of documents take"),
         (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8; expected version 1"),
         (whole[:17] + b"\x06" + whole[18:], "has version 1 and dtype code 6; expected version 1"),

@@ -231,8 +231,8 @@ def test_what_is_cut_is_told(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "checkpoint must name at least one model, or compare"),
-        (["--checkpoint=model"], "nothing to measure: name texts, spans, suites, masked or tasks"),
+        ([], "checkpoint: expected at least one model"),
+        (["--checkpoint=model"], "nothing to measure; expected texts, spans, suites, masked or tasks"),
         (["--texts", "pile.jsonl"], "checkpoint=[]: expected at least one model"),
         (["--checkpoint=none", "--texts", "pile.jsonl"], "no checkpoint"),
         (["--checkpoint=model", "--texts", "none.txt"], "input none.txt does not exist"),
@@ -245,7 +245,7 @@ def test_what_is_cut_is_told(here, capsys):
         (["--checkpoint=model", "--texts", "pile.jsonl", "pile.jsonl"], "pile.jsonl is given twice"),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--device=gpu"], "device='gpu' is unknown"),
         (["--checkpoint=model", "--texts", "pile.jsonl", "--dtype=int8"], "dtype='int8'; expected float32, bfloat16"),
-        (["--checkpoint=model", "--spans", "pile.jsonl"], "pile.jsonl, line 1: no text under 'prompt'"),
+        (["--checkpoint=model", "--spans", "pile.jsonl"], "pile.jsonl, line 1: no text with key 'prompt'"),
         (["--checkpoint=model", "--spans", "flan.jsonl", "--target_key=x"], "flan.jsonl, line 1: no text with key 'x'"),
         (
             ["--checkpoint=model", "--spans", "empty.jsonl"],

@@ -66,7 +66,7 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
         (("evaluate", "--texts", "short.txt"), "the model is bidirectional"),
         (("evaluate", "--masked", "short.txt", "--mask_fraction=2"), "mask_fraction=2.0 must be in"),
         (("evaluate", "--masked", "empty.txt"), "has too little text to score"),
-        (("evaluate", "--masked", "short.txt", "--checkpoint=causal"), "a causal model is asked for masked tokens"),
+        (("evaluate", "--masked", "short.txt", "--checkpoint=causal"), "masked requires a bidirectional model"),
         (("generate", "--prompt=a"), "the model is bidirectional"),
     ):
         command, *options = args

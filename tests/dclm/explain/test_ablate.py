@@ -143,4 +143,4 @@ def test_what_explain_can_do(capsys):
     assert "dclm explain requires a second word; expected ablate, attribute" in mistake(capsys, run, "explain")
     assert "'circuit' is unknown to dclm explain; expected ablate, attr" in mistake(capsys, run, "explain", "circuit")
     run("explain", "--help")
-    assert "ablate    Measure a trained model without" in capsys.readouterr().out
+    assert "ablate    Evaluate a trained model with" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_a_target_of_ones_own(here, capsys):
     ("arguments", "message"),
     [
         (["--target= selfish"], "target=' selfish' is "),
-        (["--target=the"], "expected one; ' the' is one"),
+        (["--target=the"], "expected one; ' the' is a single token"),
         ([f"--prompt={PROMPT} ", "--target=self.x"], "The trailing space of the prompt is part of the target."),
         (["--over=layers"], "over=['layers']; expected one or more of branches, heads, tokens"),
         (["--steps=0"], "steps=0"),
@@ -104,8 +104,8 @@ def test_many_predictions(here, capsys, kind):
     assert sum(float(row["value"]) for row in rows) == pytest.approx(change, abs=1e-3)
     assert -1 <= float(heads["rank_correlation"]) <= 1
     assert float(branches["whole"]) == pytest.approx(float(heads["whole"]))
-    assert "mean log-probability of" in printed and "Credits by layer: blocks.0.attn " in printed
-    assert printed.count("Rank correlation of credits") == 2
+    assert "mean log-probability of" in printed and "Attributions by layer: blocks.0.attn " in printed
+    assert printed.count("Rank correlation of attributions") == 2
 
 
 def test_batches_do_not_matter(here):
@@ -120,14 +120,14 @@ def test_batches_do_not_matter(here):
 def test_a_suite_is_drawn_from(here, capsys):
     write_records(here / "data.jsonl", [{"task_id": str(i), "texts": f"a is [ b ]\n{i} is [ c ]\n"} for i in range(9)])
     run("explain", "attribute", "--checkpoint=model", "--suite=data.jsonl", "--limit=2", "--over=heads", "--steps=1")
-    assert f"mean log-probability of{2 * 2} tokens of data.jsonl" in capsys.readouterr().out
+    assert f"mean log-probability of {2 * 2} tokens of data.jsonl" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "nothing given; expected one of prompt, texts, suite"),
-        (["--prompt=a", "--texts=b"], "prompt and texts asked; expected one of prompt, texts, suite"),
+        (["--prompt=a", "--texts=b"], "prompt and texts given; expected one of prompt, texts, suite"),
         (["--texts=b", "--target=c"], "target='c' requires a prompt"),
         (["--texts=b", "--over=tokens"], "over=['tokens']; expected one or more of branches, heads"),
         (["--texts=empty.txt"], "texts=empty.txt has no text"),

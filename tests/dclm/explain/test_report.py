@@ -118,7 +118,7 @@ def test_all_heads_of_a_layer_are_side_by_side(page, recorded):
 def test_plain_models_have_a_page(here):
     run("explain", "report", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
     text = (here / "report.html").read_text(encoding="utf-8")
-    assert "Plain attention: there is no composition to break down." in text
+    assert "Plain attention: the model has no composition." in text
     assert text.count("<svg ") == 2 and '"name": "blocks.1.attn"' in text
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
         ("mamba", [], "transformers cannot load mamba either"),
         ("strange", [], "transformers cannot load mamba either"),
         ("gpt2", ["--context_length=257"], "context_length=257 exceeds the model's position table of 256"),
-        ("gpt2", ["--masked=pile.jsonl"], "a causal model is asked for masked tokens"),
+        ("gpt2", ["--masked=pile.jsonl"], "masked requires a bidirectional model"),
     ):
         said_now = mistake(capsys, f"--checkpoint={folder}", "--texts", "pile.jsonl", "--out=out", *options)
         assert said in said_now, (folder, said_now)

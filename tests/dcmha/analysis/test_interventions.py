@@ -95,7 +95,7 @@ def test_pooling_is_scaled():
     [
         (
             lambda m: scale_branches(m, {Branch("0", "pre", "base"): 0.0}),
-            r"\('0', 'pre', 'base'\) is no branch of the mod",
+            r"\('0', 'pre', 'base'\) is not a branch of the mod",
         ),
         (lambda m: scale_branches(m, {Branch("1", "pre", "key gate"): 0.0}), "is not a branch of the model"),
         (lambda m: scale_heads(m, {"1": torch.ones(4)}), "layer '1' is not in the model; expected 0"),

@@ -121,7 +121,7 @@ def test_a_cross_attention_is_broken_down():
         (("pre", 7, 0), "query=7; expected -7 to 6"),
         (("pre", 0, -8), "key=-8; expected -7 to 6"),
         (("pre", 0, 0, 2), "batch=2; expected -2 to 1"),
-        (("post", 0, 0), "composition='post', which this layer does not have"),
+        (("post", 0, 0), "composition='post' is disabled in this layer"),
         (("both", 0, 0), "composition='both'; expected 'pre', 'post'"),
     ],
 )

@@ -113,7 +113,7 @@ def test_credits_of_many_images(here, capsys):
     run(*asked, "--steps=8", "--limit=60")
     printed = capsys.readouterr().out
     assert "mean log-probability of the labels of 10 images of folder:set" in printed
-    assert printed.count("Rank correlation of credits") == 2 and "Credits by layer: blocks.0.attn " in printed
+    assert printed.count("Rank correlation of attributions") == 2 and "Attributions by layer: blocks.0.attn " in printed
     run("explain", "ablate", "--checkpoint=model", "--images=folder:set", "--off=heads")
     with open("ablation/ablation.csv") as file:
         lost = {row["without"]: float(row["worse_by"]) for row in csv.DictReader(file) if row["metric"] == "loss"}
