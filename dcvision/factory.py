@@ -11,7 +11,7 @@ from torch import nn
 
 from dctrain.errors import UserError, as_user_error
 
-from .swap import swap_attention
+from .swap import current_names, swap_attention
 
 
 def build_model(
@@ -26,7 +26,7 @@ def build_model(
         if model_kwargs:
             raise UserError(f"model_kwargs={model_kwargs} require the name of a model; got a module.")
         with as_user_error(f"swap={swap}"):
-            return name if swap is None else swap_attention(name, **swap)
+            return name if swap is None else swap_attention(name, **current_names(swap))
     _check_sizes(name, image_size, model_kwargs)
     is_saved = name.startswith(("local-dir:", "hf-hub:"))
     if not is_saved and not timm.is_model(name):
@@ -41,7 +41,7 @@ def build_model(
         model = timm.create_model(**arguments)
     _check_patches(model, image_size)
     with as_user_error(f"swap={swap}"):
-        return model if swap is None else swap_attention(model, **swap)
+        return model if swap is None else swap_attention(model, **current_names(swap))
 
 
 def _check_patches(model: nn.Module, image_size: int) -> None:

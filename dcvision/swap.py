@@ -128,7 +128,7 @@ def dcmha_swapped(
     if pretrained_model_args is None:
         model = timm.create_model(base, pretrained, pretrained_cfg, **kwargs)
         for options in swaps:
-            swap_attention(model, **options)
+            swap_attention(model, **current_names(options))
         return model
     return build_model_with_cfg(
         partial(_rebuild, base, swaps),
@@ -151,8 +151,13 @@ def _rebuild(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
     for options in swaps:
         options = options | {"pooling": options.get("pooling", False) and has_pooling}
         if options["pooling"] or _choose(model, attention_names(model), options.get("layers")):
-            swap_attention(model, **options)
+            swap_attention(model, **current_names(options))
     return model
+
+
+def current_names(options: dict) -> dict:
+    """Rename the option `window` of runs and models saved before it was called `window_size`."""
+    return {"window_size" if name == "window" else name: value for name, value in options.items()}
 
 
 def fit_weights(weights: dict, model: nn.Module, base: str) -> dict:

@@ -282,7 +282,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
         ("--data.context_length=2000", "a sequence needs 2000 and one more"),
         (f"--data.tokens={tmp_path}/none", "is not a prepared corpus (no manifest.json); see docs/data.md"),
         (f"--resume={tmp_path}/nothing", "error: no checkpoint"),
-        ("--trainer.max_epochs=-1", "the run has no end, which the schedule needs: set trainer.max_epochs or "),
+        ("--trainer.max_epochs=-1", "the run has no limit, which the schedule requires: set trainer.max_epochs or "),
         ("--trainer.max_epoch=3", "--trainer.max_epoch=3"),
         ("--trainer.strategy=nope", "trainer: You selected an invalid strategy name"),
         ("--trainer.devices=0", "trainer: "),

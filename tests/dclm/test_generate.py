@@ -182,7 +182,7 @@ def test_a_call_that_fails_never_leaves_a_cache_silently_wrong():
     decoder.norm = None
     with pytest.raises(TypeError):
         decoder.decode(text[:, 11:], cache)
-    with pytest.raises(ValueError, match="a call that failed left the cache half written"):
+    with pytest.raises(ValueError, match="an earlier call failed and left the cache incomplete"):
         decoder.decode(text[:, 11:], cache)
 
 

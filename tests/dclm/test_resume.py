@@ -102,7 +102,7 @@ def test_two_processes_stop_together_and_one_goes_on(corpus, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
     stopped = spawn("fit", *small(corpus, tmp_path), *two, *record(tmp_path / "a", at=25, rank=1))
     assert stopped.returncode == 0, stopped.stderr
-    assert "stopped by SIGTERM; go on with --resume" in stopped.stdout
+    assert "stopped by SIGTERM; continue with --resume" in stopped.stdout
     seen = [i for rank in (0, 1) for b, r in read(tmp_path / "a", rank).items() if b >= 20 for i in r["samples"]]
     assert len(set(seen)) == 20
     with pytest.warns(UserWarning, match="global batch changed from 2 to 4 sequences"):

@@ -109,7 +109,7 @@ def _damage(trained: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("missing", "is not a complete checkpoint: its file __0_0.distcp is missing."),
-        ("cut off", "is not a complete checkpoint: its file __0_0.distcp is cut off at"),
+        ("cut off", "is not a complete checkpoint: its file __0_0.distcp is truncated at"),
         ("flipped", "is damaged: its file __0_0.distcp does not match its checksum."),
         ("no index", "is not a complete checkpoint: it has no index.json."),
         ("index", "index.json is not a valid index of a checkpoint (JSONDecodeError"),

@@ -116,7 +116,7 @@ def test_the_command_overwrites_nothing(tmp_path, capsys):
     assert "888 texts of 74 tasks" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["suite", "--out", out])
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "named"), [(["--out="], "out=''"), (["--out=a.jsonl", "--seed=-1"], "seed=-1")])

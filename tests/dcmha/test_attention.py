@@ -268,7 +268,7 @@ def test_documents_do_not_see_each_other():
         layer(x, cache=GrowingCache())
     with pytest.raises(ValueError, match="attn_mask and cache cannot be combined"):
         layer(x, torch.ones(9, 9, dtype=torch.bool), is_causal=True, cache=GrowingCache())
-    with pytest.raises(ValueError, match="the cache is of a layer with window_size=None; got one with window_size=5"):
+    with pytest.raises(ValueError, match="the cache is for window_size=None; got a layer with 5"):
         layer(x, is_causal=True, cache=GrowingCache())
 
 

@@ -209,9 +209,9 @@ def test_bad_arguments(tmp_path, capsys):
     assert "cannot be combined" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
     assert "jobs=0 must be at least 1" in refused(capsys, "--experiment", experiment, "--jobs", "0")
     assert "nowhere.yaml cannot be read" in refused(capsys, "--experiment", "nowhere.yaml", *out)
-    assert "holds no finished run" in refused(capsys, "--experiment", experiment, "--report", *out)
+    assert "has no finished run" in refused(capsys, "--experiment", experiment, "--report", *out)
     recipe = ["--config", CONFIG, "--models", "a", *out]
-    assert "trainer.logger, of all runs, cannot be given" in refused(capsys, *recipe, "--", "--trainer.logger=x")
+    assert "trainer.logger of all runs is not allowed" in refused(capsys, *recipe, "--", "--trainer.logger=x")
     assert "the folder /proc/nowhere" in refused(capsys, "--experiment", experiment, "--out", "/proc/nowhere")
 
 
@@ -355,13 +355,13 @@ def test_the_report(tmp_path):
     assert first.startswith("| a | 2 | 7 | 2000.00 | 5 | 60.00 (14.14) | 65.00 | - | - |")
     assert f"| 45.00 (7.07) | 45.00 | {interval} |" in second and second.endswith("| 4.50 |")
     assert third.startswith("| one validation | 1 |") and "| -15.00 | - |" in third
-    assert "Not finished: one validation | seed 1" in table and "Ran on: a CPU, torch 2, commit abc" in table
-    assert "val/top1: intervals count seeds alone, not the evaluation's own noise" in table
+    assert "Not finished: one validation | seed 1" in table and "Hardware: a CPU, torch 2, commit abc" in table
+    assert "val/top1: intervals include the variation over seeds only" in table
     for run in experiment.runs:
         write_items(run_items(tmp_path, experiment, run), {"val/top1": named([1, 0, run.model == "a"])})
     counted = write_report(experiment, results, tmp_path)
-    assert "val/top1: intervals count seeds and the 3 items of the evaluation." in counted
-    assert "val/loss: intervals count seeds alone" in counted
+    assert "val/top1: intervals include the variation over seeds and the 3 items of the evaluation." in counted
+    assert "val/loss: intervals include the variation over seeds only" in counted
     with open(tmp_path / "table.csv") as file:
         rows = list(csv.DictReader(file))
     assert float(rows[1]["val/top1 high"]) - float(rows[1]["val/top1 low"]) >= 2 * 100 * 3 / 3

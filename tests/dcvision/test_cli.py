@@ -325,23 +325,23 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     error = mistake(capsys, "validate", *arguments, "--checkpoint=nofile.ckpt")
     assert "no checkpoint: nofile.ckpt does not exist" in error
     for option, message in (
-        ("--model.model=dcmha_swapped", "is for loading; to train, name the base"),
+        ("--model.model=dcmha_swapped", "is for loading only; to train, set the base"),
         ("--model.swap.rank=2", "its layers are DCAttention"),
         ("--model.model=local-dir:nowhere", "model 'local-dir:nowhere' cannot be built"),
         ("--model.swap.model=1", "multiple values for argument 'model'"),
-        ("--model.model_kwargs.features_only=true", "features_only=True gives no classifier"),
+        ("--model.model_kwargs.features_only=true", "features_only=True has no classifier"),
         ("--model.lr=-1", "lr=-1.0 must be in [0, 1e+06]"),
         ("--model.betas=[0.9,1.5]", "betas=[0.9, 1.5]"),
         ("--model.ema_decay=2", "ema_decay=2.0 must be in (0, 1)"),
         ("--data.randaugment_magnitude=50", "randaugment_magnitude=50 in [0, 30]"),
         ("--data.num_classes=1", "num_classes=1 must be at least 2"),
         ("--checkpoint_every_n_steps=0", "checkpoint_every_n_steps=0 must be at least 1"),
-        ("--data.train=shards:", "data set 'shards:' is unknown; accepted:"),
+        ("--data.train=shards:", "data set 'shards:' is unknown; expected"),
     ):
         assert message in mistake(capsys, "fit", *arguments, option), option
     other, out = tmp_path / "other.ckpt", [f"--out={tmp_path / 'out'}"]
     torch.save({"hyper_parameters": {"model": "dcformer_pp_405m"}, "state_dict": {}}, other)
-    assert "it holds no image model" in mistake(capsys, "export", f"--checkpoint={other}", *out)
+    assert "it has no image model" in mistake(capsys, "export", f"--checkpoint={other}", *out)
     error = mistake(capsys, "export", f"--checkpoint={tmp_path}/no.ckpt", *out)
     assert "does not exist" in error
 

@@ -128,16 +128,16 @@ def test_mistakes(folder, tmp_path, make):
     (tmp_path / "flat").mkdir()
     make("--folder", tmp_path / "flat", *common, fails="has no class folders; expected")
     (folder / "n04").mkdir()
-    make("--folder", folder, *common, fails="n04 holds no image")
+    make("--folder", folder, *common, fails="n04 has no image")
     (folder / "n04").rmdir()
     make(
         "--folder", folder, "--out", tmp_path / "out", "--num_shards", 99, fails="--num_shards=99 must be between 1 and"
     )
-    make("--validation_tar", tmp_path / "no.tar", *common, fails="--validation_tar must name a file")
+    make("--validation_tar", tmp_path / "no.tar", *common, fails="expected a file")
     (folder / "n01" / "n01.v1_0.jpg").write_bytes(b"x")
-    make("--folder", folder, *common, fails="two images would be sample n01/n01_v1_0")
-    make("--folder", folder, "--classes", "x", *common, fails="--classes and --devkit_meta belong to --validation_tar")
-    make(*common, fails="--folder or --validation_tar must name the images")
+    make("--folder", folder, *common, fails="two images have the key n01/n01_v1_0")
+    make("--folder", folder, "--classes", "x", *common, fails="--classes and --devkit_meta require --validation_tar")
+    make(*common, fails="--folder and --validation_tar: expected one of them")
     assert not list((tmp_path / "out").glob("*.tar"))
 
 

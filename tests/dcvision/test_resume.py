@@ -114,7 +114,7 @@ def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signal
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=12, rank=signalled_rank)
     stopped = spawn("fit", *small(shards, tmp_path / "parts"), *two, *stopping)
     assert stopped.returncode == 0, stopped.stderr
-    assert "stopped by SIGTERM; go on with --resume" in stopped.stdout
+    assert "stopped by SIGTERM; continue with --resume" in stopped.stdout
     folder = tmp_path / "parts" / "t" / "version_0"
     assert newest_checkpoint(folder).name == "last-step=20.ckpt"  # ranks agree every ten steps
     resumed = spawn("fit", *small(shards, tmp_path / "parts"), *two, *record(tmp_path / "parts"), f"--resume={folder}")

@@ -15,6 +15,7 @@ from torch import nn
 
 from dcmha import DCAttention, DCCrossAttention
 from dcvision import swap_attention
+from dcvision.factory import build_model
 
 MODELS = {  # one of each family, and the forms in which families differ: norms, biases, rotations, prefix tokens
     "vit_tiny_patch16_224": {"img_size": 32, "depth": 2},
@@ -213,6 +214,14 @@ def test_made_and_loaded_by_timm(tmp_path):
         assert loaded.blocks[0].attn.options.rank == 1 and not loaded.blocks[1].attn.options.post_compose
     by_hand = swap_attention(VisionTransformer(img_size=32, depth=1))
     assert isinstance(by_hand.blocks[0].attn, DCAttention)
+
+
+def test_options_saved_under_an_earlier_name():
+    """`window_size` was `window` in runs and models saved before it was renamed."""
+    kwargs = {"num_classes": 5, "img_size": 32, "depth": 2}
+    by_timm = timm.create_model("dcmha_swapped", base="vit_tiny_patch16_224", swaps=[{"window": 3}], **kwargs)
+    by_run = build_model("vit_tiny_patch16_224", 5, 32, {"depth": 2}, {"window": 3})
+    assert [block.attn.window for model in (by_timm, by_run) for block in model.blocks] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

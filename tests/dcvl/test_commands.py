@@ -242,12 +242,12 @@ def test_mistakes_of_models(trained, tmp_path, capsys):
     picture = f"--image={pictures(trained)[0]}"
     assert "tells no captions" in mistake(capsys, run, "visualize", matcher, picture, f"--out={tmp_path / 'look'}")
     out = f"--out={trained / 'exported'}"
-    assert "exists already; nothing was overwritten" in mistake(capsys, run, "export", matcher, out)
+    assert "already exists; nothing was overwritten" in mistake(capsys, run, "export", matcher, out)
     config = json.loads((trained / "exported/config.json").read_text())
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text(json.dumps(config | {"format": "x"}))
     other = f"--checkpoint={tmp_path / 'other'}"
-    assert "is of another format" in mistake(capsys, run, "embed", other, "--images", source)
+    assert "has a different format" in mistake(capsys, run, "embed", other, "--images", source)
     assert "does not exist" in mistake(capsys, run, "embed", "--checkpoint=none", "--images", source)
 
 

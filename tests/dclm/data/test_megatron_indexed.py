@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     for content, message in (
         (b"{" + whole[1:], "is not an index in Megatron's format"),
         (whole[:20], "is not an index in Megatron's format"),
-        (whole[:-8], "marks of documents take"),
+        (whole[:-8], "document boundaries require"),
         (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8; expected version 1"),
         (whole[:17] + b"\x06" + whole[18:], "has version 1 and dtype code 6; expected version 1"),
     ):
@@ -88,11 +88,11 @@ def test_what_does_not_fit_is_named(tmp_path):
             module(train, val)
     index.write_bytes(whole)
     tokens.write_bytes(words[:-2])
-    with pytest.raises(UserError, match="the two are of different data, or one is damaged"):
+    with pytest.raises(UserError, match="the files do not belong together"):
         module(train, val)
     write_indexed(tmp_path / "a", [[[300] * 40]])
     data = module(train, val)
-    with pytest.raises(UserError, match="holds token 300 near token 0; expected 0 to 256"):
+    with pytest.raises(UserError, match="has token 300 near token 0; expected 0 to 256"):
         data.train_samples[data.train_dataloader().batch_sampler.__iter__().__next__()[0]]
 
 

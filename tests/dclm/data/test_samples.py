@@ -189,7 +189,7 @@ def test_the_model_of_a_run_has_as_many_rows(tmp_path):
     [
         ({"vocab_size": 300, "vocab_multiple": 2}, "vocab_size=300 and vocab_multiple=2 are both given"),
         ({"vocab_multiple": 0}, "vocab_size=None and vocab_multiple=0 must be at least 1"),
-        ({"tokens": "none"}, "none not a prepared corpus"),
+        ({"tokens": "none"}, "is not a prepared corpus"),
         ({"tokens": "idxmap:none"}, "data.tokenizer is"),
     ],
 )

@@ -310,20 +310,20 @@ def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
     with pytest.raises(ValueError, match="cannot be read as tensors"):
         dclm.load_pretrained(lg)
     assert not (tmp_path / "executed").exists()
-    for content, message in (([torch.zeros(2)], "something else"), ({"state_dict": {}}, "something else")):
+    for content, message in (([torch.zeros(2)], "content other"), ({"state_dict": {}}, "content other")):
         torch.save(content, lg / "pytorch_model.bin")
-        with pytest.raises(ValueError, match=f"holds {message} than named tensors"):
+        with pytest.raises(ValueError, match=f"has {message} than named tensors"):
             dclm.load_pretrained(lg)
     (lg / "pytorch_model.bin").unlink()
     (lg / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"lacks the shards \['model-1.safetensors'\]"):
         dclm.load_pretrained(lg)
-    for text, message in (("{}", "has no weight_map"), ("[]", "is no JSON object"), ("{", "index.json is no JSON")):
+    for text, message in (("{}", "has no weight_map"), ("[]", "is not a JSON object"), ("{", "index.json is not JSON")):
         (lg / "model.safetensors.index.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             dclm.load_pretrained(lg)
     (lg / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="config.json is no JSON object"):
+    with pytest.raises(ValueError, match="config.json is not a JSON object"):
         dclm.load_pretrained(lg)
 
 

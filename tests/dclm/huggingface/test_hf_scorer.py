@@ -78,7 +78,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
     for folder, options, said in (
         ("bert", [], "is not a causal language model"),
         ("mamba", [], "transformers cannot load mamba either"),
-        ("strange", [], "transformers cannot load mamba either"),
+        ("strange", [], "transformers cannot load strange either"),
         ("gpt2", ["--context_length=257"], "context_length=257 exceeds the model's position table of 256"),
         ("gpt2", ["--masked=pile.jsonl"], "masked requires a bidirectional model"),
     ):

@@ -129,9 +129,9 @@ def test_credits_of_many_images(here, capsys):
     for row in rows:
         assert float(row["alone"]) == pytest.approx(lost[f"{row['name']} of {row['layer']}"], abs=1e-6)
     for arguments, message in (
-        ([], "nothing is asked; expected one of them"),
-        (["--image=a.png", "--images=digits"], "image and images are asked"),
-        (["--images=digits", "--target=3"], "target='3' is of one image"),
+        ([], "no image is given; expected one of them"),
+        (["--image=a.png", "--images=digits"], "image and images are both given"),
+        (["--images=digits", "--target=3"], "target='3' requires image"),
         (["--images=digits", "--over=patches"], "over=['patches']; expected one or more of branches, heads"),
     ):
         assert message in mistake(capsys, run, *asked[:3], *arguments)
@@ -204,7 +204,7 @@ def test_a_page_of_an_image(here):
         run("explain", "report", *asked)
         text = Path(f"{name}.html").read_text()
         assert text.count("<svg ") == pictures and "http" not in text
-        assert ("Plain attention: there is no composition" in text) == (name == "plain")
+        assert ("Plain attention: the model has no composition" in text) == (name == "plain")
     assert "no attention layers that can be recorded" in text
 
 
