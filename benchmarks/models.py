@@ -1,4 +1,4 @@
-"""What the benchmarks of language models share: a composed decoder and its plain twins, measured in turn."""
+"""What the benchmarks of language models share: a composed decoder and its MHA baselines, measured in turn."""
 
 import argparse
 import json
