@@ -129,15 +129,15 @@ def _draw_layer(name: str, one: Recorded, view: AttentionView) -> Figure:
     if one.post_composition is not None:
         maps["post-composed"] = one.maps.composed_weights
     pixels, grid, prefix, query = view.pixels, view.grid, view.prefix, view.query
-    looks = {label: weights[0, :, prefix + query, prefix:].cpu().unflatten(-1, grid) for label, weights in maps.items()}
-    heads = len(looks["uncomposed"])
-    limit = max(float(values.abs().max()) for values in looks.values())
-    figure = Figure(figsize=(max(6.0, 1.6 * (heads + 1)), 1.8 * len(looks) + 0.3), layout="constrained")
+    grids = {label: weights[0, :, prefix + query, prefix:].cpu().unflatten(-1, grid) for label, weights in maps.items()}
+    heads = len(grids["uncomposed"])
+    limit = max(float(values.abs().max()) for values in grids.values())
+    figure = Figure(figsize=(max(6.0, 1.6 * (heads + 1)), 1.8 * len(grids) + 0.3), layout="constrained")
     figure.suptitle(f"{name}: attention of patch {query} (red: positive, blue: negative)", fontsize=11)
-    axes = figure.subplots(len(looks), heads + 1, squeeze=False)
+    axes = figure.subplots(len(grids), heads + 1, squeeze=False)
     height, width = pixels.shape[1] / grid[0], pixels.shape[2] / grid[1]
     row, column = divmod(query, grid[1])
-    for line, (label, values) in zip(axes, looks.items(), strict=True):
+    for line, (label, values) in zip(axes, grids.items(), strict=True):
         line[0].imshow(pixels.permute(1, 2, 0).numpy())
         line[0].plot((column + 0.5) * width - 0.5, (row + 0.5) * height - 0.5, "r+", markersize=12)
         line[0].set_title(label, fontsize=9)

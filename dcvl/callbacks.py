@@ -19,7 +19,7 @@ from .captioning import exact_matches, generate_captions
 from .data.captions import CaptionSource
 from .data.datamodule import CaptionDataModule
 
-SHOWN, IN_TERMINAL = 8, 2  # pictures
+SHOWN, IN_TERMINAL = 8, 2  # images
 
 
 class ExactCaptions(Callback):

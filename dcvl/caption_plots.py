@@ -91,9 +91,9 @@ def _draw_layer(
     picture.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
     picture.set_axis_off()
     for axes, (label, weights) in zip(blocks, maps.items(), strict=True):
-        looks = _on_grid(weights[0, :, places, prefix:].float().cpu())
-        side, limit = looks.shape[-1], float(looks.abs().max())
-        drawn = axes.imshow(_tiled(looks).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
+        grids = _on_grid(weights[0, :, places, prefix:].float().cpu())
+        side, limit = grids.shape[-1], float(grids.abs().max())
+        drawn = axes.imshow(_tiled(grids).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
         axes.set_facecolor("0.6")
         middle = (side - 1) / 2
         axes.set_xticks([middle + (side + 1) * head for head in range(H)], range(H), fontsize=8)
@@ -105,10 +105,10 @@ def _draw_layer(
     return figure
 
 
-def _tiled(looks: Tensor) -> Tensor:
+def _tiled(grids: Tensor) -> Tensor:
     """Tile maps [H, T, side, side] to one map, with rows T and columns H, separated by NaN."""
-    H, T, side, _ = looks.shape
-    framed = torch.nn.functional.pad(looks, (0, 1, 0, 1), value=torch.nan)
+    H, T, side, _ = grids.shape
+    framed = torch.nn.functional.pad(grids, (0, 1, 0, 1), value=torch.nan)
     return framed.permute(1, 2, 0, 3).reshape(T * (side + 1), H * (side + 1))[:-1, :-1]
 
 

@@ -78,7 +78,7 @@ def _text_tower(
             "before the cross-attention layers."
         )
     if layers:
-        looks = {"context_dim": width, "cross_layers": layers, "cross_compose": cross_compose}
-        config = build_config(name, vocab_size, context_length, overrides | looks)
+        cross_options = {"context_dim": width, "cross_layers": layers, "cross_compose": cross_compose}
+        config = build_config(name, vocab_size, context_length, overrides | cross_options)
     with as_user_error(f"text_model {name!r} cannot be built with {overrides}"):
         return Decoder(config)

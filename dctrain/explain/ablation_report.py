@@ -57,12 +57,12 @@ def explain_ablation(models: Sequence[Results]) -> Explanation:
     """Explain models that were evaluated in full and with parts disabled."""
     rows = [row for results in models for row in _with_parts(_rows(results))]
     names = dict.fromkeys(row.model for row in rows)
-    pictures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
+    figures = {f"{name}-ablation": _draw(name, [row for row in rows if row.model == name]) for name in names}
     reading = (
         "The model is evaluated with one part disabled at a time. The larger the number in brackets, the more"
         " the model depends on that part."
     )
-    return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), pictures, {"ablation": rows})
+    return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), figures, {"ablation": rows})
 
 
 def _rows(results: Results) -> list[AblationRow]:

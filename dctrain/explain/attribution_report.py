@@ -48,12 +48,12 @@ def explain_attribution(found: Sequence[Attribution], what: str, image: np.ndarr
     """
     rows = [row for a in found for row in _rows(a)]
     sums = [Sums(a.parts.kind, a.whole, a.without, a.gap, a.rank_correlation) for a in found]
-    pictures, tables = {"attribution": _draw(found, what, image)}, {"attribution": rows, "attribution-sums": sums}
+    figures, tables = {"attribution": _draw(found, what, image)}, {"attribution": rows, "attribution-sums": sums}
     reading = (
         f"Integrated gradients of the {what} with respect to each part. A positive attribution means that the part"
         " increases it; the attributions of a kind sum to the joint effect of all its parts."
     )
-    return Explanation(what, reading, "\n\n".join(map(_tell, found)), pictures, tables)
+    return Explanation(what, reading, "\n\n".join(map(_tell, found)), figures, tables)
 
 
 def _rows(a: Attribution) -> list[AttributionRow]:

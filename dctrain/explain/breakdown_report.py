@@ -122,12 +122,12 @@ def explain_breakdown(recorded: Recorded, pair: QueryKeyPair) -> Explanation:
         f"{side} {[round(value, 4) for value in values.flatten().tolist()]}" for side, values in found.inner.items()
     ]
     said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
-    pictures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
+    figures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
     reading = (
         "Composition of one query and one key, term by term: the scores or weights of all heads before it, the term "
         "of each branch, and the result. Each row is a head; its terms sum to the last column."
     )
-    return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{said}", pictures, tables)
+    return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{said}", figures, tables)
 
 
 def _columns(found: Breakdown) -> dict[str, Tensor]:
@@ -175,8 +175,8 @@ def _draw(recorded: Recorded, found: Breakdown, pair: QueryKeyPair) -> Figure:
     if len(cells) > 1:
         draw_map(cells[1], np.stack(rows, 1), "compose weights of the two tokens", columns=brings)
     for part, (title, drawn) in zip(parts[1:], _looks(recorded, pair).items(), strict=False):
-        looks = drawn[0, :, pair.query, shown].numpy(force=True)
-        draw_map(part.subplots(), looks, f"{title}: heads by tokens", columns=labels)
+        attention = drawn[0, :, pair.query, shown].numpy(force=True)
+        draw_map(part.subplots(), attention, f"{title}: heads by tokens", columns=labels)
     if brought is not None:
         title = "key-side weights of the tokens, w_k1 (figure 8): components and heads by tokens"
         draw_map(parts[-1].subplots(), brought, title, columns=labels)

@@ -86,12 +86,12 @@ def explain_diversity(models: Iterable[tuple[str, nn.Module]]) -> Explanation:
     """
     curves = {name: _measure(model, name) for name, model in models}
     rows = [row for name, layers in curves.items() for layer, one in layers.items() for row in _rows(name, layer, one)]
-    pictures, tables = {"diversity": _draw(curves)}, {"diversity": rows}
+    figures, tables = {"diversity": _draw(curves)}, {"diversity": rows}
     reading = (
         "Share of the variance of a layer's heads captured by the first principal components, as in figure 5 of the "
         "paper. A slowly rising curve, and a low captured variance, mean that the heads are diverse."
     )
-    return Explanation("Diversity of the heads", reading, _table(rows), pictures, tables)
+    return Explanation("Diversity of the heads", reading, _table(rows), figures, tables)
 
 
 def _measure(model: nn.Module, name: str) -> dict[str, Diversity]:

@@ -24,14 +24,14 @@ class Explanation(NamedTuple):
         title: Title.
         reading: What it shows and how to read it, in two sentences.
         text: The most important numbers, as Markdown.
-        pictures: Figures by file name.
+        figures: Figures by file name.
         tables: All numbers by file name: lists of named tuples of one type, not empty.
     """
 
     title: str
     reading: str
     text: str
-    pictures: Mapping[str, Figure]
+    figures: Mapping[str, Figure]
     tables: Mapping[str, Sequence[NamedTuple]]
 
 
@@ -77,10 +77,10 @@ def write_explanation(found: Explanation, folder: Path, origins: Sequence[Origin
         writer.writerow(rows[0]._fields)
         writer.writerows(rows)
         _write(folder / f"{name}.csv", text.getvalue().encode())
-    for name, figure in found.pictures.items():
+    for name, figure in found.figures.items():
         _write(folder / f"{name}.png", as_png(figure))
     print(f"{found.title}\n\n{found.reading}\n\n{found.text}\n")
-    files = [f"{name}.csv" for name in found.tables] + [f"{name}.png" for name in found.pictures]
+    files = [f"{name}.csv" for name in found.tables] + [f"{name}.png" for name in found.figures]
     if origins:
         files.append(f"{next(iter(found.tables))}.json")
         models = [origin._asdict() for origin in origins]

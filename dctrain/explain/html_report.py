@@ -180,9 +180,9 @@ def _attention(shown: PageSubject, maps: dict[str, PageMaps]) -> str:
 
 
 def _section(found: Explanation) -> str:
-    pictures = "".join(figure_svg(figure, f"{found.title}: {name}") for name, figure in found.pictures.items())
+    figures = "".join(figure_svg(figure, f"{found.title}: {name}") for name, figure in found.figures.items())
     tables = "".join(_table(name, rows) for name, rows in found.tables.items())
-    return f'<p class="note">{html.escape(found.reading)}</p>{text_html(found.text)}{pictures}{tables}'
+    return f'<p class="note">{html.escape(found.reading)}</p>{text_html(found.text)}{figures}{tables}'
 
 
 def _table(name: str, rows: Sequence[NamedTuple]) -> str:

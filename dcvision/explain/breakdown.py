@@ -73,13 +73,15 @@ def breakdown_of(
     model = network.model
     view = AttentionView(pixels[0], patch_grid(model, pixels.shape[-1]), prefix_tokens(model), query)
     rows, columns = view.grid
-    looks = view.prefix + view.query
+    query_token = view.prefix + view.query
     layers = find_layer(model, layer, composition)
     chosen, recorded, most = record_pair(
-        model, partial(model, pixels), layers, composition, looks, lambda one: view.check({"the layer": one})
+        model, partial(model, pixels), layers, composition, query_token, lambda one: view.check({"the layer": one})
     )
     at = most if key is None else view.prefix + find_position("key", key, rows * columns)
-    return explain_breakdown(recorded, QueryKeyPair(chosen, composition, looks, at, token_names(view), view.prefix))
+    return explain_breakdown(
+        recorded, QueryKeyPair(chosen, composition, query_token, at, token_names(view), view.prefix)
+    )
 
 
 def token_names(view: AttentionView) -> list[str]:

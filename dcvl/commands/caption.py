@@ -44,9 +44,9 @@ def caption(
         raise UserError(f"{max_new_tokens=}: expected at most {most}, the limit of the model's context.")
     longest = most if max_new_tokens is None else max_new_tokens
     check_captioner(pair)
-    for number, (part, pictures) in enumerate(batches(pair, files, batch_size)):
+    for number, (part, batch) in enumerate(batches(pair, files, batch_size)):
         options = {"top_p": top_p, "seed": None if seed is None else seed + number, "num_beams": num_beams}
         with as_user_error(of=ValueError):
-            told = generate_captions(pair.model, pictures, pair.tokenizer, longest, temperature, **options)
+            told = generate_captions(pair.model, batch, pair.tokenizer, longest, temperature, **options)
         for file, text in zip(part, told, strict=True):
             print(f"{file}\t{text}", flush=True)

@@ -90,15 +90,15 @@ def _judge(
     is_right: list[bool] = []
     lost = 0
     for start in tqdm(range(0, len(drawn), batch_size), "images", unit="batch", leave=False):
-        pictures, wanted = [], []
+        images, wanted = [], []
         for index in drawn[start : start + batch_size]:
             try:
-                pictures.append(pair.prepare(source.read(index)[0]))
+                images.append(pair.prepare(source.read(index)[0]))
             except (BadImage, OSError):
                 lost += 1
                 continue
             wanted.append(int(labels[index]))
-        if pictures:
-            embedded = model.embed_images(model.encode_images(torch.stack(pictures).to(device))).float().cpu()
+        if images:
+            embedded = model.embed_images(model.encode_images(torch.stack(images).to(device))).float().cpu()
             is_right += ((embedded @ classes.mT).argmax(1) == torch.tensor(wanted)).tolist()
     return is_right, lost

@@ -42,13 +42,13 @@ def batches(pair: LoadedPair, files: Sequence[Path], batch_size: int) -> Iterato
         UserError: If an image cannot be read.
     """
     device = next(pair.model.parameters()).device
-    for start in tqdm(range(0, len(files), batch_size), "pictures", unit="batch", leave=False):
+    for start in tqdm(range(0, len(files), batch_size), "images", unit="batch", leave=False):
         part = list(files[start : start + batch_size])
-        pictures = []
+        images = []
         for file in part:
             with as_user_error(f"cannot read the image {file}"):
-                pictures.append(pair.prepare(check_regular(file).read_bytes()))
-        yield part, torch.stack(pictures).to(device)
+                images.append(pair.prepare(check_regular(file).read_bytes()))
+        yield part, torch.stack(images).to(device)
 
 
 def check_contrastive(pair: LoadedPair) -> None:

@@ -113,10 +113,10 @@ class Digits:
 
     def __init__(self, is_train: bool) -> None:
         source = open_source("digits", is_train)
-        pictures = torch.stack([decode(source.read(index)[0])[:1].float() for index in range(len(source))])
+        images = torch.stack([decode(source.read(index)[0])[:1].float() for index in range(len(source))])
         self.places = [np.flatnonzero(source.labels() == digit) for digit in range(10)]
         self.by_side = {
-            side: F.interpolate(pictures, (side, side), mode="bilinear")[:, 0].round().to(torch.uint8).numpy()
+            side: F.interpolate(images, (side, side), mode="bilinear")[:, 0].round().to(torch.uint8).numpy()
             for low, high in (SMALL, LARGE)
             for side in range(low, high + 1)
         }

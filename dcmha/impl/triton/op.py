@@ -50,7 +50,7 @@ def _(q, *rest):
 @torch.library.custom_op(
     "dcmha::composed_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor d_out, {OPERANDS}, {OPTIONS}, Tensor log_sum, bool mask_gradient) -> Tensor[]",
+    schema=f"(Tensor d_out, {OPERANDS}, {OPTIONS}, Tensor lse, bool mask_gradient) -> Tensor[]",
 )
 def composed_backward(d_out, q, k, v, *rest):
     """Compute the gradients of q, k, v, the six operands and the mask; an empty tensor for those without a gradient."""

@@ -198,7 +198,7 @@ def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
     small_folder(tmp_path / "model")
     asked = ("evaluate", "--checkpoint=model", "--task_folder=tasks")
     error = mistake(capsys, run, *asked, "--tasks", "sumz")
-    assert "task 'sumz' is unknown to the lm-evaluation-harness" in error and "sums" in error.partition("near")[2]
+    assert "task 'sumz' is unknown to the lm-evaluation-harness" in error and "sums" in error.partition("similar")[2]
     error = mistake(capsys, run, *asked, "--tasks", "sums", "missing")
     assert "task missing: its file or its data cannot be loaded" in error
     assert ("sums, 0-shot", "acc") in numbers(tmp_path / "evaluation" / "model.json")

@@ -317,7 +317,7 @@ def test_a_mask_after_the_first_call_must_say_the_same(both):
     row, mask = ids(1, 6), torch.ones(1, 6, dtype=torch.long)
     cache = theirs(row[:, :4], use_cache=True).cache
     for wrong, message in (
-        (mask.index_fill(1, torch.tensor([0]), 0), "other padding than the tokens in the cache"),
+        (mask.index_fill(1, torch.tensor([0]), 0), "does not match the padding of the tokens in the cache"),
         (mask[:, :5], r"attention_mask is \[1, 5\]; expected a tensor \[1, 6\]"),
     ):
         with pytest.raises(ValueError, match=message):

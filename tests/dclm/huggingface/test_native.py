@@ -94,7 +94,7 @@ def test_hidden_states_are_those_between_the_blocks(both):
         following = output if number + 1 < len(made) else ours.norm(output)
         assert torch.equal(following, out.hidden_states[number + 1])
     assert theirs(ids(1, 9)).hidden_states is None
-    with pytest.raises(ValueError, match="output_hidden_states=True with a cache"):
+    with pytest.raises(ValueError, match="output_hidden_states=True is not supported with a cache"):
         theirs(ids(1, 9), output_hidden_states=True, use_cache=True)
 
 
