@@ -51,7 +51,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare(*args, "--", *SHORT)
     captured = capsys.readouterr()
-    assert "not all runs have finished; the same command tries them again" in captured.err
+    assert "some runs have failed; run the same command to repeat them" in captured.err
     assert "dcvit_nothing | seed 0: failed with status 2: error: model 'dcvit_nothing' is unknown" in captured.out
     assert "| dcvit_digits_patch2_8 model_kwargs.depth=1 |     1 |" in captured.out
     assert "Not finished: dcvit_nothing | seed 0" in captured.out

@@ -340,7 +340,7 @@ def test_templates_hold_what_they_hold(tmp_path):
 def test_mistakes_of_the_callbacks(tmp_path, capsys):
     draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--model.caption_weight=0")
-    assert "CrossAttentionImages is for a model that tells captions" in said
+    assert "CrossAttentionImages requires a captioner" in said
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.callbacks.index=-1")
     assert "CrossAttentionImages's index=-1; expected 0 to " in said
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--trainer.logger=false")

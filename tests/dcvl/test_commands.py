@@ -235,7 +235,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
 def test_mistakes_of_models(trained, tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.contrastive=null")
     teller, source = f"--checkpoint={tmp_path / 't/version_0'}", str(trained / "set")
-    assert "embeds nothing" in mistake(capsys, run, "embed", teller, "--images", source)
+    assert "the model has no embeddings" in mistake(capsys, run, "embed", teller, "--images", source)
     run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.caption_weight=0")
     matcher = f"--checkpoint={tmp_path / 't/version_1'}"
     assert "tells no captions" in mistake(capsys, run, "caption", matcher, "--images", source)

@@ -80,7 +80,7 @@ def test_a_text_tower_has_the_tokenizer_of_its_words(tmp_path, capsys):
         tower, _, path = source.rpartition("=")
         named = f"--init={tower}{'=' if tower else ''}{tmp_path / path}"
         said = mistake(capsys, run, "fit", *small(tmp_path / "b"), *STILL, other, named)
-        assert "was trained with another tokenizer" in said
+        assert "was trained with a different tokenizer" in said
     run("fit", *small(tmp_path / "b"), *STILL, other, f"--init=image={tmp_path / 'a/t/version_0'}")
 
 

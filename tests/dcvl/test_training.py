@@ -71,7 +71,7 @@ def test_a_resumed_run_is_one_never_interrupted(tmp_path):
 def test_captions_that_are_cut_are_counted_and_a_tokenizer_stays(tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", "--data.context_length=9")
     printed = capsys.readouterr().out
-    assert printed.count("captions are longer than data.context_length=9 and lose their end") == 1
+    assert printed.count("captions are longer than data.context_length=9 and are truncated") == 1
     (events,) = (tmp_path / "t/version_0").rglob("events.out.tfevents.*")
     cut = EventAccumulator(str(events)).Reload().Scalars("train/cut_captions")
     whole = CaptionDataModule(batch_size=4, val_samples=6)
