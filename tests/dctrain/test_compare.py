@@ -64,7 +64,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
         values = items[metric].values.values()
         assert len(values) == 64 and sum(values) / 64 == pytest.approx(first["curves"][metric][-1][1], rel=1e-5)
     compare(*args[:-1], "--", *SHORT)
-    assert f"{key}: finished before, val/top1" in capsys.readouterr().out
+    assert f"{key}: already finished, val/top1" in capsys.readouterr().out
     (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
     compare(*args[:-1], "--", *SHORT)
     again = json.loads((tmp_path / "results.json").read_text())["runs"][key]

@@ -238,9 +238,9 @@ def test_mistakes_of_models(trained, tmp_path, capsys):
     assert "the model has no embeddings" in mistake(capsys, run, "embed", teller, "--images", source)
     run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.caption_weight=0")
     matcher = f"--checkpoint={tmp_path / 't/version_1'}"
-    assert "tells no captions" in mistake(capsys, run, "caption", matcher, "--images", source)
+    assert "is not a captioner" in mistake(capsys, run, "caption", matcher, "--images", source)
     picture = f"--image={pictures(trained)[0]}"
-    assert "tells no captions" in mistake(capsys, run, "visualize", matcher, picture, f"--out={tmp_path / 'look'}")
+    assert "is not a captioner" in mistake(capsys, run, "visualize", matcher, picture, f"--out={tmp_path / 'look'}")
     out = f"--out={trained / 'exported'}"
     assert "already exists; nothing was overwritten" in mistake(capsys, run, "export", matcher, out)
     config = json.loads((trained / "exported/config.json").read_text())

@@ -81,7 +81,7 @@ def test_captions_that_are_cut_are_counted_and_a_tokenizer_stays(tmp_path, capsy
     assert [scalar.value for scalar in cut] == long and 0 < long[1] < 8
     resumed = [*small(tmp_path), f"--resume={tmp_path / 't/version_0'}", "--data.context_length=9"]
     other = f"--data.tokenizer={other_words(tmp_path / 'other.json')}"
-    assert "trained with another data.tokenizer" in mistake(capsys, run, "fit", *resumed, other)
+    assert "trained with a different data.tokenizer" in mistake(capsys, run, "fit", *resumed, other)
     run("fit", *resumed, "--trainer.max_steps=4")
     events = sorted((tmp_path / "t/version_0").rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
     assert EventAccumulator(str(events[-1])).Reload().Scalars("train/cut_captions")[0].value >= long[1]

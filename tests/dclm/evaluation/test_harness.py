@@ -200,12 +200,12 @@ def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
     error = mistake(capsys, run, *asked, "--tasks", "sumz")
     assert "task 'sumz' is unknown to the lm-evaluation-harness" in error and "sums" in error.partition("similar")[2]
     error = mistake(capsys, run, *asked, "--tasks", "sums", "missing")
-    assert "task missing: its file or its data cannot be loaded" in error
+    assert "task missing: cannot load its file or data" in error
     assert ("sums, 0-shot", "acc") in numbers(tmp_path / "evaluation" / "model.json")
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--tasks", "sums", "--task_folder=none")
     assert "task_folder=none is not a folder" in error
     error = mistake(capsys, run, *asked, "--tasks", "write", "--context_length=12")
-    assert "12 new tokens leave no room in a context of 12" in error
+    assert "12 new tokens do not fit into a context of 12" in error
 
 
 TABLE_4 = Path(__file__).parents[3] / "configs" / "evaluate" / "table4.yaml"

@@ -322,7 +322,7 @@ def test_a_mask_after_the_first_call_must_say_the_same(both):
     ):
         with pytest.raises(ValueError, match=message):
             theirs(row[:, 4:], cache=cache, attention_mask=wrong)
-    with pytest.raises(ValueError, match="labels are given with cache"):
+    with pytest.raises(ValueError, match="labels and cache cannot be combined"):
         theirs(row[:, 4:], cache=cache, labels=row[:, 4:])
     with pytest.raises(ValueError, match="cache is a DynamicCache"):
         from transformers import DynamicCache

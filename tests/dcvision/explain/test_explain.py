@@ -205,7 +205,7 @@ def test_a_page_of_an_image(here):
         text = Path(f"{name}.html").read_text()
         assert text.count("<svg ") == pictures and "http" not in text
         assert ("Plain attention: the model has no composition" in text) == (name == "plain")
-    assert "no supported attention layers" in text
+    assert "no attention layers that support recording" in text
 
 
 @pytest.mark.slow
