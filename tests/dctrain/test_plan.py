@@ -102,7 +102,7 @@ def test_a_mesh_that_splits_heads(capsys):
     heads = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.tensor_parallel=8", "--data.batch_size=64"]
     main([*CONFIG, *heads, "--model.overrides={num_groups: 8}"])
     out = capsys.readouterr().out
-    assert "128 ranks (16 x 8), 16 shards of 8 ranks, which split heads" in out
+    assert "128 ranks (16 x 8), 16 shards of 8 tensor-parallel ranks" in out
     assert "2,097,152 tokens (131,072 x 1 accumulated x 16 ranks)" in out
     with pytest.raises(SystemExit):
         main([*CONFIG, *heads])
