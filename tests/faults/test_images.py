@@ -231,7 +231,7 @@ def test_a_loader_process_that_dies_is_told(shards, tmp_path, capsys):
     Vandal.path, Vandal.way = "", "kill"
     spoiling = ["--trainer.callbacks+=tests.faults.test_images.Vandal", "--data.num_workers=1"]
     error = mistake(capsys, run, "fit", *small(shards, tmp_path), *spoiling)
-    assert "DataLoader worker (pid" in error or "a loader process has died" in error
+    assert "DataLoader worker (pid" in error or "a loader worker has died" in error
 
 
 class Vandal(L.Callback):
