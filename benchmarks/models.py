@@ -1,4 +1,4 @@
-"""What the benchmarks of language models share: a composed decoder and its MHA baselines, measured in turn."""
+"""A composed decoder and its MHA baselines, measured in turn by the benchmarks of language models."""
 
 import argparse
 import json

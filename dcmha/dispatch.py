@@ -122,7 +122,7 @@ def _why_no_library(query_rank: int, key_rank: int | None) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _what_is_missing(device: torch.device) -> str | None:
-    """Return what a device lacks to run the fused kernels; None if nothing."""
+    """Return why a device cannot run the fused kernels, or None if it can."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     import triton
@@ -143,7 +143,7 @@ def _what_is_missing(device: torch.device) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _what_was_found(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what the self-check on first use found wrong with the fused kernels; None if nothing."""
+    """Return the error that the self-check on first use found in the fused kernels, or None."""
     from .impl.self_check import finding_of
 
     finding = finding_of("Triton", device, dtype) or finding_of("decoding", device, dtype)

@@ -246,7 +246,7 @@ def _check_documents(document_ids: Tensor | DocumentBounds | None, q: Tensor, k:
     B, S = k.shape[0], k.shape[2]
     named = {"document_ids": document_ids}
     if isinstance(document_ids, DocumentBounds):
-        named = {"documents.starts": document_ids.starts, "documents.stops": document_ids.stops}
+        named = {"document_ids.starts": document_ids.starts, "document_ids.stops": document_ids.stops}
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__name__}; expected a tensor.")

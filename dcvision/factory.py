@@ -11,7 +11,8 @@ from torch import nn
 
 from dctrain.errors import UserError, as_user_error
 
-from .swap import current_names, swap_attention
+from .models import current_names
+from .swap import swap_attention
 
 
 def build_model(

@@ -137,8 +137,14 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+def current_names(options: dict) -> dict:
+    """Rename the option `window` of runs and models saved before it was called `window_size`."""
+    return {"window_size" if name == "window" else name: value for name, value in options.items()}
+
+
 def _create(variant: str, pretrained: bool, options: dict, **kwargs) -> SinCosVisionTransformer:
     """Build a registered model. Options of `DCAttention` are passed to the attention."""
+    kwargs = current_names(kwargs)
     given = {name: kwargs.pop(name) for name in DCAttention.OPTIONS if name in kwargs}
     return build_model_with_cfg(
         SinCosVisionTransformer,

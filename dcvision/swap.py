@@ -16,6 +16,7 @@ from dcmha.checks import check_module
 from dcmha.options import check_names
 
 from .families import CONVOLUTIONS, FAMILIES_BY_PARTS, UNSUPPORTED, ComposedParts, composed_class
+from .models import current_names
 from .timm_attention import FAMILIES, ComposedPooling, ComposedTimmModule
 
 SUPPORTED = (
@@ -153,11 +154,6 @@ def _rebuild(base: str, swaps: Iterable[dict], **kwargs) -> nn.Module:
         if options["pooling"] or _choose(model, attention_names(model), options.get("layers")):
             swap_attention(model, **current_names(options))
     return model
-
-
-def current_names(options: dict) -> dict:
-    """Rename the option `window` of runs and models saved before it was called `window_size`."""
-    return {"window_size" if name == "window" else name: value for name, value in options.items()}
 
 
 def fit_weights(weights: dict, model: nn.Module, base: str) -> dict:

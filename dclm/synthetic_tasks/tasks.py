@@ -21,7 +21,7 @@ class Domain(NamedTuple):
         endings: Text before the answer, by the transformation's name.
         holds: Templates of statements with {person} and {word}.
         asks: Template of a question about a person.
-        denies: Template of a question about what the person does not have.
+        denies: Template of a question about an object that the person does not have.
         classes: Classes of the words; empty if no pattern needs them.
     """
 

@@ -272,7 +272,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
     for option, message in (
         ("--model.model=dcformer_pp_405", "model 'dcformer_pp_405' is unknown; expected transformer_debug"),
         ("--model.overrides={widnow: 3}", "unknown fields ['widnow']"),
-        ("--model.overrides={vocab_size: 3}", "model.overrides must not contain ['vocab_size']"),
+        ("--model.overrides={vocab_size: 3}", "must not contain ['vocab_size']: data.vocab_size sets it"),
         ("--model.overrides={num_heads: 5}", "dim=128 must be divisible by num_heads=5"),
         ("--model.overrides={num_groups: 3}", "num_groups=3 must be a positive divisor of num_heads=4"),
         ("--model.overrides={impl: fast}", "impl='fast' is unknown"),

@@ -140,7 +140,7 @@ def test_mistakes_in_calls():
     ids, context = inputs()
     with pytest.raises(ValueError, match="context=None: the last 2 layers require a context of width 12"):
         looking(ids)
-    with pytest.raises(ValueError, match="context: expected None"):
+    with pytest.raises(ValueError, match="context: expected None, as the model has no cross-attention"):
         blind(ids, context=context)
     with pytest.raises(ValueError, match="context has 2 rows; expected 1, as in input_ids"):
         looking(ids[:1], context=context)

@@ -70,6 +70,7 @@ def test_a_checkpoint_of_lightnings_own_is_not_loaded_silently(corpus, tmp_path,
     with pytest.raises(SystemExit) as exit_info:
         run("fit", *small(corpus, tmp_path))
     assert exit_info.value.code == 2
-    assert f"{tmp_path}/hpc_ckpt_1.ckpt would be loaded by Lightning" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/hpc_ckpt_1.ckpt would be loaded by Lightning; continue from it with --resume=" in error
     run("fit", *small(corpus, tmp_path), *record(tmp_path / "on"), f"--resume={tmp_path}/hpc_ckpt_1.ckpt")
     assert set(read(tmp_path / "on")) == set(range(10, 30))

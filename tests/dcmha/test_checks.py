@@ -191,7 +191,7 @@ def test_bounds_of_documents_are_checked_and_made_dense():
     q, bad = torch.randn(2, 2, 3, 4), DocumentBounds(starts, stops[:1])
     expected = composed_attention(q, q, q, document_ids=DocumentBounds(starts, stops), impl="compiled")
     torch.testing.assert_close(composed_attention(q, q, q, document_ids=loose, impl="compiled"), expected)
-    with pytest.raises(ValueError, match=r"documents.stops is torch.int32 \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"document_ids.stops is torch.int32 \[1, 3\]"):
         composed_attention(q, q, q, document_ids=bad)
-    with pytest.raises(TypeError, match="documents.stops is NoneType; expected a tensor"):
+    with pytest.raises(TypeError, match="document_ids.stops is NoneType; expected a tensor"):
         composed_attention(q, q, q, document_ids=DocumentBounds(starts, None))

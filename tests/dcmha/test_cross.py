@@ -125,7 +125,7 @@ def test_bad_input():
         make(query_wise=False, key_wise=False)
     with pytest.raises(ValueError, match=r"x has shape \[1, 5, 32\]; expected \[2, tokens, 32\]"):
         layer(x[:1], layer.precompute_kv(context))
-    with pytest.raises(ValueError, match="context_mask cannot be combined with a precomputed"):
+    with pytest.raises(ValueError, match="context_mask cannot be combined with a precomputed context"):
         layer(x, layer.precompute_kv(context), torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"context has shape \[2, 5, 32\]; expected \[B, tokens, 24\]"):
         layer.precompute_kv(x)

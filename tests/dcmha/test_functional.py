@@ -398,7 +398,10 @@ MISTAKES = {
     "dropout": ({"dropout_p": 1.0}, r"dropout_p=1.0 must be in \[0, 1\)"),
     "groups": ({"num_groups": 3}, r"num_groups=3 must be a positive divisor of the 4 heads of q"),
     "impl": ({"impl": "flash"}, r"impl='flash' is unknown; expected 'auto', 'reference', 'compiled', 'cpu', 'triton'"),
-    "cpu": ({"impl": "cpu", "dropout_p": 0.1, "pre": IDENTITY}, r"impl='cpu' cannot run: it does not support dropout"),
+    "cpu": (
+        {"impl": "cpu", "dropout_p": 0.1, "pre": IDENTITY},
+        r"impl='cpu' cannot run: it does not support dropout; use impl=",
+    ),
     "mask": (
         {"attn_mask": torch.ones(3, 5).bool()},
         r"attn_mask has shape \[3, 5\]; expected broadcastable to \[B, H, T, S\] = \[2, 4, 5, 5\]",

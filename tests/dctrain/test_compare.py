@@ -142,16 +142,16 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
         ({"models": {"x": "a"}}, "'a' is not a mapping of arguments to values"),
         ({"models": {"x": {"data.seed": 1}}}, "data.seed of 'x' is not allowed: it is set for each run"),
         ({"arguments": {"name": "x"}}, "name of all runs is not allowed"),
-        ({"seeds": [1, 1]}, "seeds=[1, 1] must be one or more"),
-        ({"seeds": [-1]}, "seeds=[-1] must be one or more"),
+        ({"seeds": [1, 1]}, "seeds=[1, 1] must be one or more distinct"),
+        ({"seeds": [-1]}, "seeds=[-1] must be one or more distinct"),
         ({"models": {"x": {"data": {"seed": 5}}}}, "data.seed of 'x' is not allowed"),
         ({"models": {"x": {"trainer.logger.class_path": "y"}}}, "trainer.logger.class_path of 'x' is not allowed"),
         ({"models": {"x": {"model.lr": 1}}, "arguments": {"model": {"lr": 2}}}, "it is given for all runs (model.lr)"),
-        ({"seeds": [1, True]}, "seeds=[1, True] must be one or more"),
+        ({"seeds": [1, True]}, "seeds=[1, True] must be one or more distinct"),
         ({"metrics": {}}, "metrics is empty"),
         ({"paper": {"a": "11.7 %"}}, "paper: a='11.7 %' is not a number"),
         ({"families": []}, "families=[] must be a dict"),
-        ({"seeds": []}, "seeds=[] must be one or more"),
+        ({"seeds": []}, "seeds=[] must be one or more distinct"),
         ({"baseline": "b"}, "baseline='b' is not one of the models: a"),
         ({"metrics": {"val/loss": "least"}}, "metrics: val/loss='least'; expected min or max"),
         ({"paper": {"b": 1.0}}, "'b' in paper or families is not one of the models"),
@@ -206,7 +206,7 @@ def test_bad_arguments(tmp_path, capsys):
     out = ["--out", str(tmp_path / "new")]
     assert "--experiment or --config is required" in refused(capsys, *out)
     experiment = write(tmp_path)
-    assert "cannot be combined" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
+    assert "cannot be combined with config" in refused(capsys, "--experiment", experiment, "--config", CONFIG, *out)
     assert "jobs=0 must be at least 1" in refused(capsys, "--experiment", experiment, "--jobs", "0")
     assert "nowhere.yaml cannot be read" in refused(capsys, "--experiment", "nowhere.yaml", *out)
     assert "has no finished run" in refused(capsys, "--experiment", experiment, "--report", *out)
@@ -356,7 +356,7 @@ def test_the_report(tmp_path):
     assert f"| 45.00 (7.07) | 45.00 | {interval} |" in second and second.endswith("| 4.50 |")
     assert third.startswith("| one validation | 1 |") and "| -15.00 | - |" in third
     assert "Not finished: one validation | seed 1" in table and "Hardware: a CPU, torch 2, commit abc" in table
-    assert "val/top1: intervals include the variation over seeds only" in table
+    assert "val/top1: intervals include the variation over seeds only, not the evaluation noise" in table
     for run in experiment.runs:
         write_items(run_items(tmp_path, experiment, run), {"val/top1": named([1, 0, run.model == "a"])})
     counted = write_report(experiment, results, tmp_path)

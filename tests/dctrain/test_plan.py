@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused():
         ("--gpu_memory=-1", "gpu_memory=-1.0 must be positive"),
         ("--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be at least 1"),
         ("--trainer.strategy=nonsense", "trainer.strategy='nonsense' is unknown; expected auto, ddp, fsdp2"),
-        ("--trainer.precision=bf16-true", "expected 32-true, bf16-mixed, 16-mixed"),
+        ("--trainer.precision=bf16-true", "'bf16-true'; expected 32-true, bf16-mixed, 16-mixed"),
         ("--trainer.strategy=fsdp", "trainer.strategy fsdp is not supported"),
         ("--trainer.strategy=ddp", "of 80, most of it for gradients (51.7)"),
     ],

@@ -42,15 +42,15 @@ def test_how_much_compute_a_family_is_worth():
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
-    file_lock = 0
+    covered = 0
     for start in range(60):
         families = {
             "plain": family("p", 20, 0.05, 0.01, 8, start),
             "composed": family("c", 19, 0.05, 0.01, 8, 1000 + start),
         }
         exponent = fit_scaling(families, draws=200).exponents["plain"]
-        file_lock += exponent.low <= 0.05 <= exponent.high
-    assert 45 <= file_lock <= 60  # of a bootstrap over eight seeds a little less than 95 %
+        covered += exponent.low <= 0.05 <= exponent.high
+    assert 45 <= covered <= 60  # of a bootstrap over eight seeds a little less than 95 %
 
 
 def test_the_papers_table_4():

@@ -156,7 +156,7 @@ def test_a_model_that_gives_nan_has_no_result(here, capsys):
         (["--checkpoint=model", "--images", "val"], "data set 'val' is unknown; expected digits"),
         (["--checkpoint=model", "--images", "folder:big"], "labels reach 900; the model has 12 classes"),
         (["--checkpoint=model", "--images", "folder:val", "--real=none"], "real=none does not exist"),
-        (["--checkpoint=model", "--images", "folder:val", "--real=real.json"], "is not one of its 1 images"),
+        (["--checkpoint=model", "--images", "folder:val", "--real=real.json"], "is not one of its 1 images; expected"),
         (["--checkpoint=model", "--images", "folder:val", "--real=bad.json"], "is not a list of lists of classes"),
         (["--checkpoint=model", "--images", "folder:val", "--dtype=int8"], "dtype='int8'; expected float32"),
     ],

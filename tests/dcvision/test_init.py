@@ -71,7 +71,7 @@ def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
 
 
 def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
-    """A swapped model of timm's initial weights from the same model's weights; the download is not there."""
+    """A swapped model of timm's starts from the same model's weights; the download is not there."""
     made = timm.create_model("test_vit", num_classes=10, img_size=16)
     asked = []
     create = timm.create_model

@@ -133,7 +133,7 @@ def test_mistakes(folder, tmp_path, make):
     make(
         "--folder", folder, "--out", tmp_path / "out", "--num_shards", 99, fails="--num_shards=99 must be between 1 and"
     )
-    make("--validation_tar", tmp_path / "no.tar", *common, fails="expected a file")
+    make("--validation_tar", tmp_path / "no.tar", *common, fails=f"--validation_tar={tmp_path}/no.tar: expected a file")
     (folder / "n01" / "n01.v1_0.jpg").write_bytes(b"x")
     make("--folder", folder, *common, fails="two images have the key n01/n01_v1_0")
     make("--folder", folder, "--classes", "x", *common, fails="--classes and --devkit_meta require --validation_tar")

@@ -43,9 +43,9 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
     for arguments, message in (
         (
             [f"--checkpoint={checkpoint}", f"--image={image}", "--query=16"],
-            "query=16; expected 0 to 15 for",
+            "query=16; expected 0 to 15 for 4 x 4 patches",
         ),
-        ([f"--checkpoint={checkpoint}", f"--image={tmp_path}/none.png"], "cannot read the image"),
+        ([f"--checkpoint={checkpoint}", f"--image={tmp_path}/none.png"], "none.png: No such file"),
         ([f"--checkpoint={tmp_path}/nowhere", f"--image={image}"], "no checkpoint"),
     ):
         with pytest.raises(SystemExit) as exit_info:
@@ -91,7 +91,7 @@ def test_pictures_during_training(tmp_path, image, more):
 def test_bad_input_during_training(tmp_path, image, capsys):
     other = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     for arguments, message in (
-        ([f"--trainer.callbacks.image={tmp_path}/none.png"], "cannot read the image"),
+        ([f"--trainer.callbacks.image={tmp_path}/none.png"], "none.png: No such file"),
         ([f"--trainer.callbacks.image={image}", "--trainer.callbacks.query=-1"], "query=-1; expected 0 to 15"),
         ([f"--trainer.callbacks.image={image}", *other], "VisionTransformer has no composed"),
         ([f"--trainer.callbacks.image={image}", "--trainer.logger=false"], "requires a TensorBoard logger"),

@@ -30,7 +30,8 @@ def test_a_plain_pair_is_continued_with_composition(tmp_path, capsys):
         assert all(torch.equal(now[name], weight) for name, weight in before.items())
         new = now.keys() - before.keys()
         assert new and all(".compose." in name for name in new)
-    assert capsys.readouterr().out.count(f"; {len(new)} tensors are randomly initialized") == 2
+    printed = capsys.readouterr().out
+    assert printed.count(f"; {len(new)} tensors are randomly initialized, the first is image.blocks.0.") == 2
 
 
 def test_towers_of_their_own(tmp_path):

@@ -174,7 +174,10 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
     ("arguments", "message"),
     [
         (["--data.batch_size=1"], "data.batch_size=1 on one rank: a contrastive loss requires at least two pairs"),
-        (["--model.contrastive=null", "--model.caption_weight=0"], "expected at least one loss"),
+        (
+            ["--model.contrastive=null", "--model.caption_weight=0"],
+            "contrastive=null and caption_weight=0: expected at least one loss",
+        ),
         (["--model.contrastive_weight=0"], "contrastive_weight=0 leaves the embeddings untrained"),
         (["--model.cross_layers=0"], "cross_layers=0 with caption_weight=1.0"),
         (["--model.cross_layers=2"], "cross_layers=2: texts are embedded before the cross-attention layers"),
@@ -182,7 +185,10 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
         (["--data.horizontal_flip=true"], "horizontal_flip=True, min_crop_area=1.0: not supported for scenes"),
         (["--data.crop_fraction=0.9"], "crop_fraction=0.9: not supported for scenes"),
         (["--data.min_crop_area=0.5"], "min_crop_area=0.5: not supported for scenes"),
-        (["--model.model=dla34", "--model.model_kwargs={}", "--model.recompute=block"], "is not supported by DLA"),
+        (
+            ["--model.model=dla34", "--model.model_kwargs={}", "--model.recompute=block"],
+            "='block' is not supported by DLA",
+        ),
         (["--model.cross_layers=3"], "cross_layers=3 must be from 0 to num_layers=2"),
         (["--model.text_overrides.context_dim=8"], "text_overrides must not contain ['context_dim']"),
         (["--model.text_overrides.is_causal=false"], "text_overrides.is_causal=false"),

@@ -16,7 +16,7 @@ from .errors import PTXError
 from .floats import Array
 from .memory import LANES, Memory, describe
 from .operations import DTYPES
-from .parse import Kernel, ShardBlock, parse
+from .parse import BasicBlock, Kernel, parse
 from .warps import Warps, join
 
 BATCH = 128  # programs
@@ -76,7 +76,7 @@ def _special_registers(programs: Array, grid: tuple[int, int, int]) -> dict[str,
     return sizes | {"%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z, "%tid.x": lanes}
 
 
-def _run_batch(blocks: list[ShardBlock], steps: Steps, warps: Warps, memory: Memory) -> None:
+def _run_batch(blocks: list[BasicBlock], steps: Steps, warps: Warps, memory: Memory) -> None:
     waiting = {0: [warps]}  # parts of the batch, by the block that they execute next
     while waiting:
         number = min(waiting)
@@ -92,7 +92,7 @@ def _run_batch(blocks: list[ShardBlock], steps: Steps, warps: Warps, memory: Mem
                 waiting.setdefault(target, []).append(warps.select(chosen))
 
 
-def _taken(block: ShardBlock, warps: Warps) -> Array:
+def _taken(block: BasicBlock, warps: Warps) -> Array:
     """Tell which programs take a block's branch [programs]."""
     if block.branch is None:
         return np.zeros(len(warps.programs), bool)

@@ -41,7 +41,7 @@ class Instruction:
     text: str
 
 
-class ShardBlock(NamedTuple):
+class BasicBlock(NamedTuple):
     """Instructions without a branch, and what follows.
 
     Attributes:
@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 
     name: str
     parameters: dict[str, str]
-    blocks: list[ShardBlock]
+    blocks: list[BasicBlock]
 
 
 def parse(ptx: str) -> Kernel:
@@ -108,7 +108,7 @@ def _operand(text: str) -> Operand:
     return Address(base.strip(), int(offset or "0", 0)) if base.strip().startswith("%") else base.strip()
 
 
-def _blocks(instructions: list[Instruction], labels: dict[str, int]) -> list[ShardBlock]:
+def _blocks(instructions: list[Instruction], labels: dict[str, int]) -> list[BasicBlock]:
     ends = [n + 1 for n, instruction in enumerate(instructions) if instruction.opcode in ENDS]
     targets = [labels[instructions[end - 1].operands[0]] for end in ends if instructions[end - 1].operands]
     starts = sorted({0, *ends, *targets} - {len(instructions)})
@@ -116,9 +116,9 @@ def _blocks(instructions: list[Instruction], labels: dict[str, int]) -> list[Sha
     for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(instructions)], strict=True)):
         last = instructions[stop - 1]
         if last.opcode not in ENDS:
-            blocks.append(ShardBlock(instructions[start:stop], None, None, number + 1))
+            blocks.append(BasicBlock(instructions[start:stop], None, None, number + 1))
             continue
         taken = starts.index(labels[last.operands[0]]) if last.operands else None
         following = None if last.predicate is None else number + 1
-        blocks.append(ShardBlock(instructions[start : stop - 1], last, taken, following))
+        blocks.append(BasicBlock(instructions[start : stop - 1], last, taken, following))
     return blocks

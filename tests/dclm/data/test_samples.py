@@ -85,8 +85,8 @@ def test_bytes_per_token_are_those_of_the_evaluation(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), "validate")
     tokens = data.corpus.split("val")[1 : 6 * 32 + 1]
     assert data.bytes_per_token == pytest.approx((tokens < 256).mean())
-    document_ids = ["plain words here " * 30, "\u65e5\u672c\u8a9e" * 90]
-    (tmp_path / "in.jsonl").write_bytes(jsonl(document_ids * 3))
+    documents = ["plain words here " * 30, "\u65e5\u672c\u8a9e" * 90]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(documents * 3))
     prepared([tmp_path / "in.jsonl"], tmp_path / "b", tokenizer="bpe:300", val_fraction=0.0)
     manifest = json.loads((tmp_path / "b/manifest.json").read_text())
     manifest["splits"]["val"] = manifest["splits"]["train"]
@@ -113,7 +113,7 @@ def damage(folder, name="train-0000-000.bin", **changes):
             {},
             "has 2000 bytes; its manifest says 1001 tokens of uint16, 2002 bytes: the file is trunc",
         ),
-        ({"dtype": "uint32"}, {}, "4000 bytes: the file is truncated or has a different dtype"),
+        ({"dtype": "uint32"}, {}, "says 1000 tokens of uint32, 4000 bytes: the file is truncated or has a"),
         ({"dtype": "float32"}, {}, "dtype 'float32'; expected 'dclm-tokens-1' with uint16 or uint32"),
         ({"format": "other"}, {}, "has format 'other'"),
         ({"max_token": 300}, {}, r"c/train has token 300; expected 0 to 256 \(data.vocab_size=257\)"),
@@ -189,8 +189,8 @@ def test_the_model_of_a_run_has_as_many_rows(tmp_path):
     [
         ({"vocab_size": 300, "vocab_multiple": 2}, "vocab_size=300 and vocab_multiple=2 are both given"),
         ({"vocab_multiple": 0}, "vocab_size=None and vocab_multiple=0 must be at least 1"),
-        ({"tokens": "none"}, "is not a prepared corpus"),
-        ({"tokens": "idxmap:none"}, "data.tokenizer is"),
+        ({"tokens": "none"}, "none is not a prepared corpus"),
+        ({"tokens": "idxmap:none"}, "data.tokenizer is required"),
     ],
 )
 def test_rows_that_cannot_be_are_named(options, message):

@@ -190,7 +190,7 @@ def test_what_changes_the_model_begins_anew(here, capsys):
     path = here / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_base": 123.0}))
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
-    assert "belongs to a different model: config differ" in error
+    assert "model.json belongs to a different model: config differ" in error
 
 
 def test_two_evaluations_do_not_write_one_result(here, capsys):
@@ -231,7 +231,7 @@ def test_what_is_cut_is_told(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "checkpoint: expected at least one model"),
+        ([], "checkpoint: expected at least one model, or results"),
         (["--checkpoint=model"], "nothing to measure; expected texts, spans, suites, masked or tasks"),
         (["--texts", "pile.jsonl"], "checkpoint=[]: expected at least one model"),
         (["--checkpoint=none", "--texts", "pile.jsonl"], "no checkpoint"),
@@ -283,7 +283,7 @@ def test_results_of_other_weights_are_not_mixed(here, capsys):
     (here / "model").rename(here / "before")
     small_folder(here / "model", seed=1)
     error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
-    assert "belongs to a different model: weights_crc32 differ" in error
+    assert "model.json belongs to a different model: weights_crc32 differ" in error
 
 
 def test_arguments_come_from_a_file_and_the_command_line_counts_more(here, capsys):

@@ -75,7 +75,7 @@ def test_logits_are_those_of_the_equation(here):
     ("words", "pairs", "message"),
     [
         ("isabstract", None, "'isabstract' is "),
-        ("the", None, "one; ' the' is a"),
+        ("the", None, "expected one; ' the' is a single token"),
         (" the", "a b\n", "pairs.tsv: line 1 is not a pair; expected a tab-separated token and partner per line"),
         (" the", "", "pairs.tsv is empty"),
     ],

@@ -335,7 +335,7 @@ def test_models_are_never_overwritten(lg):
     decoder = dclm.load_pretrained(lg)
     as_shards(lg, "safetensors")
     (lg / "config.json").unlink()
-    with pytest.raises(FileExistsError, match="contains model-00001-of-00002.safetensors"):
+    with pytest.raises(FileExistsError, match="contains model-00001-of-00002.safetensors; nothing was overwritten"):
         dclm.save_pretrained(decoder, lg)
     assert (lg / "model-00002-of-00002.safetensors").exists()
 

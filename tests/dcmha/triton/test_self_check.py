@@ -103,7 +103,7 @@ def test_broken_kernels_for_few_queries_are_not_used(monkeypatch):
             arguments[3] *= 1.02
 
     monkeypatch.setattr(decode, "_launch", wrong)
-    with pytest.warns(UserWarning, match="decoding kernels"), pytest.raises(ValueError, match="self-check"):
+    with pytest.warns(UserWarning, match="decoding kernels"), pytest.raises(ValueError, match="the self-check found"):
         call(replace(CASE, T=1))
 
 
@@ -126,7 +126,7 @@ def test_broken_kernels_are_reported_and_not_used(checked):
         call()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # once is enough
-        with pytest.raises(ValueError, match="self-check"):
+        with pytest.raises(ValueError, match="the self-check found"):
             call(replace(CASE, H=2))  # of another kind
     assert len(checked) == 1
 
@@ -140,7 +140,10 @@ def test_a_wrong_gradient_is_found(monkeypatch):
         da *= 1.02
 
     monkeypatch.setattr(launch.KernelLauncher, "pre_gradients", wrong)
-    with pytest.warns(UserWarning, match="the gradient of q has"), pytest.raises(ValueError, match="self-check"):
+    with (
+        pytest.warns(UserWarning, match="the gradient of q has"),
+        pytest.raises(ValueError, match="the self-check found"),
+    ):
         call()
 
 
@@ -158,7 +161,7 @@ def test_a_launch_that_fails_is_a_finding(monkeypatch):
     monkeypatch.setattr(launch.KernelLauncher, "run", fail)
     with (
         pytest.warns(UserWarning, match="RuntimeError: no kernel image"),
-        pytest.raises(ValueError, match="self-check"),
+        pytest.raises(ValueError, match="the self-check found"),
     ):
         call()
 
@@ -179,7 +182,7 @@ def test_traced_calls_are_checked_while_they_are_traced(checked, dynamic):
 @pytest.mark.usefixtures("broken")
 def test_traced_calls_do_not_use_broken_kernels():
     compiled = torch.compile(lambda x: run(CASE, x, "triton"), backend="eager", fullgraph=True)
-    with pytest.warns(UserWarning, match="disagree"), pytest.raises(Exception, match="self-check"):
+    with pytest.warns(UserWarning, match="disagree"), pytest.raises(Exception, match="the self-check found"):
         compiled(make_operands(CASE, torch.float32))
 
 
@@ -223,5 +226,5 @@ def test_auto_takes_what_is_right(monkeypatch):
     assert resolve_impl("auto", q, is_composed=True).impl == "triton"
     self_check._findings["Triton", q.device, q.dtype] = "out is wrong"
     choice = resolve_impl("auto", q, is_composed=True)
-    assert choice.impl == "compiled" and "wrong results on this device: out is wrong" in choice.reason
+    assert choice.impl == "compiled" and "self-check found wrong results on this device: out is wrong" in choice.reason
     assert resolve_impl("auto", q.float(), is_composed=True).impl == "triton"

@@ -96,7 +96,7 @@ def test_a_class_is_credited_to_patches(here, capsys):
     assert sum(found["patches"]) == pytest.approx(float(whole - grey), abs=0.01)
     for arguments, message in (
         (["--target=10"], "target='10'; expected a class from 0 to 9"),
-        (["--image=none.png"], "cannot read the image"),
+        (["--image=none.png"], "cannot read the image none.png"),
         (["--over=tokens"], "over=['tokens']; expected one or more of branches, heads, patches"),
     ):
         assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
