@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from dcmha.functional import autocast_dtype
+from dcmha.autocast import autocast_dtype
 from dctrain.distributed.tensor_parallel import copy_to_ranks
 
 IGNORED = -100

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .checks import check_booleans, check_factory, check_integers, check_numbers
 from .dispatch import Impl
-from .functional import check_mask
+from .impl.checks import check_mask
 from .impl.masking import combine_masks
 from .layer import ComposedAttentionBase
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names, compose_options_of

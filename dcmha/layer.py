@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .checks import check_module
+from .checks import check_module, plain_number
 from .dispatch import Impl, ImplChoice, ResolvedImpl, check_impl, resolve_impl
-from .functional import MAX_WINDOW, NO_TORCHSCRIPT, composed_attention
+from .functional import NO_TORCHSCRIPT, composed_attention
 from .impl.call import ComposeRanks
+from .impl.checks import check_window_size
 from .impl.masking import DocumentBounds
 from .options import COMPOSE_OPTIONS, ComposeOptions, check_names
 from .weights import ComposeWeights
@@ -32,10 +33,7 @@ def check_options(*, window_size: int | None = None, impl: Impl = "auto", **opti
         ValueError: If an option is unknown, of the wrong type or out of range.
     """
     check_names(options, LAYER_OPTIONS)
-    if window_size is not None and (type(window_size) is not int or not 1 <= window_size < MAX_WINDOW):
-        raise ValueError(
-            f"window_size={window_size!r} must be an integer, at least 1 (the query's own position), or None."
-        )
+    check_window_size(window_size)
     check_impl(impl)
     return ComposeOptions(**options)
 
@@ -65,7 +63,7 @@ class ComposedAttentionBase(nn.Module):
     def _set_options(self, *, window_size: int | None = None, impl: Impl = "auto", **options) -> None:
         """Check and store the options of a layer."""
         self.options = check_options(window_size=window_size, impl=impl, **options)
-        self.window = window_size  # not window_size, an attribute of timm's window attention
+        self.window = plain_number(window_size)  # not window_size, an attribute of timm's window attention
         self.impl, self.recompute = impl, False
         self.resolved_impl: ResolvedImpl | None = None
 

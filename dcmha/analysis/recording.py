@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_module
-from ..functional import split_mask
 from ..impl.call import AttentionCall
-from ..impl.masking import document_bounds
+from ..impl.checks import check_mask
+from ..impl.masking import document_bounds, split_mask
 from ..impl.reference import AttentionMaps, attention_maps
 from ..layer import ComposedAttentionBase
 from ..weights import ComposeWeights
@@ -127,7 +127,8 @@ def _recording(layer: ComposedAttentionBase, name: str, see: Callable[[str, Reco
 
     def record(q, k, v, pre, post, attn_mask, document_ids=None, is_causal=False, window_size=None) -> Tensor:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            visible, bias = split_mask(attn_mask, q, k)
+            check_mask(attn_mask, (*q.shape[:3], k.shape[2]), q.device)
+            visible, bias = split_mask(attn_mask, q.dtype)
             q32, k32 = q.float(), k.float()
             bias = None if bias is None else bias.float()
             pre32, post32 = (weights if weights is None else weights.map(Tensor.float) for weights in (pre, post))

@@ -136,3 +136,26 @@ def masked_softmax(scores: Tensor, visible: Tensor | None, *, may_be_empty: bool
     empty = ~visible.any(-1, keepdim=True)
     weights = scores.masked_fill(~(visible | empty), -torch.inf).softmax(-1)
     return weights.masked_fill(empty, 0.0)
+
+
+def split_mask(attn_mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Split a checked mask into a boolean visibility (False also for -inf) and a finite bias of a dtype."""
+    if attn_mask is None:
+        return None, None
+    if not (torch.compiler.is_compiling() or attn_mask.requires_grad):
+        attn_mask = _unexpanded(attn_mask)
+    while attn_mask.dim() < 2:
+        attn_mask = attn_mask.unsqueeze(0)
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    attn_mask = attn_mask.to(dtype)  # before the split: a value beyond the dtype's range becomes -inf
+    visible = attn_mask != -torch.inf
+    return visible, attn_mask.masked_fill(~visible, 0.0)
+
+
+def _unexpanded(x: Tensor) -> Tensor:
+    """Keep one slice along each expanded axis, so that a copy of a mask is not larger than the mask itself."""
+    for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            x = x.narrow(axis, 0, 1)
+    return x

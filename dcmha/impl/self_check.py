@@ -20,9 +20,8 @@ from torch import Tensor
 from ..weights import ComposeWeights, SideWeights
 from . import reference
 from .call import AttentionCall
-from .compiled.blocks import tensors_of, with_tensors
-from .compiled.custom_op import TENSORS
 from .dropout import WORD
+from .flatten import TENSORS, tensors_of, with_tensors
 from .masking import DocumentBounds, document_bounds
 
 SWITCH = "DCMHA_FIRST_USE_CHECK"

@@ -114,7 +114,7 @@ def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
     operands, calls = make_operands(case), []
 
     def count(graph, inputs):
-        calls.append([node.target for node in graph.graph.nodes if "chunked_attention" in str(node.target)])
+        calls.append([node.target for node in graph.graph.nodes if "compiled_attention" in str(node.target)])
         return make_boxed_func(graph.forward)
 
     seed = torch.tensor([5, 7])

@@ -77,16 +77,27 @@ def test_files_import_each_other_without_cycles():
     assert len(modules()) > 200 and import_cycle() == []
 
 
-IMPLEMENTATION_FILES = [path for path in (ROOT / "dcmha/impl").glob("*.py") if path.stem != "self_check"]  # it compares
+IMPLEMENTATIONS = ("reference", "sdpa", "compiled", "cpu", "triton", "gluon")
+MAY_USE = {"triton": {"triton", "gluon"}}  # "triton" runs 16-bit calls by the Gluon kernels
 
 
-@pytest.mark.parametrize("path", sorted(IMPLEMENTATION_FILES), ids=lambda path: path.stem)
-def test_implementations_never_import_each_other(path):
-    implementations = {"reference", "compiled", "cpu", "triton"}
-    tree = ast.parse(path.read_text())
-    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
-    names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module is None for a in n.names}
-    assert not names & implementations
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_implementations_do_not_import_each_other(name):
+    prefix = f"dcmha.impl.{name}"
+    files = [one for one in modules() if one == prefix or one.startswith(f"{prefix}.")]
+    assert files
+    imported = set().union(*map(imported_modules, files))
+    used = {one.split(".")[2] for one in imported if one.startswith("dcmha.impl.")} & set(IMPLEMENTATIONS)
+    assert used <= MAY_USE.get(name, {name})
+
+
+def test_shared_files_of_implementations_import_none_of_them():
+    shared = [one for one in modules() if one.startswith("dcmha.impl.") and one.split(".")[2] not in IMPLEMENTATIONS]
+    found = {
+        name: {one.split(".")[2] for one in imported_modules(name) if one.startswith("dcmha.impl.")} for name in shared
+    }
+    used = {name: used & set(IMPLEMENTATIONS) for name, used in found.items()}
+    assert {name: one for name, one in used.items() if one} == {"dcmha.impl.self_check": {"reference"}}  # it compares
 
 
 @pytest.mark.slow

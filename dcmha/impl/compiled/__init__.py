@@ -25,9 +25,9 @@ def attention(call: AttentionCall) -> Tensor:
     is_compiling = torch.compiler.is_compiling()
     seed = draw_seed(call.q.device) if call.dropout_p > 0.0 else None
     if not is_one_block(call) and is_compiling and not is_exporting() and not is_transformed():
-        from .custom_op import opaque_attention
+        from .custom_op import chunked_attention
 
-        return opaque_attention(call, seed)
+        return chunked_attention(call, seed)
     attend_here = attend_compiled if call.q.is_cuda and not is_transformed() and not is_compiling else attend
     blocks = list_blocks(call, seed)
     if len(blocks) == 1:

@@ -7,16 +7,17 @@ is no silent fallback to uncompiled code.
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...weights import ComposeWeights, SideWeights
-from ..call import AttentionCall, compute_dtype
+from ...weights import ComposeWeights
+from ..call import compute_dtype
 from ..dropout import drop
+from ..flatten import tensors_of, with_tensors
 from ..masking import masked_softmax
 
 BACKEND = "inductor"
@@ -90,31 +91,6 @@ def gradients(block: QueryBlock, d_out: Tensor) -> list[Tensor]:
 
     _, back = torch.func.vjp(of_given, *given)
     return list(back(d_out))
-
-
-def tensors_of(call: AttentionCall | QueryBlock) -> list[Tensor | None]:
-    """Return the differentiable tensors of a call or block: q, k, v, the weights of both compositions, the bias."""
-    weights = [w for composition in (call.pre, call.post) for w in flat_weights(composition)]
-    return [call.q, call.k, call.v, *weights, call.bias]
-
-
-def flat_weights(weights: ComposeWeights | None) -> list[Tensor | None]:
-    """Return down, up and gate of the query side, of the key side, and the base."""
-    return [None] * 7 if weights is None else [*weights.query, *weights.key, weights.base]
-
-
-def weights_from(flat: list[Tensor | None]) -> ComposeWeights | None:
-    """Inverse of `flat_weights`."""
-    if all(w is None for w in flat):
-        return None
-    return ComposeWeights(SideWeights(*flat[:3]), SideWeights(*flat[3:6]), flat[6])
-
-
-def with_tensors(call: AttentionCall | QueryBlock, tensors: Sequence[Tensor | None]) -> AttentionCall | QueryBlock:
-    """Replace the tensors returned by `tensors_of`."""
-    q, k, v, *weights, bias = tensors
-    pre, post = weights_from(weights[:7]), weights_from(weights[7:])
-    return call._replace(q=q, k=k, v=v, pre=pre, post=post, bias=bias)
 
 
 def attend_compiled(block: QueryBlock) -> Tensor:

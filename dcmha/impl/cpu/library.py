@@ -62,7 +62,7 @@ def _load(ranks: ComposeRanks) -> ctypes.CDLL | str:
         return f"its library cannot be built or cached: {error}"
     library.count_blocks.restype = ctypes.c_int64
     library.count_blocks.argtypes = [ctypes.c_int64]
-    library.composed_attention.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.composed_attention.argtypes = [ctypes.c_void_p, ctypes.c_int]
     return library
 
 

@@ -20,8 +20,8 @@ from torch.autograd.forward_ad import unpack_dual
 from ...weights import ComposeWeights, SideWeights
 from .. import gluon, self_check
 from ..call import AttentionCall, refuse_derivative
-from ..compiled.blocks import tensors_of
 from ..dropout import draw_seed
+from ..flatten import tensors_of
 from . import decode_op, op
 from .decode import MAX_QUERIES
 
@@ -37,12 +37,12 @@ ATTENTION: dict[
     "decoding": decode_op.attention,
     "Triton": op.attention,
 }
-self_check.SOLVERS.update({"decoding": decode_op.solve, "Triton": op.solve})
+self_check.SOLVERS.update({"decoding": decode_op.solve, "Triton": op.attention.solve})
 if gluon.why_unavailable() is None:
     from ..gluon import op as gluon_op
 
     ATTENTION["Gluon"] = gluon_op.attention
-    self_check.SOLVERS["Gluon"] = gluon_op.solve
+    self_check.SOLVERS["Gluon"] = gluon_op.attention.solve
 
 
 def attention(call: AttentionCall) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...weights import ComposeWeights, SideWeights
 from ..chunks import round_up
 from ..dropout import threshold_of
+from ..packed_gradients import packed_rows
 from .head_mixing import ComposeSpec, KernelConfig, Packed
 from .masking import Masks
 
@@ -39,13 +40,6 @@ class ComposeOperands(NamedTuple):
     def packed(self, composition: str) -> Packed:
         """Take those of "pre" or "post"."""
         return Packed(*(self[:3] if composition == "pre" else self[3:]))
-
-    def weights(self, composition: str) -> ComposeWeights | None:
-        """Compose weights of "pre" or "post"."""
-        query, key, base = self.packed(composition)
-        if query is None and key is None and base is None:
-            return None
-        return ComposeWeights(unpack(query), unpack(key), base)
 
     def form(self, composition: str, blocks: int) -> ComposeSpec:
         """Tell the kernels which branches "pre" or "post" has, and how a tile of so many blocks applies them."""
@@ -101,20 +95,20 @@ def compose_spec(query: tuple[int, int], key: tuple[int, int], has_base: bool, b
     return ComposeSpec(*query, *key, int(has_base), int(blocks > WHOLE_BLOCKS and not has_base))
 
 
-def pack(side: SideWeights) -> Tensor | None:
+def pack_call(pre: ComposeWeights | None, post: ComposeWeights | None) -> ComposeOperands:
+    """Pack the weights of both compositions."""
+    operands = []
+    for weights in (pre or ComposeWeights(), post or ComposeWeights()):
+        operands += [_pack(weights.query), _pack(weights.key), weights.base]
+    return ComposeOperands(*operands)
+
+
+def _pack(side: SideWeights) -> Tensor | None:
     """Concatenate one side's weights to one tensor [B, T or S, 2R + gate, H]."""
+    if packed_rows(side) == 0:
+        return None
     gate = side.gate if side.gate is None else side.gate.unsqueeze(2)
-    parts = [part for part in (side.down, side.up, gate) if part is not None]
-    return torch.cat(parts, 2) if parts else None
-
-
-def unpack(packed: Tensor | None) -> SideWeights:
-    """Split packed weights [B, T or S, 2R + gate, H]."""
-    if packed is None:
-        return SideWeights()
-    rank, gate = rank_and_gate(packed)
-    down, up, rest = packed.split([rank, rank, gate], 2)
-    return SideWeights(*((down, up) if rank else (None, None)), rest.squeeze(2) if gate else None)
+    return torch.cat([part for part in (side.down, side.up, gate) if part is not None], 2)
 
 
 def rank_and_gate(packed: Tensor | None) -> tuple[int, int]:

@@ -6,9 +6,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcmha import ComposeWeights, SideWeights
+from dcmha.impl.call import AttentionCall
 from dcmha.impl.gluon import call as call_module
 from dcmha.impl.gluon import launch, op, packing, products
 from dcmha.impl.gluon.indexing import Sizes
+from dcmha.impl.packed_gradients import unpack_gradients
 
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
@@ -55,18 +57,15 @@ def solve(
             sides = (SideWeights(rand(B, n, 2, H), rand(B, n, 2, H), rand(B, n, H)) for n in (T, S or T))
             return ComposeWeights(*sides, rand(1, H, H) if base else None)
 
-        options = {"is_causal": True, "window_size": 0, "scale": 0.25, "dropout_p": 0.0, "num_groups": 1} | options
-        flat = [
-            part
-            for composition in (weights(), weights())
-            for part in (*composition.query, *composition.key, composition.base)
-        ]
+        options = {"is_causal": True, "window_size": None, "scale": 0.25, "dropout_p": 0.0, "num_groups": 1} | options
         k = rand(B, H, S or T, D)
-        arguments = (rand(B, H, T, D), k, k, *flat, *(None,) * 4, *options.values())
+        call = AttentionCall(
+            *(rand(B, H, T, D), k, k, weights(), weights()), visible=None, bias=None, document_ids=None, **options
+        )
         operations = Operations()
         with operations:
-            out, lse = op.forward(op._attention(*arguments[:3], arguments[3:]))
-            op.backward(op._attention(*arguments[:3], arguments[3:], lse), out)
+            out, lse = op.forward(op.attention_of(call, None))
+            op.backward(op.attention_of(call, None, lse), out)
         return operations.names
 
 
@@ -116,17 +115,18 @@ def test_what_a_caller_passes_is_compiled_for_any_address_and_stride():
 
 def test_masks_of_another_dtype_are_refused():
     q = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
-    rest = [None] * op.NUM_TENSORS + [True, 0, 1.0, 0.0, 1]
-    rest[op.MASK] = torch.zeros(1, 1, 3, 3)
+    call = AttentionCall(q, q, q, None, None, None, torch.zeros(1, 1, 3, 3), None, True, None, 1.0, 0.0, 1)
     with pytest.raises(ValueError, match="mask has dtype torch.float32; expected torch.bool, or the dtype of q"):
-        op.compute(q, q, q, *rest[3:])
+        op.attention_of(call, None)
 
 
 def test_gradients_of_rank_0_are_empty():
     down, gate = torch.zeros(1, 3, 0, 2), torch.ones(1, 3, 2)
     packed = torch.ones(1, 3, 1, 2)
     pre = ComposeWeights(SideWeights(down, down, gate), SideWeights(down, down))
-    grads = op.gradients_of_tensors([*[torch.zeros(1)] * 3, packed], pre, None)[3:9]
+    q = torch.zeros(1, 2, 3, 8)
+    call = AttentionCall(q, q, q, pre, None, None, None, None, True, None, 1.0, 0.0, 1)
+    grads = unpack_gradients([*[q] * 3, packed], call)[3:9]
     assert [None if x is None else x.shape for x in grads] == [
         down.shape,
         down.shape,

@@ -8,7 +8,7 @@ import torch
 
 from dcmha import composed_attention
 from dcmha.impl import chunks
-from dcmha.impl.compiled.blocks import flat_weights
+from dcmha.impl.flatten import flat_weights
 from dcmha.impl.triton import decode, decode_op
 from tests.dcmha.inputs import Case, make_mask, make_operands, relative_error, run, weights_of
 
@@ -163,7 +163,7 @@ def test_the_operator_fulfils_what_torch_asks_for():
     operands = {n: x.detach().float() for n, x in make_operands(case).items()}
     pre, post = (weights_of(operands, composition) for composition in ("pre", "post"))
     weights = [*flat_weights(pre), *flat_weights(post)]
-    arguments = (*(operands[n] for n in "qkv"), *weights, None, None, None, True, 0, 0.3, 1)
+    arguments = (*(operands[n] for n in "qkv"), *weights, *(None,) * 5, True, None, 0.3, 0.0, 1)
     torch.library.opcheck(decode_op.decoded, arguments, test_utils=("test_schema", "test_faketensor"))
 
     def attend(q):

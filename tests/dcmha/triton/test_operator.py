@@ -8,11 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dcmha import DCAttention, composed_attention
+from dcmha import ComposeWeights, DCAttention, composed_attention
 from dcmha.impl import chunks
-from dcmha.impl.masking import key_range
+from dcmha.impl.call import AttentionCall
+from dcmha.impl.flatten import flatten
+from dcmha.impl.masking import document_bounds, key_range
 from dcmha.impl.triton import chunked, launch
-from dcmha.impl.triton.op import composed
+from dcmha.impl.triton.op import attention
 from tests.dcmha.inputs import Case, make_mask, make_operands, output_and_gradients, relative_error, run, weights_of
 from tests.dcmha.triton import test_gpu
 
@@ -264,7 +266,7 @@ def test_selective_checkpointing_keeps_what_the_policy_says():
     expected = torch.autograd.grad(run(case, operands, "triton").square().sum(), list(operands.values()))
 
     def policy(ctx, op, *args, **kwargs):
-        is_ours = op == torch.ops.dcmha.composed_attention.default
+        is_ours = op == torch.ops.dcmha.triton_attention.default
         return CheckpointPolicy.MUST_SAVE if is_ours and keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     for keeps in (True, False):
@@ -288,7 +290,7 @@ class CountCalls(TorchDispatchMode):
     forward = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forward += func == torch.ops.dcmha.composed_attention.default
+        self.forward += func == torch.ops.dcmha.triton_attention.default
         return func(*args, **(kwargs or {}))
 
 
@@ -332,14 +334,14 @@ def test_what_waits_for_a_gpu_runs(monkeypatch):
 @pytest.mark.parametrize("is_masked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_opcheck(is_masked):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (7, 9, 9))
-    weights = [torch.randn(2, n, 5, 4, requires_grad=True) for n in (7, 9)]
-    base = torch.randn(1, 4, 4, requires_grad=True)
-    weights = (*weights, base, weights[0], None, None)
-    mask = torch.randn(1, 4, 7, 9, requires_grad=True)
-    starts, stops = torch.zeros(2, 9, dtype=torch.int32), torch.full((2, 9), 9, dtype=torch.int32)
-    mask_operands = (mask, starts, stops, torch.tensor([5, 7])) if is_masked else (None,) * 4
-    torch.library.opcheck(composed, (q, k, v, *weights, *mask_operands, True, 0, 0.25, 0.1 if is_masked else 0.0, 1))
+    case = Case(B=2, T=7, S=9, H=4, D=16, dropout_p=0.1 if is_masked else 0.0, branches="qkgb")
+    operands = make_operands(case, torch.float32)
+    pre, post = weights_of(operands, "pre"), ComposeWeights(weights_of(operands, "post").query)
+    bias = torch.randn(1, 4, 7, 9, requires_grad=True) if is_masked else None
+    documents = document_bounds(torch.zeros(2, 9, dtype=torch.int64)) if is_masked else None
+    q, k, v = (operands[name] for name in "qkv")
+    call = AttentionCall(q, k, v, pre, post, None, bias, documents, True, None, 0.25, case.dropout_p, 1)
+    torch.library.opcheck(attention.forward_op, flatten(call, torch.tensor([5, 7]) if is_masked else None))
 
 
 def test_under_autocast():
