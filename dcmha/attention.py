@@ -164,17 +164,12 @@ class DCAttention(ComposedAttentionBase):
                 `is_causal=True`, or was created for another window size.
         """
         self._check_input(x)
-        if cache is not None and document_ids is not None:
-            raise ValueError("document_ids and cache cannot be combined; expected one of the two.")
-        if cache is not None and attn_mask is not None:
-            raise ValueError("attn_mask and cache cannot be combined; expected one of the two.")
-        if cache is not None and not is_causal:
-            raise ValueError("is_causal=False: expected True when a cache is given.")
-        if cache is not None:
-            return self._attend_within(x, attn_mask, is_causal, rope, None, cache)
-        return self._run(self._attend_within, x, attn_mask, is_causal, rope, document_ids)
+        if cache is None:
+            return self._run(self._forward, x, attn_mask, is_causal, rope, document_ids)
+        _check_cached_call(attn_mask, is_causal, document_ids)
+        return self._forward(x, attn_mask, is_causal, rope, document_ids, cache)
 
-    def _attend_within(
+    def _forward(
         self,
         x: Tensor,
         attn_mask: Tensor | None,
@@ -190,15 +185,21 @@ class DCAttention(ComposedAttentionBase):
         pre, post = (None, None) if self.compose is None else self.compose(x)
         window_size = self.window
         if cache is not None:
-            k, v, pre, post, attn_mask, is_ordered, cached_window = cache.update(k, v, pre, post)
-            if cached_window != window_size:
-                raise ValueError(f"the cache is for window_size={cached_window}; got a layer with {window_size}.")
-            is_causal, window_size = is_ordered, window_size if is_ordered else None
+            k, v, pre, post, attn_mask, is_causal, window_size = self._update_cache(cache, k, v, pre, post)
         out = self.attend(q, k, v, pre, post, attn_mask, document_ids, is_causal=is_causal, window_size=window_size)
         out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+    def _update_cache(
+        self, cache: AttentionCache, k: Tensor, v: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+    ) -> CacheView:
+        """Add new tokens to a cache. In the result, `is_ordered` and `window_size` are those of the operator's call."""
+        view = cache.update(k, v, pre, post)
+        if view.window_size != self.window:
+            raise ValueError(f"the cache is for window_size={view.window_size}; got a layer with {self.window}.")
+        return view if view.is_ordered else view._replace(window_size=None)
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.dim:
@@ -214,6 +215,15 @@ class DCAttention(ComposedAttentionBase):
     def _qkv_heads(self) -> list[int]:
         """Heads of q, k and v, in the order of the rows of `qkv`."""
         return [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+
+
+def _check_cached_call(attn_mask: Tensor | None, is_causal: bool, document_ids: Tensor | DocumentBounds | None) -> None:
+    """Raise ValueError if the arguments of a call cannot be combined with a cache."""
+    for name, value in (("document_ids", document_ids), ("attn_mask", attn_mask)):
+        if value is not None:
+            raise ValueError(f"{name} and cache cannot be combined; expected one of the two.")
+    if not is_causal:
+        raise ValueError("is_causal=False: expected True when a cache is given.")
 
 
 @cache

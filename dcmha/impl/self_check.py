@@ -1,7 +1,7 @@
 """Self-check on first use: before the first call of each kind on a GPU, kernels are compared with the reference.
 
 Both solve a small problem. Kernels that fail are not used again in this process for that dtype and device, and a
-warning is issued. Calls under `torch.compile` are checked during tracing. `DCMHA_FIRST_USE_CHECK=0` in the environment
+warning is issued. Calls under `torch.compile` are checked during tracing. `DCMHA_SELF_CHECK=0` in the environment
 disables the check.
 """
 
@@ -24,7 +24,7 @@ from .dropout import WORD
 from .flatten import TENSORS, tensors_of, with_tensors
 from .masking import DocumentBounds, document_bounds
 
-SWITCH = "DCMHA_FIRST_USE_CHECK"
+ENV_SWITCH = "DCMHA_SELF_CHECK"
 DEVICES = ("cuda",)  # device types that are checked
 ROWS, KEYS, WINDOW, DROPOUT = 2, 72, 20, 0.3  # sizes of the small problem
 SLACK = 4  # tolerance, relative to the reference's own error in the dtype
@@ -65,7 +65,7 @@ def finding_of(kernels: str, device: torch.device, dtype: torch.dtype) -> str | 
 def check(*fields) -> bool:
     """Check the kernels of a `Kind` unless already done or impossible now; return whether they may be used."""
     kind, place, is_cuda = Kind(*fields), fields[:3], fields[1].type == "cuda"
-    is_off = kind.device.type not in DEVICES or os.environ.get(SWITCH) == "0"
+    is_off = kind.device.type not in DEVICES or os.environ.get(ENV_SWITCH) == "0"
     cannot_run = is_cuda and (not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing())
     if is_off or cannot_run or kind in _seen or place in _findings:
         return place not in _findings

@@ -83,7 +83,7 @@ def main(names: list[str]) -> None:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         launch.install(patch)
-        patch.setenv("DCMHA_FIRST_USE_CHECK", "0")
+        patch.setenv("DCMHA_SELF_CHECK", "0")
         patch.setattr(products, "multiply", multiply)
         patch.setattr(products, "accumulate", accumulate)
         patch.setattr(dispatch, "_what_is_missing", lambda device: None)

@@ -149,7 +149,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 
 @pytest.mark.usefixtures("broken")
 def test_it_can_be_switched_off(monkeypatch, checked):
-    monkeypatch.setenv(self_check.SWITCH, "0")
+    monkeypatch.setenv(self_check.ENV_SWITCH, "0")
     call()
     assert not checked
 
