@@ -15,6 +15,7 @@ from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.distributed.meta_init import weights_device
 from dctrain.distributed.tensor_parallel import TensorParallelPlan
 from dctrain.errors import UserError, as_user_error
+from dctrain.lightning_internals import attached_trainer
 from dctrain.training_module import Example, TrainingModule
 
 from .config import DEFAULT_MODEL, build_config, check_same
@@ -131,7 +132,7 @@ class LanguageModel(TrainingModule):
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None or self._trainer is None:  # no trainer: `load_from_checkpoint`
+        if self.forward_flops is not None or attached_trainer(self) is None:  # no trainer: `load_from_checkpoint`
             return
         (example,), _, units = self.example(1)
         self.forward_flops = self.count_flops(Decoder(self.config, device="meta"), example) // units

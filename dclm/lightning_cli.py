@@ -36,12 +36,12 @@ class LanguageCLI(VocabularyCLI):
     def before_instantiate_classes(self) -> None:
         """Use the model of `--init`, and check the objective."""
         self._name_model()
-        model, data = self._get(self.config, "model"), self._get(self.config, "data")
+        model, data = self.setting("model"), self.setting("data")
         check_objective((model.overrides or {}).get("is_causal", True), data.mask_fraction)
 
     def _name_model(self) -> None:
         """Use the model of `--init`, or the default model, unless one is given."""
-        model, source = self._get(self.config, "model"), self._get(self.config, "init", default=None)
+        model, source = self.setting("model"), self.setting("init")
         if model.model is not None:
             return
         if not source:
@@ -54,7 +54,7 @@ class LanguageCLI(VocabularyCLI):
                 "it has a different tokenizer."
             )
         model.model, model.overrides, model.vocab_size = derived
-        data = self._get(self.config, "data")
+        data = self.setting("data")
         data.vocab_size, data.vocab_multiple = derived.vocab_size, 1  # record the number of rows in config.yaml
         rank_zero_only(print)(f"model from {source}: {derived.model} with {derived.overrides}", flush=True)
 

@@ -23,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.utilities import rank_zero_only
 
 from .errors import UserError, as_user_error
+from .lightning_internals import finish_started_run, hide_points_after
 from .run_dir import LOGGERS, RunDir
 from .utils.files import atomic_write, write_json
 
@@ -147,8 +148,7 @@ def truncate_curves(loggers: Iterable[Logger], step: int, is_due: bool) -> None:
         is_due: Whether the validation of that step is repeated.
     """
     for logger in loggers:
-        if isinstance(logger, TensorBoardLogger) and logger._kwargs.get("purge_step") is None:
-            logger._kwargs["purge_step"] = step + 1  # for its writer, which does not exist yet
+        hide_points_after(logger, step)
         if isinstance(logger, CSVLogger):
             path = Path(logger.log_dir) / "metrics.csv"
             names, rows = _rows_until(path, step, is_due)
@@ -192,8 +192,7 @@ def _is_of_training(row: dict[str, str]) -> bool:
 def finish(loggers: Iterable[Logger]) -> None:
     """Finish runs of Weights & Biases; otherwise the next run in this process would continue them."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger) and logger._experiment is not None:  # `experiment` would start a run
-            logger.experiment.finish()
+        finish_started_run(logger)
 
 
 def describe(logger: Logger, shorten: Callable[[str], Path]) -> str:

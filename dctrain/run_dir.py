@@ -15,12 +15,12 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import is_initialized
 
 from .callbacks.costs import COSTS
 from .distributed.rendezvous import watch_start
+from .lightning_internals import HookedTrainer
 from .utils.files import file_lock
 
 LOCK = ".lock"
@@ -56,7 +56,7 @@ class RunDir(NamedTuple):
     is_resumed: bool = False
 
 
-class RunTrainer(L.Trainer):
+class RunTrainer(HookedTrainer):
     """A trainer whose `log_dir` is the folder of its run, independent of its loggers.
 
     Attributes:
@@ -66,9 +66,9 @@ class RunTrainer(L.Trainer):
     run_dir: RunDir | None = None
     _log_dir: str | None = None  # set after the process group is initialized
 
-    def _run(self, *args, **kwargs):
+    def before_run(self) -> None:
+        """Report a process group that does not start."""
         watch_start(self)
-        return super()._run(*args, **kwargs)
 
     @property
     def log_dir(self) -> str | None:

@@ -23,6 +23,7 @@ from .distributed.strategy import FSDP2Strategy, data_rank
 from .distributed.tensor_parallel import TensorParallelPlan
 from .errors import DivergenceError, UserError, as_user_error
 from .evaluation.items import ItemRecorder
+from .lightning_internals import attached_trainer, set_logged_step
 from .plan.flops import forward_flops
 from .run_length import count_run_steps, is_set
 
@@ -213,10 +214,8 @@ class TrainingModule(L.LightningModule):
                 )
 
     def on_train_batch_start(self, batch, batch_idx: int) -> None:
-        """Seed the random numbers of this step, and correct the loggers' step, which Lightning sets one too high after
-        some resumes.
-        """
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
+        """Seed the random numbers of this step, and correct the loggers' step."""
+        set_logged_step(self.trainer)
         step = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
         key = np.random.SeedSequence([self.hparams.seed, step, data_rank(self.trainer).rank])
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
@@ -351,7 +350,7 @@ class TrainingModule(L.LightningModule):
         self._trained = {name: trained[name] for name in self.hparams if name in trained}
         data = checkpoint.get("datamodule_hyper_parameters", {})
         self._trained_data = {name: data[name] for name in data if name not in CHECKED_ELSEWHERE}
-        is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        is_resumed = attached_trainer(self) is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_resumed and self._trained.get("decay_all", self.hparams.decay_all) != self.hparams.decay_all:
             raise UserError(f"decay_all={self.hparams.decay_all} cannot change when a run is resumed.")
         if is_resumed:

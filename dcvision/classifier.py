@@ -20,6 +20,7 @@ from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.distributed.strategy import FSDP2Strategy
 from dctrain.distributed.tensor_parallel import TensorParallelPlan
 from dctrain.errors import UserError, as_user_error
+from dctrain.lightning_internals import attached_trainer
 from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.files import write_json
 from dctrain.utils.weighted_mean import WeightedMean
@@ -133,7 +134,7 @@ class ImageClassifier(TrainingModule):
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None or self._trainer is None:  # no trainer: `load_from_checkpoint`
+        if self.forward_flops is not None or attached_trainer(self) is None:  # no trainer: `load_from_checkpoint`
             return
         self.forward_flops = self.count_flops(self.model, *self.example(1).args)
         if self.ema is not None and isinstance(self.trainer.strategy, FSDP2Strategy):

@@ -37,12 +37,12 @@ class VisionCLI(TrainerCLI):
         """Whether the model has timm's pretrained weights."""
         return bool((self.model.hparams.model_kwargs or {}).get("pretrained"))
 
-    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+    def add_subcommand_arguments(self, parser, subcommand: str) -> None:
+        """Add `--out` of `predict`."""
+        super().add_subcommand_arguments(parser, subcommand)
         if subcommand == "predict":
             said = "Output file (CSV); default: predict/predictions.csv in the run of the checkpoint."
             parser.add_argument("--out", type=str | None, default=None, help=said)
-        return parser
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Write the predicted class of each image to `--out`.
@@ -51,7 +51,7 @@ class VisionCLI(TrainerCLI):
         rank.
         """
         path = self.evaluated_checkpoint()
-        out = self._get(self.config, "out")
+        out = self.setting("out")
         if out is not None:
             check_writable("out", Path(out))
         with reading(path), exits_on_sigterm():

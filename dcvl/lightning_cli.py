@@ -28,7 +28,7 @@ class VisionLanguageCLI(VocabularyCLI):
 
     def fit(self, model: VisionLanguageModel, **kwargs) -> None:
         """Train: from the checkpoint of `--resume`, from the weights of `--init`, or from random weights."""
-        source = self._get(self.config, "init")
+        source = self.setting("init")
         if source is not None and self.resume_from is None:
             check_tokenizer(source, self.datamodule.words)
         super().fit(model, **kwargs)

@@ -16,6 +16,7 @@ from dclm.config import build_config, check_same
 from dclm.loss import IGNORED
 from dctrain.activation_checkpointing import Recompute, set_recompute
 from dctrain.errors import UserError
+from dctrain.lightning_internals import attached_trainer
 from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.weighted_mean import WeightedMean
 from dcvision.compat_checks import compare_heads, compare_normalisation, normalisation
@@ -151,7 +152,7 @@ class VisionLanguageModel(TrainingModule):
 
     def configure_model(self) -> None:
         """Count FLOPs, shard (FSDP2, per block) and compile; Lightning calls it on every rank before training."""
-        if self.forward_flops is not None or self._trainer is None:  # no trainer: `load_from_checkpoint`
+        if self.forward_flops is not None or attached_trainer(self) is None:  # no trainer: `load_from_checkpoint`
             return
         self.forward_flops = self.count_flops(self.model, *self.example(1).args)
         self.shard_and_compile(self.model.blocks)

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import lightning as L
-import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
 from ..distributed.strategy import FSDP2Strategy
 from ..errors import DivergenceError, UserError
+from ..lightning_internals import FiniteCheckpoint
 from ..utils.files import remove_atomically
 
 
@@ -125,7 +125,7 @@ def is_accumulating(trainer: L.Trainer, batch_idx: int) -> bool:
 PATHS_OF_BEST = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
-class BestCheckpoint(ModelCheckpoint):
+class BestCheckpoint(FiniteCheckpoint):
     """Lightning's `ModelCheckpoint`, which also finds its files after the run's folder was moved or renamed.
 
     A non-finite score is never the best.
@@ -133,11 +133,8 @@ class BestCheckpoint(ModelCheckpoint):
 
     _outdated: set[Path] = frozenset()
 
-    def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
-        value = monitor_candidates.get(self.monitor)
-        if value is not None and not torch.as_tensor(value).isfinite():
-            return
-        super()._save_topk_checkpoint(trainer, monitor_candidates)
+    def after_best(self, trainer: L.Trainer) -> None:
+        """Remove the files that the resumed checkpoint does not know."""
         if self.best_k_models:
             for old in self._outdated - set(map(Path, self.best_k_models)) if trainer.is_global_zero else ():
                 remove_atomically(old)

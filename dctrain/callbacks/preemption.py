@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..errors import RunStopped
+from ..lightning_internals import log_training_step
 from .checkpoints import LastCheckpoint, is_accumulating
 from .validation import DueValidation
 
@@ -68,7 +69,7 @@ class GracefulStop(Callback):
         if trainer.world_size > 1 and trainer.global_step % STOP_CHECK_STEPS:
             return
         if self._is_told_to_stop(trainer):
-            trainer._logger_connector.update_train_step_metrics()  # else logged after this hook
+            log_training_step(trainer)
             self._stop(trainer)
 
     def on_validation_batch_end(

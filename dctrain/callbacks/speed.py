@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ..distributed.strategy import data_rank
+from ..lightning_internals import is_logging_step
 from ..plan.flops import peak_flops
 from .checkpoints import is_accumulating
 
@@ -57,8 +58,7 @@ class SpeedMonitor(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Count units, and log at the trainer's interval."""
         self._units += pl_module.count_units(batch)
-        is_logged = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
-        if not is_logged or is_accumulating(trainer, batch_idx):
+        if not is_logging_step(trainer) or is_accumulating(trainer, batch_idx):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()

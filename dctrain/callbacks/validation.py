@@ -6,6 +6,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from ..checkpointing.checkpoint import map_checkpoint
+from ..lightning_internals import is_validation_next, validating
 
 
 class DueValidation(Callback):
@@ -30,9 +31,7 @@ class DueValidation(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
         """Record whether a validation follows."""
-        loop = trainer.fit_loop
-        is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-        self._due_in_epoch = trainer.current_epoch if is_due else None
+        self._due_in_epoch = trainer.current_epoch if is_validation_next(trainer) else None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Clear the pending validation."""
@@ -49,11 +48,8 @@ class DueValidation(Callback):
         loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
         self._completed, epochs.completed = epochs.completed, epoch
         loop.val_loop.restarting = False
-        is_first = trainer._logger_connector._first_loop_iter
-        trainer.validating = True
-        loop.val_loop.run()
-        trainer.training = True
-        trainer._logger_connector._first_loop_iter = is_first
+        with validating(trainer):
+            loop.val_loop.run()
         epochs.completed, self._completed = self._completed, None
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:

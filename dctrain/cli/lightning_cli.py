@@ -40,6 +40,7 @@ from ..distributed.slurm import cluster_plugins
 from ..distributed.strategy import check_strategy, is_sharding
 from ..errors import UserError, as_user_error, reason
 from ..explain.composition_scalars import CompositionScalars  # noqa: F401  a name for --trainer.callbacks
+from ..lightning_internals import HookedCLI
 from ..loggers import DEFAULT, IN_RUN, configure_loggers, finish, truncate_curves
 from ..loggers import describe as describe_logger
 from ..plan.command import PlanCLI
@@ -71,7 +72,7 @@ class TrainerParser(UserErrorParser, LightningArgumentParser):
     """Parses the arguments of a Lightning subcommand."""
 
 
-class TrainerCLI(LightningCLI):
+class TrainerCLI(HookedCLI):
     """LightningCLI with `--resume` and `--checkpoint`, and this project's logger, checkpoints and callbacks.
 
     Args:
@@ -119,13 +120,12 @@ class TrainerCLI(LightningCLI):
         """Subcommands with their excluded options; `--resume` and `--checkpoint` replace Lightning's `--ckpt_path`."""
         return {name: skipped | {"ckpt_path", "weights_only"} for name, skipped in LightningCLI.subcommands().items()}
 
-    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+    def add_subcommand_arguments(self, parser, subcommand: str) -> None:
+        """Add `--resume` of `fit` or `--checkpoint`."""
         option, said = ("--checkpoint", f"evaluate {A_CHECKPOINT}")
         if subcommand == "fit":
             option, said = "--resume", f"Continue from {A_CHECKPOINT}. {LATEST!r}: newest run of --name, or a new run."
         parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=said)
-        return parser
 
     def add_arguments_to_parser(self, parser) -> None:
         """Add the run's arguments, and link arguments shared by model and data."""
@@ -141,7 +141,7 @@ class TrainerCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Open the run's folder, and build trainer, model and data."""
         self.config = plain_values(self.config)
-        trainer = self._get(self.config, "trainer")
+        trainer = self.setting("trainer")
         check_trainer(trainer)
         check_devices(trainer)
         self.check_named()
@@ -162,20 +162,20 @@ class TrainerCLI(LightningCLI):
         Raises:
             UserError: If its folder would not be below the root folder, or a path is empty.
         """
-        check_not_empty({name: self._get(self.config, name, default=None) for name in NAMED})
+        check_not_empty({name: self.setting(name) for name in NAMED})
         for group in ("data", "trainer"):
-            values = vars(self._get(self.config, group))
+            values = vars(self.setting(group))
             check_not_empty({f"{group}.{name}": value for name, value in values.items()})
-        _check_name(self._get(self.config, "name"))
-        root = str(self._get(self.config, "trainer").default_root_dir or "")
+        _check_name(self.setting("name"))
+        root = str(self.setting("trainer").default_root_dir or "")
         if "://" in root:
             raise UserError(f"trainer.default_root_dir={root}: expected a local folder, such as a mount point.")
 
     def _open_run(self, root: Path) -> RunDir:
         """Find or create the folder of the run: for `fit` the run itself, for evaluations a folder within their run."""
-        name = self._get(self.config, "name")
+        name = self.setting("name")
         if self.subcommand != "fit":
-            named = self._get(self.config, "checkpoint", default=None)
+            named = self.setting("checkpoint")
             run = None if named is None else run_folder(find_checkpoint(named).resolve())
             if run is not None:
                 return RunDir(run / self.subcommand, root, run.parent.name, f"{run.name}/{self.subcommand}")
@@ -192,18 +192,16 @@ class TrainerCLI(LightningCLI):
         self._held.enter_context(locked_run(run))
         return RunDir(run, root, run.parent.name, run.name, is_resumed=True)
 
-    def _set_seed(self) -> None:
-        if isinstance(self._get(self.config, "seed_everything"), bool):
+    def set_seed(self) -> None:
+        """Set the seed of all random numbers, which must be a number."""
+        if isinstance(self.setting("seed_everything"), bool):
             raise UserError("seed_everything: expected a number, which is recorded in the run's config.yaml.")
         with as_user_error("seed_everything"):
-            super()._set_seed()
-
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would override the configuration with the checkpoint's hyperparameters."""
+            super().set_seed()
 
     def instantiate_trainer(self, **kwargs) -> L.Trainer:
         """Build the trainer with this project's checkpoint writer and callbacks."""
-        config = self._get(self.config_init, "trainer")
+        config = self.setting("trainer", self.config_init)
         check_strategy(config.get("strategy") or "auto")
         root = config.get("default_root_dir") or "runs"
         kwargs["default_root_dir"] = root
@@ -231,10 +229,10 @@ class TrainerCLI(LightningCLI):
 
     def _find_resumed(self, root: Path) -> Path | None:
         """Return the checkpoint selected by `--resume`."""
-        named = self._get(self.config, "resume", default=None)
+        named = self.setting("resume")
         if named != LATEST:
             return None if named is None else find_checkpoint(named).resolve()
-        found = newest_checkpoint(root / self._get(self.config, "name"))
+        found = newest_checkpoint(root / self.setting("name"))
         if found is None:
             self.config[self.subcommand]["resume"] = None  # a new run with its own configuration
         return found
@@ -254,9 +252,9 @@ class TrainerCLI(LightningCLI):
             return of_user
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
             of_user = [*of_user, RunProgressBar()]
-        last = LastCheckpoint(self._get(self.config, "checkpoint_every_n_steps"))
+        last = LastCheckpoint(self.setting("checkpoint_every_n_steps"))
         due = DueValidation()
-        record = RunRecord(self._parser(self.subcommand), self.given, self.run_dir.is_resumed)
+        record = RunRecord(self.parser_of(self.subcommand), self.given, self.run_dir.is_resumed)
         callbacks = [StepAxis(), due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
         if config.get("enable_checkpointing") is not False:
             callbacks.append(
@@ -278,7 +276,7 @@ class TrainerCLI(LightningCLI):
 
     def fit(self, model: L.LightningModule, **kwargs) -> None:
         """Train: from the checkpoint of `--resume`, from the weights of `--init`, or from random weights."""
-        source = self._get(self.config, "init")
+        source = self.setting("init")
         if source is not None and self.resume_from is None:
             self.check_init(source)
             model.start_from(source)
@@ -331,12 +329,12 @@ class TrainerCLI(LightningCLI):
 
     def evaluated_checkpoint(self) -> Path | None:
         """Return the checkpoint of `--checkpoint`; raise UserError for random weights or an invalid checkpoint."""
-        named = self._get(self.config, "checkpoint", default=None)
-        init = self._get(self.config, "init", default=None)
+        named = self.setting("checkpoint")
+        init = self.setting("init")
         if init is not None and self._is_init_given:
             raise UserError(f"init={init}: only fit accepts it; {self.subcommand} uses the weights of --checkpoint.")
         limit = LIMITS[self.subcommand]
-        if self._get(self.config, "trainer").get(limit) == 0:
+        if self.setting("trainer").get(limit) == 0:
             raise UserError(f"trainer.{limit}=0 leaves no data to {self.subcommand}.")
         if named is None and not self.has_weights():
             raise UserError(f"--checkpoint: expected {A_CHECKPOINT}, or a model with pretrained weights.")

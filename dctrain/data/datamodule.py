@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..cli.argument_types import check_types, check_workers
 from ..distributed.strategy import data_rank
 from ..errors import UserError
+from ..lightning_internals import has_distributed_sampler
 from .sampler import ORDER, EvalBatches, Permutation, Position, Progress, TrainBatches
 
 MAX_BATCH = 2**20  # samples per rank and step
@@ -77,7 +78,7 @@ class ResumableDataModule(L.LightningDataModule):
     def check_trainer(self) -> None:
         """Raise UserError if the trainer would also split the data."""
         trainer = self.trainer
-        if trainer is not None and trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+        if trainer is not None and trainer.world_size > 1 and has_distributed_sampler(trainer):
             raise UserError("trainer.use_distributed_sampler must be false: the data module splits over ranks.")
 
     def check_steps(self) -> None:

@@ -30,40 +30,41 @@ ADAM_CHECKPOINT_BYTES = 12  # per parameter: itself and two moments, in 32 bits
 class PlanCLI:
     """Mixin before a `TrainerCLI` among the bases: plans the run instead of starting it."""
 
-    def _prepare_subcommand_parser(self, klass, subcommand: str, **kwargs):
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+    def add_subcommand_arguments(self, parser, subcommand: str) -> None:
+        """Add the options of the estimate."""
+        super().add_subcommand_arguments(parser, subcommand)
         for name, kind, default, said in OPTIONS:
             parser.add_argument(f"--{name}", type=kind, default=default, help=said)
-        return parser
 
-    def _set_seed(self) -> None:
+    def set_seed(self) -> None:
         """Check the seed without setting it.
 
         Raises:
             UserError: If it is out of range.
         """
-        seed = self._get(self.config, "seed_everything")
+        seed = self.setting("seed_everything")
         if type(seed) is int and not min_seed_value <= seed <= max_seed_value:
             raise UserError(f"seed_everything={seed}: expected {min_seed_value} to {max_seed_value}.")
 
     def instantiate_classes(self) -> None:
         """Build only the model, without weights if possible."""
         self.check_named()
-        resume = self._get(self.config, "resume")
+        resume = self.setting("resume")
         if resume not in (None, LATEST):
             find_checkpoint(resume)
-        model = self._get(self.config, "model")
+        model = self.setting("model")
         with on_meta_device():
-            self.module = self._model_class(**model)
+            self.module = self.model_class(**model)
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        trainer, data = self._get(self.config, "trainer"), self._get(self.config, "data")
-        estimate = Estimate(**{name: self._get(self.config, name) for name in Estimate._fields})
+    def run_subcommand(self, subcommand: str) -> None:
+        """Print the plan."""
+        trainer, data = self.setting("trainer"), self.setting("data")
+        estimate = Estimate(**{name: self.setting(name) for name in Estimate._fields})
         num_samples = estimate.train_samples
-        datamodule = self._datamodule_class(**data)
+        datamodule = self.datamodule_class(**data)
         if num_samples is None and is_set(trainer["max_epochs"]):
             num_samples = _count_samples(datamodule)
-        gpu_memory = self._get(self.config, "gpu_memory")
+        gpu_memory = self.setting("gpu_memory")
         print("\n".join(plan(self.module, trainer, data.batch_size, gpu_memory, num_samples, estimate)))
 
 
