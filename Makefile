@@ -33,6 +33,7 @@ test-lowest:
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The documentation as a site, in site/.
 docs: $(VENV)/installed

@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ COMPOSE_OPTIONS = tuple(field.name for field in fields(ComposeOptions))
 BOOLEANS = tuple(field.name for field in fields(ComposeOptions) if field.type is bool)
 
 
-def compose_options_of(config: object) -> dict[str, object]:
+def compose_options_of(config: object) -> dict[str, Any]:
     """Read the fields of `ComposeOptions` from the attributes of an object."""
     return {name: getattr(config, name) for name in COMPOSE_OPTIONS}
 

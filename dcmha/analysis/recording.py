@@ -6,9 +6,9 @@ The maps are computed by the reference in addition to the layer's own computatio
 # B batch, T query tokens, S key tokens, H heads, G head groups
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,17 @@ class Recorded:
         return break_down(before, weights, self.num_groups, batch=batch, query=query, key=key)
 
 
+Kept = TypeVar("Kept")
+
+
+@overload
+def record_attention(
+    model: nn.Module, layers: Iterable[str] | None = None, keep: None = None
+) -> AbstractContextManager[dict[str, Recorded]]: ...
+@overload
+def record_attention(
+    model: nn.Module, layers: Iterable[str] | None = None, *, keep: Callable[[Recorded], Kept]
+) -> AbstractContextManager[dict[str, Kept]]: ...
 @contextmanager
 def record_attention(
     model: nn.Module,

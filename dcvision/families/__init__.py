@@ -76,8 +76,8 @@ __all__ = [
     "CONVOLUTIONS",
     "FAMILIES_BY_PARTS",
     "UNSUPPORTED",
+    "AttentionParts",
     "ComposedParts",
     "Family",
-    "AttentionParts",
     "composed_class",
 ]
