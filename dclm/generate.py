@@ -157,7 +157,7 @@ def _as_ids(number: int, prompt: Tensor | Sequence[int]) -> Tensor:
         ids = torch.as_tensor(prompt) if len(prompt) else torch.empty(0, dtype=torch.long)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"prompt {number} is not a sequence of token ids: {error}") from error
-    if ids.dtype not in (torch.int64, torch.int32):
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"prompt {number} has dtype {ids.dtype}; expected integer token ids.")
     return ids.long()
 

@@ -33,6 +33,15 @@ def test_cached_logits_equal_full_ones(prompt, window):
         torch.testing.assert_close(got, full, rtol=1e-10, atol=1e-10)
 
 
+def test_ids_of_a_tokenizer_are_prompts():
+    """Tokenizers return NumPy arrays of the smallest integer dtype."""
+    decoder, prompt = small("dcformer_pp_debug"), ids(1, 5)
+    expected = dclm.generate(decoder, prompt, 3)
+    given = [prompt[0].numpy().astype(dtype) for dtype in ("uint8", "uint16")]
+    for got in dclm.generate(decoder, given, 3):
+        assert torch.equal(got, expected[0])
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
