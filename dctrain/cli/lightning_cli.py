@@ -1,28 +1,21 @@
 """The trainers' common command line: LightningCLI with `--resume`, this project's loggers, checkpoints and errors."""
 
-import gc
 import inspect
-import logging
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import lightning as L
-import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from ..callbacks.checkpoints import BestCheckpoint, LastCheckpoint
-from ..callbacks.console import RunProgressBar
-from ..callbacks.costs import CostRecord
-from ..callbacks.preemption import GracefulStop
+from ..callbacks.checkpoints import BestCheckpoint
 from ..callbacks.run_record import RunRecord
-from ..callbacks.speed import SpeedMonitor
-from ..callbacks.steps import StepAxis
-from ..callbacks.validation import DueValidation, is_validation_due
+from ..callbacks.training import best_checkpoint, place_checkpoints, training_callbacks
+from ..callbacks.validation import is_validation_due
 from ..checkpointing.checkpoint import (
     CHECKPOINTS,
     LATEST,
@@ -43,23 +36,13 @@ from ..explain.composition_scalars import CompositionScalars  # noqa: F401  a na
 from ..lightning_internals import HookedCLI
 from ..loggers import DEFAULT, IN_RUN, configure_loggers, finish, truncate_curves
 from ..loggers import describe as describe_logger
-from ..plan.command import PlanCLI
 from ..run_dir import RunDir, RunTrainer, locked_run, new_run
 from ..utils.files import relative
 from ..utils.signals import ExitOnSignal, exits_on_sigterm
-from .subcommands import (
-    Program,
-    UserErrorParser,
-    check_not_empty,
-    format_help,
-    import_function,
-    summaries,
-    summary_line,
-)
+from .subcommands import Program, UserErrorParser, check_not_empty
 from .trainer_args import check_callbacks, check_devices, check_environment, check_trainer, plain_values
 
 RESTORES = "lightning.pytorch.trainer.connectors.checkpoint_connector"
-PLAN = "plan"
 NAMES_LOGGER, SAVE_DIR = ("--trainer.logger", "--trainer.logger+"), "--trainer.logger.save_dir"
 OF_UNIONS = ("Not a valid subclass of", "Expected a ")  # the parser's messages about alternatives that were not meant
 NAMED = ("resume", "init", "checkpoint", "out", "throughput")  # options that are paths
@@ -154,7 +137,7 @@ class TrainerCLI(HookedCLI):
             with on_meta_device() if is_sharding(trainer.get("strategy")) else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:
-            raise _told_of_instance(error) from error
+            raise _constructor_error(error) from error
 
     def check_named(self) -> None:
         """Check the name of the run, and that no path is empty.
@@ -208,9 +191,7 @@ class TrainerCLI(HookedCLI):
         plugins = _as_list(config.get("plugins"))
         plugins += cluster_plugins(plugins, Path(root), self.resume_from is not None)
         kwargs["plugins"] = [*plugins, AtomicCheckpointIO(reads_optimizer=self.subcommand == "fit")]
-        of_user = _as_list(config.get("callbacks"))
-        check_callbacks(of_user)
-        kwargs["callbacks"] = self._callbacks(config, self._placed(of_user))
+        kwargs["callbacks"] = self._callbacks(config)
         with as_user_error("trainer"):
             trainer = super().instantiate_trainer(**kwargs)
         trainer.run_dir = self.run_dir
@@ -219,13 +200,6 @@ class TrainerCLI(HookedCLI):
         if self.run_dir is not None and self.run_dir.is_resumed:
             truncate_curves(trainer.loggers, self.resumed_step, is_validation_due(self.resume_from))
         return trainer
-
-    def _placed(self, callbacks: list[Callback]) -> list[Callback]:
-        """Set the folder of a user's `ModelCheckpoint` to the run's; Lightning would use the first logger's."""
-        for callback in callbacks if self.run_dir is not None else ():
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str((self.run_dir.path / CHECKPOINTS).resolve())
-        return callbacks
 
     def _find_resumed(self, root: Path) -> Path | None:
         """Return the checkpoint selected by `--resume`."""
@@ -240,35 +214,22 @@ class TrainerCLI(HookedCLI):
     def _has_trained(self) -> bool:
         return getattr(self, "trainer", None) is not None and self.trainer.global_step > self.resumed_step
 
-    def _callbacks(self, config: dict, of_user: list[Callback]) -> list[Callback]:
-        """Return all callbacks, in order.
-
-        The last step is validated before other callbacks end the run, and its step is logged before a stop logs
-        metrics.
-        """
+    def _callbacks(self, config: Namespace) -> list[Callback]:
+        """Return the user's callbacks and those of the subcommand, in order."""
+        of_user = _as_list(config.get("callbacks"))
+        check_callbacks(of_user)
+        if self.run_dir is not None:
+            place_checkpoints(of_user, self.run_dir.path / CHECKPOINTS)
         if self.subcommand != "fit":
             return [*of_user, ExitOnSignal()]
         if config.get("fast_dev_run"):
             return of_user
-        if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in of_user):
-            of_user = [*of_user, RunProgressBar()]
-        last = LastCheckpoint(self.setting("checkpoint_every_n_steps"))
-        due = DueValidation()
-        record = RunRecord(self.parser_of(self.subcommand), self.given, self.run_dir.is_resumed)
-        callbacks = [StepAxis(), due, *of_user, GracefulStop(last, due), last, SpeedMonitor(), CostRecord(), record]
+        best = None
         if config.get("enable_checkpointing") is not False:
-            callbacks.append(
-                BestCheckpoint(
-                    dirpath=self.run_dir.path / CHECKPOINTS,
-                    monitor=self.monitor,
-                    mode=self.monitor_mode,
-                    filename=self.best_name,
-                    auto_insert_metric_name=False,
-                    enable_version_counter=False,
-                    save_on_train_epoch_end=False,  # save after each validation, at any position in an epoch
-                )
-            )
-        return callbacks
+            best = best_checkpoint(self.run_dir.path / CHECKPOINTS, self.monitor, self.monitor_mode, self.best_name)
+        record = RunRecord(self.parser_of(self.subcommand), self.given, self.run_dir.is_resumed)
+        has_bar = config.get("enable_progress_bar") is not False
+        return training_callbacks(of_user, self.setting("checkpoint_every_n_steps"), record, best, has_bar)
 
     def describe_score(self, score: float) -> str:
         """Format the best value of the monitored metric for the summary line of a run."""
@@ -364,7 +325,7 @@ class VocabularyCLI(TrainerCLI):
         return commands
 
 
-def _told_of_instance(error: ValueError) -> Exception:
+def _constructor_error(error: ValueError) -> Exception:
     """Return the error of the class's constructor from the parser's message about all accepted types."""
     listed = str(error).partition("Errors:\n")[2].partition("\nGiven value")[0]
     found = [" ".join(said.split()) for said in re.split(r"^  - ", listed, flags=re.M)]
@@ -412,51 +373,3 @@ def _as_list(value) -> list:
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]
-
-
-def run_lightning(make_cli: Callable[[], TrainerCLI]) -> None:
-    """Run a Lightning subcommand and destroy its process groups."""
-    for noise in (
-        *(".*does not have many workers.*", ".*LightningCLI's args parameter.*", ".*LeafSpec.*"),
-        ".*callbacks used to create the checkpoint need to be provided.*",
-        ".*your dataloader is not resumable.*",  # it needs no state: its position follows from the steps
-    ):
-        warnings.filterwarnings("ignore", noise)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
-    make_cli()
-    if torch.distributed.is_initialized():
-        gc.collect()  # sharded parameters reference process groups, whose threads must end before the interpreter
-        torch.distributed.destroy_process_group()
-
-
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage()
-
-
-def run_trainer(program: Program, args: list[str]) -> None:
-    """Run a command that needs Lightning: one of its subcommands, `plan`, or the help of all subcommands.
-
-    Args:
-        program: The program.
-        args: The arguments.
-
-    Raises:
-        UserError: If the subcommand is unknown, or its arguments are wrong.
-    """
-    cli = import_function(program.trainer)
-    trained = {name: summary_line(getattr(cli, name)) for name in cli.subcommands()}
-    trained[PLAN] = "Show the memory, time and cost of `fit` without training."
-    if args in (["-h"], ["--help"]):
-        commands = trained | summaries(program.functions)
-        return print(format_help(program.name, program.description, commands), end="")
-    _check_subcommand(program, [*trained, *program.functions], args)
-    if args[0] == PLAN:
-        return run_lightning(lambda: type(cli.__name__, (PlanCLI, cli), {})(["fit", *args[1:]]))
-    run_lightning(lambda: cli(args))
-
-
-def _check_subcommand(program: Program, names: list[str], args: list[str]) -> None:
-    if not args:
-        raise UserError(f"{program.name} requires a subcommand; expected {', '.join(names)}. See --help.")
-    if not args[0].startswith("-") and args[0] not in names:
-        raise UserError(f"{args[0]!r} is not a subcommand of {program.name}; expected {', '.join(names)}.")

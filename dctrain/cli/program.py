@@ -34,7 +34,7 @@ def run_program(program: Program, args: list[str] | None) -> None:
             if args and args[0] in program.functions:
                 run_subcommand(program.name, program.functions, args)
             else:
-                from .lightning_cli import run_trainer  # imports Lightning
+                from .run_lightning import run_trainer  # imports Lightning
 
                 run_trainer(program, args)
     except KeyboardInterrupt:
