@@ -4,75 +4,29 @@ One process reads and writes, while the tokenizer's threads encode a batch of do
 order and fill segments (a train and a val file); completed segments are recorded.
 """
 
-import hashlib
 import json
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from dctrain.data.dataset_cache import Preparation, digest_lines, file_digest, preparing, verify_files
 from dctrain.errors import UserError, as_user_error
-from dctrain.utils.files import atomic_write, write_json
+from dctrain.utils.files import write_json
 
+from .corpus_options import CorpusOptions
 from .texts import SUFFIXES, Document, find_inputs, read_documents
-from .token_files import DTYPES, FORMAT, SPLITS, TOKENIZER, TOKENIZER_DIGEST, Corpus, token_dtype
+from .token_files import FORMAT, SPLITS, TOKENIZER, TOKENIZER_DIGEST, Corpus, token_dtype
+from .token_segments import CorpusPosition, DocumentBatch, TokenSegment
 from .tokenizers import BYTES, Tokenizer, open_tokenizer, tokenizer_from_spec, train_bpe
+from .validation_split import ValidationSplit, is_split_within
 
 BATCH_BYTES = 2**22  # text per batch for the tokenizer's threads
 BPE_SAMPLE_BYTES = 2**27
 VAL_FRACTION, VAL_FRACTION_WITHIN = 0.005, 0.1
-PLAN = "plan.json"
-MAX_PEEKED = 10_000  # maximum documents searched for a validation document
-
-
-@dataclass(frozen=True)
-class CorpusOptions:
-    """Settings that determine the content of a corpus, in addition to its inputs.
-
-    Attributes:
-        tokenizer: "bytes", "bpe:SIZE" (trained on the inputs), a `tokenizer.json`, or a hub name.
-        eos: End-of-text token; None for the tokenizer's usual one.
-        text_key: Key of the text in JSONL and parquet.
-        val_fraction: Fraction of the documents, selected by a hash of their content, for the split "val".
-        segment_tokens: Training tokens per file.
-        num_val: Number of inputs, the last ones, whose documents are all in the split "val".
-        is_within: Whether the split "val" is the last part of every document, because there are too few documents.
-    """
-
-    tokenizer: str = BYTES
-    eos: str | None = None
-    text_key: str = "text"
-    val_fraction: float = 0.005
-    segment_tokens: int = 10**8
-    num_val: int = 0
-    is_within: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0 <= self.val_fraction < 1 or self.segment_tokens < 1:
-            raise UserError(
-                f"val_fraction={self.val_fraction} must be in [0, 1), segment_tokens={self.segment_tokens} at least 1."
-            )
-        kind, _, size = self.tokenizer.partition(":")
-        if kind == "bpe" and not (size.isdecimal() and len(size) <= 8):
-            raise UserError(f"tokenizer={self.tokenizer!r}; expected bpe:SIZE, such as bpe:16384.")
-        if self.tokenizer == BYTES and self.eos is not None:
-            raise UserError(f"eos={self.eos!r} is not supported with bytes; remove it.")
-
-
-class CorpusPosition(NamedTuple):
-    """Position of a preparation: number of documents read from input `file`."""
-
-    file: int = 0
-    documents: int = 0
 
 
 def make_tokens(
@@ -110,7 +64,7 @@ def make_tokens(
     if is_default:
         val_fraction = 0.0 if val else VAL_FRACTION
     options = CorpusOptions(tokenizer, eos, text_key, val_fraction, segment_tokens, len(val_files))
-    if val_fraction and _is_split_within(files, Path(out), options):
+    if val_fraction and is_split_within(files, Path(out), options):
         options = replace(options, is_within=True, val_fraction=VAL_FRACTION_WITHIN if is_default else val_fraction)
         print(f"few documents: the last {options.val_fraction:.1%} of each is used for validation")
     manifest = prepare(files + val_files, Path(out), options)
@@ -255,71 +209,6 @@ def _read(
             position = document.position
 
 
-@dataclass(frozen=True)
-class ValidationSplit:
-    """Split of documents into training and validation parts.
-
-    Attributes:
-        options: Settings of the split.
-        num_files: Number of training inputs; all later inputs are for validation.
-    """
-
-    options: CorpusOptions
-    num_files: int
-
-    def parts(self, text: str, file: int) -> list[tuple[str, bool]]:
-        """Return the parts of a document of input `file`, each with whether it is for validation."""
-        if file >= self.num_files:
-            return [(text, True)]
-        if not self.options.is_within:
-            return [(text, _is_val(text, self.options.val_fraction))]
-        cut = _cut(text, math.ceil(len(text) * self.options.val_fraction))
-        return [(part, is_val) for part, is_val in ((text[:cut], False), (text[cut:], True)) if part]
-
-
-def _cut(text: str, count: int) -> int:
-    """Return the start of the last `count` characters, moved back to a line or word boundary if one is near."""
-    position = len(text) - count
-    start = max(0, position - count // 2)
-    return next((at + 1 for end in "\n " if (at := text.rfind(end, start, position)) >= 0), position)
-
-
-def _is_split_within(files: list[Path], out: Path, options: CorpusOptions) -> bool:
-    """Whether documents are split within: as recorded for an existing corpus, else if no document is selected."""
-    plan = out / PLAN
-    if plan.is_file():
-        with suppress(ValueError, AttributeError):  # a damaged plan raises an error in a later comparison
-            return bool(json.loads(plan.read_text()).get("is_within", False))
-    return not _has_val(files, options)
-
-
-def _has_val(files: list[Path], options: CorpusOptions) -> bool:
-    """Whether any document is selected for validation; True if there are too many to check."""
-    count = 0
-    for file in files:
-        for document in read_documents(file, options.text_key):
-            count += 1
-            if count > MAX_PEEKED or (document.text is not None and _is_val(document.text, options.val_fraction)):
-                return True
-    return False
-
-
-class DocumentBatch(NamedTuple):
-    """A batch of documents or parts of documents.
-
-    Attributes:
-        texts: The documents.
-        is_val: Whether each is for validation.
-        unreadable: Indices of files that are not UTF-8.
-        place: Position after the batch.
-    """
-
-    texts: list[str]
-    is_val: list[bool]
-    unreadable: list[int]
-    place: CorpusPosition
-
-
 def _batches(
     documents: Iterable[tuple[CorpusPosition, Document]], batch_bytes: int, split: ValidationSplit
 ) -> Iterator[DocumentBatch]:
@@ -380,86 +269,11 @@ def _write(
         raise
 
 
-def _note(segment: "TokenSegment", place: CorpusPosition, skipped: list[str], out: Path, notes: dict) -> None:
+def _note(segment: TokenSegment, place: CorpusPosition, skipped: list[str], out: Path, notes: dict) -> None:
     notes["segments"].append(segment.close())
     notes["skipped"] += skipped
     notes["place"] = place
     write_json(out / "progress.json", notes)
-
-
-class TokenSegment:
-    """A segment being written: a train and a val file.
-
-    Args:
-        out: Folder of the corpus.
-        number: Index of the segment.
-        tokenizer: The corpus's tokenizer.
-    """
-
-    def __init__(self, out: Path, number: int, tokenizer: Tokenizer) -> None:
-        self.out, self.eos_id = out, tokenizer.eos_id
-        self.dtype = DTYPES[token_dtype(tokenizer.vocab_size)]
-        self.names = {split: f"{split}-{number:04d}.bin" for split in SPLITS}
-        self.files = {
-            split: open(out / f"{name}.partial", "wb")  # noqa: SIM115  closed by close()
-            for split, name in self.names.items()
-        }
-        self.hashes = {split: hashlib.sha256() for split in SPLITS}
-        self.counts = {split: {"tokens": 0, "bytes": 0, "documents": 0, "max_token": -1} for split in SPLITS}
-        self.val_documents: list[tuple[int, int]] = []  # tokens and bytes per document
-
-    @property
-    def num_tokens(self) -> int:
-        """Training tokens so far."""
-        return self.counts["train"]["tokens"]
-
-    def add(self, batch: DocumentBatch, rows: list[np.ndarray]) -> None:
-        """Add documents, each as text and as tokens."""
-        for text, is_val, ids in zip(batch.texts, batch.is_val, rows, strict=True):
-            split = "val" if is_val else "train"
-            data = np.append(ids.astype(self.dtype), self.dtype.type(self.eos_id)).tobytes()
-            self.files[split].write(data)
-            self.hashes[split].update(data)
-            count = self.counts[split]
-            count["tokens"] += len(ids) + 1
-            count["bytes"] += len(text.encode())
-            count["documents"] += 1
-            count["max_token"] = max(count["max_token"], self.eos_id, int(ids.max(initial=0)))
-            if split == "val":
-                self.val_documents.append((len(ids) + 1, len(text.encode())))
-
-    def close(self) -> dict:
-        """Finish the files and return their entries for the manifest; empty files are removed."""
-        entries = {}
-        for split, name in self.names.items():
-            file = self.files[split]
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            if self.counts[split]["tokens"]:
-                os.replace(file.name, self.out / name)
-                entries[split] = {"file": name, **self.counts[split], "sha256": self.hashes[split].hexdigest()}
-            else:
-                os.remove(file.name)
-        if self.val_documents:
-            path = self.out / self.names["val"].replace(".bin", "-documents.npy")
-            with atomic_write(path) as file:
-                np.save(file, np.array(self.val_documents, dtype="<i8"))
-            entries["val"] |= {"documents_file": path.name, "documents_sha256": file_digest(path)}
-        return entries
-
-    def discard(self) -> None:
-        """Remove unfinished files."""
-        for file in self.files.values():
-            with suppress(OSError):  # flushing fails on a full disk
-                file.close()
-            Path(file.name).unlink(missing_ok=True)
-
-
-def _is_val(text: str, fraction: float) -> bool:
-    """Select by a hash of the content, so that equal documents are in the same split."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def _manifest(notes: dict, tokenizer: Tokenizer, options: CorpusOptions) -> dict:

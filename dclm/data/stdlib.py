@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dcmha.cache_dirs import cache_dir
 
-from .make_tokens import CorpusOptions, prepare
+from .corpus_options import CorpusOptions
+from .make_tokens import prepare
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 

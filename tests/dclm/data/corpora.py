@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dclm.data.make_tokens import CorpusOptions, prepare
+from dclm.data.corpus_options import CorpusOptions
+from dclm.data.make_tokens import prepare
 from dclm.data.texts import find_inputs
 
 

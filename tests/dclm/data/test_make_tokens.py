@@ -17,10 +17,12 @@ from filelock import FileLock
 from pyarrow import parquet
 
 from dclm.cli import main
-from dclm.data.make_tokens import CorpusOptions, TokenSegment, make_tokens, prepare
+from dclm.data.corpus_options import CorpusOptions
+from dclm.data.make_tokens import make_tokens, prepare
 from dclm.data.stdlib import stdlib_sources
 from dclm.data.texts import find_inputs, read_documents
 from dclm.data.token_files import Corpus
+from dclm.data.token_segments import TokenSegment
 from dclm.data.tokenizers import train_bpe
 from dctrain.errors import UserError
 from tests.dctrain.commands import ROOT
