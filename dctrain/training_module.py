@@ -16,6 +16,7 @@ from torch import nn
 from dcmha import ComposedAttentionBase
 from dcmha.weights import ComposeProjection
 
+from .checkpointing.resume_checks import changed_settings, check_moments, stored_form
 from .cli.argument_types import check_types
 from .distributed.grad_norm import total_norm
 from .distributed.meta_init import load_shards
@@ -24,53 +25,14 @@ from .distributed.tensor_parallel import TensorParallelPlan
 from .errors import DivergenceError, UserError, as_user_error
 from .evaluation.items import ItemRecorder
 from .lightning_internals import attached_trainer, set_logged_step
+from .lr_schedule import warmup_cosine
 from .plan.flops import forward_flops
 from .run_length import count_run_steps, is_set
 
 WARMUP_OF_SHORT_RUNS = 10  # 1/10 of a run is warm-up if the run is shorter than the configured warm-up
 MAX_SKIPPED = 5  # maximum consecutive steps skipped because of non-finite values
-
-
-def warmup_cosine(step: int, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
-    """Return the learning rate's factor: linear from 0 over the warm-up, then a cosine to `final_fraction`."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 MAX_RATE = 1e6  # of learning rate and weight decay; the optimiser computes in 32 bits
 CHECKED_ELSEWHERE = ("num_workers", "batch_size")  # data settings without effect, or reported as the global batch
-
-
-def _changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Describe changed settings, with both values."""
-    return [
-        f"{prefix}{name} {before[name]!r} -> {now[name]!r}"
-        for name in before
-        if name in now and _plain(before[name]) != _plain(now[name])
-    ]
-
-
-def _plain(value: object) -> object:
-    """Convert a setting to the form in which a checkpoint stores it."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check an optimiser state loaded from a checkpoint.
-
-    Raises:
-        UserError: If a tensor is missing, or its shape differs from its parameter's.
-    """
-    for parameter, state in optimizer.state.items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            found = getattr(state.get(name), "shape", None) if isinstance(state, Mapping) else None
-            if found != parameter.shape:
-                shapes = f"{None if found is None else list(found)}, not {list(parameter.shape)}"
-                raise UserError(f"the checkpoint cannot be resumed: {name} of a parameter is of shape {shapes}.")
-        if not torch.is_tensor(state.get("step")):
-            raise UserError("the checkpoint cannot be resumed: the optimiser's step of a parameter is missing.")
 
 
 class Example(NamedTuple):
@@ -224,13 +186,13 @@ class TrainingModule(L.LightningModule):
         """Apply and print the changed settings of a resumed run."""
         if not self._trained:
             return
-        others = _changed(self._trained, self.hparams)
+        others = changed_settings(self._trained, self.hparams)
         if self.trainer.datamodule is not None:
-            others += _changed(self._trained_data, self.trainer.datamodule.hparams, "data.")
+            others += changed_settings(self._trained_data, self.trainer.datamodule.hparams, "data.")
         if others and self.trainer.is_global_zero:
             print(f"resumed with changed settings: {', '.join(others)}", flush=True)
         optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
-        _check_moments(optimizer)
+        check_moments(optimizer)
         for group, ours in zip(optimizer.param_groups, self._parameter_groups(), strict=True):
             group["initial_lr"], group["betas"] = self.hparams.lr, tuple(self.hparams.betas)
             group["weight_decay"] = ours["weight_decay"]
@@ -378,7 +340,11 @@ class TrainingModule(L.LightningModule):
         ours = {key: x.shape for key, x in self.state_dict().items()}
         different = sorted(ours.keys() ^ theirs.keys()) or sorted(key for key in ours if ours[key] != theirs[key])
         if different:
-            others = {name: value for name, value in self.hparams.items() if _plain(trained.get(name)) != _plain(value)}
+            others = {
+                name: value
+                for name, value in self.hparams.items()
+                if stored_form(trained.get(name)) != stored_form(value)
+            }
             said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
             raise UserError(
                 f"the checkpoint has a different architecture: {len(different)} tensors differ, the first is "

@@ -276,7 +276,7 @@ def test_weight_decay_groups():
 
 
 def test_schedule():
-    from dctrain.training_module import warmup_cosine
+    from dctrain.lr_schedule import warmup_cosine
 
     factors = [warmup_cosine(step, 10, 110, 0.1) for step in range(111)]
     assert factors[:10] == pytest.approx([i / 10 for i in range(1, 11)])
