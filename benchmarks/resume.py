@@ -24,7 +24,7 @@ from dctrain.utils.environment import environment
 
 
 def trained(num_layers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Make a decoder, and an optimiser that has stepped, without computing gradients."""
+    """Make a decoder, and an optimizer that has stepped, without computing gradients."""
     config = dclm.decoder_config("dcformer_pp_405m", num_layers=num_layers, vocab_size=8192)
     module = torch.nn.ModuleDict({"model": dclm.Decoder(config)})
     optimizer = torch.optim.AdamW(module.parameters())
@@ -42,7 +42,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def measure_size(num_layers: int, folder: Path) -> dict:
-    """Save a training in both ways; time the look at the start, and the load of weights and optimiser."""
+    """Save a training in both ways; time the look at the start, and the load of weights and optimizer."""
     module, optimizer = trained(num_layers)
     rest = dict.fromkeys(("lr_schedulers", "loops", "global_step", "epoch"), 0)
     content = rest | {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}

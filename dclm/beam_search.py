@@ -35,7 +35,7 @@ def beam_search(
         input_ids: Prompts of one length [B, T].
         max_new_tokens: Maximum number of new tokens per prompt, at least 1.
         num_beams: Number of beams K.
-        length_penalty: 0 compares log-probabilities, which favours short continuations; 1 compares means per token.
+        length_penalty: 0 compares log-probabilities, which favors short continuations; 1 compares means per token.
         stop_tokens: A continuation ends with the first of these tokens.
         context: Context of the cross-attention layers, one row per prompt; for models with `cross_layers` only.
 

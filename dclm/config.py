@@ -37,7 +37,7 @@ class DecoderConfig(ComposeOptions):
         rotary_base: Base of the rotary frequencies.
         parallel_residual: Attention and MLP in parallel, as in GPT-NeoX.
         qk_norm: RMSNorm of q and k per head.
-        is_causal: Causal attention; false for bidirectional attention, for masked language modelling.
+        is_causal: Causal attention; false for bidirectional attention, for masked language modeling.
         windows: Pattern of window sizes, repeated over the layers: [256, null] alternates local and global attention. A
             window includes the token's own position; without `is_causal` it extends to both sides.
         context_dim: Width of the context of cross-attention, such as the patches of an image; null for none.

@@ -19,7 +19,7 @@ from .loss import IGNORED, Likelihood, score_targets, token_loss
 
 
 class Decoder(nn.Module):
-    """A language model: causal, or bidirectional (`is_causal=False`) for masked language modelling.
+    """A language model: causal, or bidirectional (`is_causal=False`) for masked language modeling.
 
     Args:
         config: Architecture of the model.

@@ -41,8 +41,8 @@ class DCAttention(ComposedAttentionBase):
         attn_head_dim: Head dim D; C / H if None.
         dim_out: Width of the output; C if None.
         qkv_bias: Bias on the q, k, v projections (and on the output gate).
-        qk_norm: Normalise q and k per head with `norm_layer`.
-        scale_norm: Normalise the concatenated heads with `norm_layer` before the output projection.
+        qk_norm: Normalize q and k per head with `norm_layer`.
+        scale_norm: Normalize the concatenated heads with `norm_layer` before the output projection.
         proj_bias: Bias on the output projection.
         gated: Multiply the concatenated heads by a sigmoid gate of the input (timm's; not the compose gate).
         attn_drop: Dropout on the composed weights.
@@ -50,7 +50,7 @@ class DCAttention(ComposedAttentionBase):
         norm_layer: Constructor for `qk_norm` and `scale_norm`.
         device: Where the parameters live.
         dtype: Dtype of the parameters.
-        num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads neighbouring heads of the queries
+        num_kv_heads: Heads of the keys and values, each shared by H / num_kv_heads neighboring heads of the queries
             (grouped-query attention); H if None. Composition mixes the heads of the queries.
         **options: Fields of `ComposeOptions` (`rank`, `num_groups`, ...); `window_size` and `impl`, as in
             `composed_attention`.

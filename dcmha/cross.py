@@ -60,7 +60,7 @@ class DCCrossAttention(ComposedAttentionBase):
         attn_head_dim: Head dim D; C / H if None.
         dim_out: Width of the output; C if None.
         qkv_bias: Bias on the q, k, v projections.
-        qk_norm: Normalise q and k per head with `norm_layer`.
+        qk_norm: Normalize q and k per head with `norm_layer`.
         proj_bias: Bias on the output projection.
         attn_drop: Dropout on the composed weights.
         proj_drop: Dropout on the output.

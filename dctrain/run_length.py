@@ -1,4 +1,4 @@
-"""Number of optimiser steps of a run."""
+"""Number of optimizer steps of a run."""
 
 from .errors import UserError
 
@@ -9,12 +9,12 @@ def is_set(number: int | None) -> bool:
 
 
 def count_run_steps(max_steps: int | None, max_epochs: int | None, steps_per_epoch: int | None) -> int | None:
-    """Count the optimiser steps of a run, which ends at the first limit.
+    """Count the optimizer steps of a run, which ends at the first limit.
 
     Args:
-        max_steps: The trainer's limit of optimiser steps.
+        max_steps: The trainer's limit of optimizer steps.
         max_epochs: The trainer's limit of epochs.
-        steps_per_epoch: Optimiser steps per epoch; None if unknown.
+        steps_per_epoch: Optimizer steps per epoch; None if unknown.
 
     Returns:
         The steps; None if only epochs limit the run and their steps are unknown.

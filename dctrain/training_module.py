@@ -1,4 +1,4 @@
-"""TrainingModule: optimiser, learning-rate schedule and random numbers of a step, shared by all trainers."""
+"""TrainingModule: optimizer, learning-rate schedule and random numbers of a step, shared by all trainers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ from .run_length import count_run_steps, is_set
 
 WARMUP_OF_SHORT_RUNS = 10  # 1/10 of a run is warm-up if the run is shorter than the configured warm-up
 MAX_SKIPPED = 5  # maximum consecutive steps skipped because of non-finite values
-MAX_RATE = 1e6  # of learning rate and weight decay; the optimiser computes in 32 bits
+MAX_RATE = 1e6  # of learning rate and weight decay; the optimizer computes in 32 bits
 CHECKED_ELSEWHERE = ("num_workers", "batch_size")  # data settings without effect, or reported as the global batch
 
 
@@ -275,12 +275,12 @@ class TrainingModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _is_fused(self) -> bool:
-        """Whether to use the fused optimiser: on a GPU, without a gradient scaler."""
+        """Whether to use the fused optimizer: on a GPU, without a gradient scaler."""
         has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return self.trainer.strategy.root_device.type == "cuda" and not has_scaler
 
     def _total_steps(self) -> int:
-        """Count the optimiser steps of the run.
+        """Count the optimizer steps of the run.
 
         `trainer.estimated_stepping_batches` is not used, because it creates the training loader before a checkpoint's
         position is restored.

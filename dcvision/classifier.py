@@ -25,7 +25,7 @@ from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.files import write_json
 from dctrain.utils.weighted_mean import WeightedMean
 
-from .compat_checks import compare_heads, compare_normalisation, normalisation
+from .compat_checks import compare_heads, compare_normalization, normalization
 from .data import ImageBatch
 from .data.samples import as_batch
 from .factory import build_model, without_weights
@@ -53,7 +53,7 @@ class ImageClassifier(TrainingModule):
             1e-3.
         betas: Decay rates of AdamW's moments.
         decay_all: Decay every parameter, as big_vision does; otherwise norms, biases and compose gates are not decayed.
-        warmup_steps: Optimiser steps of linear warm-up.
+        warmup_steps: Optimizer steps of linear warm-up.
         final_lr_fraction: Fraction of the peak at which the cosine ends.
         label_smoothing: Label smoothing of the cross-entropy.
         mixup_alpha: Parameter of mixup's Beta distribution; 0 for no mixup.
@@ -104,7 +104,7 @@ class ImageClassifier(TrainingModule):
         if self.ema is not None:
             self.ema.requires_grad_(False)  # DDP waits for the gradients of all parameters that require one
         self.mixup = MixUp(alpha=mixup_alpha, num_classes=num_classes) if mixup_alpha > 0 else None
-        for name, values in normalisation(self.model).items():
+        for name, values in normalization(self.model).items():
             self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
         self.val_loss = WeightedMean()
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
@@ -150,7 +150,7 @@ class ImageClassifier(TrainingModule):
         with torch.device("meta"):
             network = build_model(name, trained["num_classes"], trained["image_size"], without_weights(theirs))
         compare_heads("the checkpoint", network, self.model)
-        compare_normalisation("the checkpoint", network, self.model)
+        compare_normalization("the checkpoint", network, self.model)
 
     def read_initial(self, source: str) -> tuple[dict[str, Tensor], list[str]]:
         """Read the weights of a run, an exported folder, or timm's pretrained weights."""
@@ -173,14 +173,14 @@ class ImageClassifier(TrainingModule):
         """Return logits [B, num_classes] for uint8 images [B, 3, size, size]. Uses the averaged weights if there are
         any.
         """
-        return (self.model if self.training else self.evaluated)(self.normalise(images))
+        return (self.model if self.training else self.evaluated)(self.normalize(images))
 
     @property
     def evaluated(self) -> nn.Module:
         """The network for evaluation: the averaged one if there is one."""
         return self.model if self.ema is None else self.ema.module
 
-    def normalise(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """Normalize uint8 images by the model's mean and standard deviation; floating images are returned unchanged."""
         if images.dim() != 4 or images.shape[1] != 3:
             raise ValueError(f"images have shape {list(images.shape)}: expected [B, 3, height, width].")
@@ -191,7 +191,7 @@ class ImageClassifier(TrainingModule):
     def training_step(self, batch: ImageBatch, batch_idx: int) -> Tensor:
         """Compute the loss of a batch; zero if none of its images could be read."""
         batch = as_batch(batch)
-        images, labels = self.normalise(batch.images), batch.labels
+        images, labels = self.normalize(batch.images), batch.labels
         if not batch.names:
             return self.model(images).sum() * 0.0
         if self.mixup is not None:
@@ -201,7 +201,7 @@ class ImageClassifier(TrainingModule):
         return self.log_step(loss, batch_size=len(images))
 
     def optimizer_step(self, *args, **kwargs) -> None:
-        """Run the optimiser step, and update the moving average."""
+        """Run the optimizer step, and update the moving average."""
         super().optimizer_step(*args, **kwargs)
         if self.ema is not None and not self.skipped_in_a_row:
             self.ema.update(self.model, step=self.trainer.global_step)

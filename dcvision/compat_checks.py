@@ -6,7 +6,7 @@ from torch import nn
 from dctrain.errors import UserError
 
 
-def normalisation(model: nn.Module) -> dict[str, list[float]]:
+def normalization(model: nn.Module) -> dict[str, list[float]]:
     """Return the mean and standard deviation ("mean", "std") per channel of a model's normalization; ImageNet's by
     default.
     """
@@ -32,13 +32,13 @@ def compare_heads(source: str, network: nn.Module, model: nn.Module) -> None:
             raise UserError(f"{source} has {theirs[name]} heads in {name}; the model has {module.num_heads}.")
 
 
-def compare_normalisation(source: str, network: nn.Module, model: nn.Module) -> None:
+def compare_normalization(source: str, network: nn.Module, model: nn.Module) -> None:
     """Compare the normalization of images; arguments as in `compare_heads`.
 
     Raises:
         UserError: If the normalization differs.
     """
-    wanted, ours = normalisation(network), normalisation(model)
+    wanted, ours = normalization(network), normalization(model)
     if wanted != ours:
         raise UserError(
             f"{source} normalizes images with {_words(wanted)}, the model with {_words(ours)}; expected the same. "

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.errors import as_user_error
 
-from .compat_checks import compare_heads, compare_normalisation
+from .compat_checks import compare_heads, compare_normalization
 from .export import load_network
 from .pretrained import is_exported, load_pretrained
 from .swap import fit_weights
@@ -38,7 +38,7 @@ def read_initial(source: str, model: nn.Module) -> tuple[dict[str, Tensor], list
     unused = head if others else _head(network) - set(ours)
     kept = {key: weight for key, weight in weights.items() if key not in unused}
     missing = check_initial(source, kept, model, lambda key: is_of_composition(key) or key in head)
-    compare_normalisation(f"init={source}", network, model)
+    compare_normalization(f"init={source}", network, model)
     return kept, missing
 
 

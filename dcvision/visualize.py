@@ -11,7 +11,7 @@ from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError
 
 from .attention_plots import AttentionView, draw_attention, log_figures, patch_grid, prefix_tokens, read_image
-from .compat_checks import normalisation
+from .compat_checks import normalization
 from .export import load_network
 
 
@@ -35,7 +35,7 @@ def visualize(checkpoint: str, image: str, out: str, query: int | None = None) -
     check_layers(model)
     pixels = read_image(image, size)
     view = make_view(model, pixels, query)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation(model).values())
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalization(model).values())
     with torch.no_grad(), record_attention(model.eval()) as recorded:
         model(((pixels / 255 - mean) / std)[None])
     figures = draw_attention(recorded, view)

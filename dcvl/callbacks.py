@@ -90,8 +90,8 @@ class ExactCaptions(Callback):
         images = torch.stack([image for image, _ in found])
         was_training = pl_module.training
         pl_module.eval()
-        normalised = pl_module.normalise(images.to(pl_module.device))
-        told = generate_captions(pl_module.model, normalised, data.words, data.context_length - 1)
+        normalized = pl_module.normalize(images.to(pl_module.device))
+        told = generate_captions(pl_module.model, normalized, data.words, data.context_length - 1)
         pl_module.train(was_training)
         return told, [captions for _, captions in found], images
 
@@ -137,9 +137,9 @@ class CrossAttentionImages(Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Plot: all ranks compute, because weights may be sharded, and the first one writes."""
-        normalised = pl_module.normalise(self._image[None].to(pl_module.device))[0]
+        normalized = pl_module.normalize(self._image[None].to(pl_module.device))[0]
         with trainer.precision_plugin.forward_context():
-            figures = draw_words(pl_module.model, self._image, normalised, self._caption, trainer.datamodule.words)
+            figures = draw_words(pl_module.model, self._image, normalized, self._caption, trainer.datamodule.words)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, TensorBoardLogger):
                 for name, figure in figures.items():

@@ -23,8 +23,8 @@ END = "(end)"
 
 def beside(image: Tensor, said: list[str]) -> list[str]:
     """Render an image, uint8 [3, size, size], as text, with lines of text next to it."""
-    grey = image.float().mean(0)
-    rows = torch.nn.functional.adaptive_avg_pool2d(grey[None], (grey.shape[0] // 2, grey.shape[1]))[0]
+    gray = image.float().mean(0)
+    rows = torch.nn.functional.adaptive_avg_pool2d(gray[None], (gray.shape[0] // 2, gray.shape[1]))[0]
     lines = ["".join(SHADES[int(value) * len(SHADES) // 256] for value in row) for row in rows.tolist()]
     middle = (len(lines) - len(said)) // 2
     return [f"{line}  {said[n - middle] if 0 <= n - middle < len(said) else ''}" for n, line in enumerate(lines)]
@@ -46,14 +46,14 @@ def draw_captions(images: Tensor, told: list[str], captions: list[list[str]]) ->
 
 @torch.no_grad()
 def draw_words(
-    model: ImageText, image: Tensor, normalised: Tensor, caption: EncodedCaption, tokenizer: Tokenizer
+    model: ImageText, image: Tensor, normalized: Tensor, caption: EncodedCaption, tokenizer: Tokenizer
 ) -> dict[str, Figure]:
     """Plot the cross-attention of each word of a caption: one figure per layer with cross-attention.
 
     Args:
         model: A captioner with composed attention, or with plain `DCCrossAttention`.
         image: uint8 [3, size, size].
-        normalised: The normalized image [3, size, size], on the image tower's device.
+        normalized: The normalized image [3, size, size], on the image tower's device.
         caption: Caption of the image.
         tokenizer: Tokenizer of the caption.
 
@@ -63,11 +63,11 @@ def draw_words(
     Raises:
         UserError: If the image tower's patches do not form a square.
     """
-    device, one = normalised.device, torch.zeros(1, dtype=torch.long, device=normalised.device)
+    device, one = normalized.device, torch.zeros(1, dtype=torch.long, device=normalized.device)
     ids, targets = (torch.from_numpy(row[: caption.end])[None].to(device) for row in caption[:2])
     layers = [name for name, _ in model.named_modules() if name.endswith(".cross")]
     with record_attention(model, layers) as recorded:
-        model(normalised[None], Texts(ids, targets, one + caption.end - 1, one))
+        model(normalized[None], Texts(ids, targets, one + caption.end - 1, one))
     places = [place for place, target in enumerate(targets[0].tolist()) if target >= 0]
     words = [
         END if target == tokenizer.eos_id else tokenizer.decode([target]) for target in targets[0][places].tolist()

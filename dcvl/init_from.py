@@ -10,7 +10,7 @@ from dclm.data.tokenizers import Tokenizer
 from dclm.load import load_decoder, load_model
 from dctrain.checkpointing.init_from import check_initial, is_of_composition
 from dctrain.errors import UserError
-from dcvision.compat_checks import compare_heads, compare_normalisation
+from dcvision.compat_checks import compare_heads, compare_normalization
 from dcvision.init_from import read_initial as read_image_tower
 
 from .load import is_pair, load_pair
@@ -35,7 +35,7 @@ def read_initial(source: str, model: ImageText) -> tuple[dict[str, Tensor], list
         compare_heads(f"init={source}", theirs.image, model.image)
         _compare_decoders(source, theirs.text.config, model.text.config)
         missing = check_initial(source, theirs.state_dict(), model, is_of_composition)
-        compare_normalisation(f"init={source}", theirs.image, model.image)
+        compare_normalization(f"init={source}", theirs.image, model.image)
         return theirs.state_dict(), missing
     found = {f"{tower}.{name}": x for tower, own in named.items() for name, x in TOWERS[tower](own, model).items()}
     return found, [name for name in model.state_dict() if name not in found]
@@ -88,7 +88,7 @@ def _image_tower(source: str, model: ImageText) -> dict[str, Tensor]:
     tower = load_pair(source).model.image
     compare_heads(f"init=image={source}", tower, model.image)
     check_initial(source, tower.state_dict(), model.image, is_of_composition)
-    compare_normalisation(f"init=image={source}", tower, model.image)
+    compare_normalization(f"init=image={source}", tower, model.image)
     return tower.state_dict()
 
 

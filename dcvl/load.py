@@ -19,7 +19,7 @@ from dctrain.errors import UserError, as_user_error
 from dctrain.utils.device import check_device
 from dctrain.utils.files import atomic_dir, write_json
 from dctrain.utils.json_fields import check_fields
-from dcvision.compat_checks import normalisation
+from dcvision.compat_checks import normalization
 from dcvision.data.decode import eval_transform
 from dcvision.evaluation.networks import as_in_training
 from dcvision.factory import without_weights
@@ -135,7 +135,7 @@ def _of_run(checkpoint: str) -> LoadedPair:
         "crop_fraction": settings.get("crop_fraction", 1.0),
         "hide_images": settings.get("hide_images", False),
         "tokenizer": BYTES if data["tokenizer"] == BYTES else "tokenizer.json",
-        **{name: list(values) for name, values in normalisation(pair.image).items()},
+        **{name: list(values) for name, values in normalization(pair.image).items()},
     }
     with as_user_error(f"{path} is not a checkpoint of dcvl"):
         return _pair(pair, tokenizer_from_spec(data["tokenizer"]), metadata)

@@ -19,7 +19,7 @@ from dctrain.errors import UserError
 from dctrain.lightning_internals import attached_trainer
 from dctrain.training_module import Example, TrainingModule
 from dctrain.utils.weighted_mean import WeightedMean
-from dcvision.compat_checks import compare_heads, compare_normalisation, normalisation
+from dcvision.compat_checks import compare_heads, compare_normalization, normalization
 from dcvision.factory import without_weights
 
 from .contrastive import Contrastive, ContrastiveBatch, contrastive_loss
@@ -104,7 +104,7 @@ class VisionLanguageModel(TrainingModule):
             raise UserError(f"{embed_dim=} must be at least 1.")
         self.model = build_pair(**{name: self.hparams[name] for name in inspect.signature(build_pair).parameters})
         set_recompute(self.model, recompute)
-        for name, values in normalisation(self.model.image).items():
+        for name, values in normalization(self.model.image).items():
             self.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
         self.val_contrastive_loss, self.val_caption_loss = (WeightedMean() for _ in range(2))
         self.val_retrieval = RetrievalAt1()
@@ -163,16 +163,16 @@ class VisionLanguageModel(TrainingModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return normalized embeddings [B, embed_dim] of uint8 images [B, 3, size, size]."""
-        return self.model.embed_images(self.model.encode_images(self.normalise(images)))
+        return self.model.embed_images(self.model.encode_images(self.normalize(images)))
 
-    def normalise(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """Normalize uint8 images by the tower's mean and standard deviation."""
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
     def training_step(self, batch: CaptionBatch, batch_idx: int) -> Tensor:
         """Compute the weighted sum of the losses of a batch."""
         self.model.limit_scale()
-        outputs = self.model(self.normalise(batch.images), batch.texts)
+        outputs = self.model(self.normalize(batch.images), batch.texts)
         losses = self._losses(outputs, batch)
         for name, loss in losses.items():
             self.log(f"train/{name}_loss", loss, batch_size=len(batch.images))
@@ -202,7 +202,7 @@ class VisionLanguageModel(TrainingModule):
 
     def _evaluate(self, batch: CaptionBatch) -> None:
         texts, counts = batch.texts, batch.counts
-        outputs = self.model(self.normalise(batch.images), texts)
+        outputs = self.model(self.normalize(batch.images), texts)
         if outputs.caption_loss is not None:
             count = (texts.targets != IGNORED).sum()
             self.val_caption_loss.update(outputs.caption_loss / count.clamp(min=1), count)
@@ -258,7 +258,7 @@ class VisionLanguageModel(TrainingModule):
         with torch.device("meta"):
             image = image_tower(trained["model"], trained["image_size"], without_weights(trained["model_kwargs"]))
         compare_heads("the checkpoint", image, self.model.image)
-        compare_normalisation("the checkpoint", image, self.model.image)
+        compare_normalization("the checkpoint", image, self.model.image)
         named = [trained[name] for name in ("text_model", "vocab_size", "context_length")]
         text = build_config(*named, trained["text_overrides"] or {})
         own = ("context_dim", "cross_layers", "cross_compose")

@@ -1,4 +1,4 @@
-"""Masking for masked language modelling (Devlin et al., 2019)."""
+"""Masking for masked language modeling (Devlin et al., 2019)."""
 
 # T tokens
 

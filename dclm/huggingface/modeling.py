@@ -272,7 +272,7 @@ class DecoderForCausalLM(DecoderModel, GenerationMixin):
 
 
 class DecoderForMaskedLM(DecoderModel):
-    """A bidirectional decoder with the interface of `transformers`, for masked language modelling.
+    """A bidirectional decoder with the interface of `transformers`, for masked language modeling.
 
     Args:
         config: Configuration of the class.

@@ -45,7 +45,7 @@ def captured_variance(left: Tensor, right: Tensor) -> Tensor:
     """Compute the cumulative variance captured by the principal components of [left_1 right_1^T, left_2 right_2^T,
     ...].
 
-    The matrix is not centred, because a mean over rows of weights has no meaning for heads.
+    The matrix is not centered, because a mean over rows of weights has no meaning for heads.
 
     Args:
         left: [H, C, D].

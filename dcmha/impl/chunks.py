@@ -3,7 +3,7 @@
 A chunk is a range of batch rows and of queries, divided into blocks. A chunk with one block has the keys from the first
 to the last visible to any of its queries. Windowed attention uses chunks with many blocks: each block of Q queries has
 the K keys around it, so that few hidden pairs are computed, and all blocks are items of one batched product. The keys
-of neighbouring blocks overlap; they are a strided view of one buffer of consecutive planes (rows x heads).
+of neighboring blocks overlap; they are a strided view of one buffer of consecutive planes (rows x heads).
 """
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, Q queries and K keys of a block
@@ -162,7 +162,7 @@ def _band(
 ) -> list[Chunk]:  # fmt: skip
     """Split windowed attention into chunks of blocks, of several rows or of one; empty if that saves nothing.
 
-    If T = S, keys at the ends of a plane that reach into a neighbouring plane are hidden. Otherwise blocks without
+    If T = S, keys at the ends of a plane that reach into a neighboring plane are hidden. Otherwise blocks without
     queries separate the planes.
     """
     block, blocks = BLOCK_QUERIES, -(-T // BLOCK_QUERIES)
@@ -205,7 +205,7 @@ def query_planes(x: Tensor, chunk: Chunk, heads: Heads) -> Tensor:
 def key_planes(x: Tensor, chunk: Chunk) -> Tensor:
     """Arrange keys or values [B, H/shared, S, D] likewise as [rows * H/shared * blocks, K, D]; S is padded.
 
-    Keys of neighbouring blocks share memory, so the result must not be written to.
+    Keys of neighboring blocks share memory, so the result must not be written to.
     """
     _, _, S, D = x.shape
     if chunk.plane_blocks == 1:

@@ -20,7 +20,7 @@ class LastCheckpoint(Callback):
     Non-finite weights are never saved, so that a diverging run keeps its last finite checkpoint.
 
     Args:
-        every_n_steps: Optimiser steps between checkpoints.
+        every_n_steps: Optimizer steps between checkpoints.
 
     Attributes:
         newest: The newest checkpoint, to resume from; None before the first.
@@ -44,7 +44,7 @@ class LastCheckpoint(Callback):
             self.save(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx) -> None:
-        """Save every n optimiser steps.
+        """Save every n optimizer steps.
 
         The last step of `max_steps` is saved only at the end, after its validation: a run resumed from its last step
         would not be validated, so a kill during that validation would lose it.

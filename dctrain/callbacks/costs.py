@@ -13,7 +13,7 @@ COSTS = "costs.json"
 
 
 class CostRecord(Callback):
-    """Writes the number of parameters, the forward FLOPs per unit (image, token), and the units per optimiser step to
+    """Writes the number of parameters, the forward FLOPs per unit (image, token), and the units per optimizer step to
     the run's `costs.json`, and prints the first two.
     """
 

@@ -64,7 +64,7 @@ class SpeedMonitor(Callback):
             torch.cuda.synchronize()
         rate = self._units / (time.perf_counter() - self._start)
         rate *= data_rank(trainer).ranks
-        utilisation = 3 * pl_module.forward_flops * rate / (self._peak * trainer.world_size)
+        utilization = 3 * pl_module.forward_flops * rate / (self._peak * trainer.world_size)
         pl_module.log(f"train/{pl_module.speed_unit}{PER_SECOND}", rate)
-        pl_module.log("train/mfu", utilisation)
+        pl_module.log("train/mfu", utilization)
         self._restart()

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class StepAxis(Callback):
-    """Logs metrics at the number of completed optimiser steps, as in checkpoint names.
+    """Logs metrics at the number of completed optimizer steps, as in checkpoint names.
 
     Lightning would log the metrics of step 100, and of the validation after it, at step 99.
     """

@@ -100,8 +100,8 @@ class StoredCheckpoint(NamedTuple):
     """An open checkpoint.
 
     Attributes:
-        meta: Its content other than the tensors of model and optimiser.
-        groups: Parameter groups of the optimiser.
+        meta: Its content other than the tensors of model and optimizer.
+        groups: Parameter groups of the optimizer.
         shapes: Shapes of its tensors by name.
         fill: Reads the shards of a rank; called on all ranks.
     """
@@ -117,7 +117,7 @@ def open_checkpoint(path: Path, groups: list[dict]) -> StoredCheckpoint:
 
     Args:
         path: A folder, or a file, which is memory-mapped.
-        groups: The optimiser's groups from `named_groups`, which name the indices in a file; [] to skip the optimiser.
+        groups: The optimizer's groups from `named_groups`, which name the indices in a file; [] to skip the optimizer.
 
     Raises:
         UserError: If it is incomplete or damaged.

@@ -99,7 +99,7 @@ def load_checkpoint(path: Path, *, with_optimizer: bool = False) -> dict:
 
     Args:
         path: A file, or the folder of a sharded checkpoint.
-        with_optimizer: Also load the optimiser's state of a sharded checkpoint.
+        with_optimizer: Also load the optimizer's state of a sharded checkpoint.
 
     Raises:
         UserError: If it is incomplete or damaged.
@@ -157,7 +157,7 @@ def check_resumable(path: Path) -> int:
     check_progress(content, path)
     skipped = content.get("skipped_steps", [0])[0]
     if content["global_step"] > skipped and not _has_scaler(content) and not _has_moments(path, content):
-        raise UserError(f"{path} cannot be resumed: it has no optimiser state.")
+        raise UserError(f"{path} cannot be resumed: it has no optimizer state.")
     return content["global_step"]
 
 
@@ -167,7 +167,7 @@ def _has_scaler(content: dict) -> bool:
 
 
 def _has_moments(path: Path, content: dict) -> bool:
-    """Whether there is an optimiser state of any parameter."""
+    """Whether there is an optimizer state of any parameter."""
     if is_sharded(path):
         return any(name.startswith(OPTIMIZER) for name in read_index(path).state_dict_metadata)
     return bool(content["optimizer_states"][0].get("state"))

@@ -13,7 +13,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes single-process checkpoints atomically, and reads single-file and sharded ones.
 
     Args:
-        reads_optimizer: Whether to load the optimiser's state.
+        reads_optimizer: Whether to load the optimizer's state.
     """
 
     def __init__(self, *, reads_optimizer: bool = True) -> None:

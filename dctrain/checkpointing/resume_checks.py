@@ -1,4 +1,4 @@
-"""Checks of a resumed run: changed settings, and the state of the optimiser."""
+"""Checks of a resumed run: changed settings, and the state of the optimizer."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def stored_form(value: object) -> object:
 
 
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check an optimiser state loaded from a checkpoint.
+    """Check an optimizer state loaded from a checkpoint.
 
     Raises:
         UserError: If a tensor is missing, or its shape differs from its parameter's.
@@ -34,4 +34,4 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
                 shapes = f"{None if found is None else list(found)}, not {list(parameter.shape)}"
                 raise UserError(f"the checkpoint cannot be resumed: {name} of a parameter is of shape {shapes}.")
         if not torch.is_tensor(state.get("step")):
-            raise UserError("the checkpoint cannot be resumed: the optimiser's step of a parameter is missing.")
+            raise UserError("the checkpoint cannot be resumed: the optimizer's step of a parameter is missing.")

@@ -2,7 +2,7 @@
 
 Tensors are stored with the shape and order of unsharded parameters, so a different mesh, or one process, can read them.
 The folder also holds the index of the tensors (`sharded_index`) and `meta.pt`, with everything that is not a tensor of
-the model or its optimiser. No file of the folder can run code when it is read.
+the model or its optimizer. No file of the folder can run code when it is read.
 """
 
 import io

@@ -1,7 +1,7 @@
-"""State of model and optimiser as named tensors, of a rank or of a full checkpoint.
+"""State of model and optimizer as named tensors, of a rank or of a full checkpoint.
 
-Names are `state_dict.KEY` and, for the optimiser, `optimizer_states.PARAMETER.KEY`. In a single-process checkpoint the
-optimiser's parameters are numbered; in a sharded one they are named in its groups.
+Names are `state_dict.KEY` and, for the optimizer, `optimizer_states.PARAMETER.KEY`. In a single-process checkpoint the
+optimizer's parameters are numbered; in a sharded one they are named in its groups.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ NETWORK = "model."  # prefix of the sharded network within the module
 
 
 def local_shards(module: nn.Module, optimizer: Optimizer | None, layout: Layout) -> dict[str, LocalShard]:
-    """Return this rank's shards of a module and of its optimiser, by name."""
+    """Return this rank's shards of a module and of its optimizer, by name."""
     parts = {f"{MODEL}{key}": _part(key, x, layout) for key, x in module.state_dict().items()}
     if optimizer is not None:
         for name, states in _named_states(module, optimizer):
@@ -40,11 +40,11 @@ def _named_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str
 
 
 def make_states(module: nn.Module, optimizer: Optimizer, stored: Mapping[str, torch.Size]) -> None:
-    """Allocate the optimiser states that a checkpoint has.
+    """Allocate the optimizer states that a checkpoint has.
 
     Args:
         module: The module.
-        optimizer: Its optimiser.
+        optimizer: Its optimizer.
         stored: Names and shapes in the checkpoint.
     """
     optimizer.state.clear()
@@ -69,7 +69,7 @@ def _name_and_key(full: str) -> list[str]:
 
 
 def named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict]:
-    """Copy the optimiser's groups with parameter names in place of parameters."""
+    """Copy the optimizer's groups with parameter names in place of parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -96,7 +96,7 @@ def flatten(checkpoint: dict, groups: list[dict]) -> dict[str, Tensor]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], groups: list[dict]) -> dict:
-    """Convert named tensors to model and optimiser states of a single-process checkpoint.
+    """Convert named tensors to model and optimizer states of a single-process checkpoint.
 
     Args:
         tensors: Tensors by name.

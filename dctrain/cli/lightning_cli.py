@@ -114,7 +114,7 @@ class TrainerCLI(HookedCLI):
         """Add the run's arguments, and link arguments shared by model and data."""
         parser.add_argument("--name", type=str, default=self.program.name, help="Folder of the experiment's runs.")
         parser.add_argument(
-            "--checkpoint_every_n_steps", type=int, default=500, help="Optimiser steps between full checkpoints."
+            "--checkpoint_every_n_steps", type=int, default=500, help="Optimizer steps between full checkpoints."
         )
         said = f"Initial weights of a new run: {self.init_sources}."
         parser.add_argument("--init", type=str | None, default=None, metavar="WEIGHTS", help=said)

@@ -25,7 +25,7 @@ LOSS = "val/loss"  # metric of scaling laws
 def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
     """Write `table.md`, `table.csv`, `curves.csv`, `curves.png`, and with families `scaling.png`; return the
     Markdown."""
-    rows = [summarise(experiment, results, model) for model in experiment.models if results.finished(model)]
+    rows = [summarize(experiment, results, model) for model in experiment.models if results.finished(model)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(folder / "table.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -40,7 +40,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
     return text
 
 
-def summarise(experiment: Experiment, results: Results, model: str) -> dict:
+def summarize(experiment: Experiment, results: Results, model: str) -> dict:
     """Summarize a model's finished runs: costs and, for each metric, mean and standard deviation of the last value over
     seeds, mean of the best value, and difference to the baseline with its interval. Accuracies are in percent.
     """

@@ -1,4 +1,4 @@
-"""FSDP2Strategy: sharding of weights, gradients and optimiser state (FSDP, HSDP), and tensor parallelism over heads."""
+"""FSDP2Strategy: sharding of weights, gradients and optimizer state (FSDP, HSDP), and tensor parallelism over heads."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -158,7 +158,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, list[dict]]:
-        """Return nothing, as `save_checkpoint` saves the optimiser's tensors."""
+        """Return nothing, as `save_checkpoint` saves the optimizer's tensors."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         return {"param_groups": named_groups(self.lightning_module, optimizer)}
 
@@ -173,7 +173,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
-        """Load the shards of weights and optimiser from a single-file or sharded checkpoint; return its other
+        """Load the shards of weights and optimizer from a single-file or sharded checkpoint; return its other
         content."""
         module, optimizer = self.lightning_module, next(iter(self.optimizers), None)
         groups = [] if optimizer is None else named_groups(module, optimizer)

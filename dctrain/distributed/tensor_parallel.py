@@ -1,6 +1,6 @@
 """Tensor parallelism: ranks compute their part of each layer, and sum at the end of a layer.
 
-Ranks compute with plain tensors; DTensors describe their parts of the parameters to FSDP, to the optimiser, and to the
+Ranks compute with plain tensors; DTensors describe their parts of the parameters to FSDP, to the optimizer, and to the
 norm of the gradients.
 """
 

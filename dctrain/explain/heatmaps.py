@@ -19,7 +19,7 @@ def draw_map(
     columns: Sequence[str] | None = None,
     has_numbers: bool = False,
 ) -> None:
-    """Plot a matrix with a colour bar: positive values red, negative values blue.
+    """Plot a matrix with a color bar: positive values red, negative values blue.
 
     Args:
         axes: Axes of the plot.
@@ -48,7 +48,7 @@ def draw_map(
 
 
 def draw_over(axes: Axes, values: np.ndarray, title: str, image: np.ndarray) -> None:
-    """Plot values of patches over their image with a colour bar: positive red, negative blue.
+    """Plot values of patches over their image with a color bar: positive red, negative blue.
 
     Args:
         axes: Axes of the plot.

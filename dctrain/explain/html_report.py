@@ -70,7 +70,7 @@ def small_maps(recorded: Recorded) -> PageMaps:
     """
     if not recorded.maps.composed_weights.isfinite().all():
         raise UserError("attention is not finite: the weights are damaged or too large for their dtype.")
-    return PageMaps(*_quantised(recorded.uncomposed_weights[0]), *_quantised(recorded.maps.composed_weights[0]))
+    return PageMaps(*_quantized(recorded.uncomposed_weights[0]), *_quantized(recorded.maps.composed_weights[0]))
 
 
 class PageSubject(NamedTuple):
@@ -143,7 +143,7 @@ def _resource(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _quantised(values: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize maps [H, T, T] to int8, each query of each head scaled by its maximum."""
     scale = values.abs().amax(2)
     rounded = values / scale.clamp(min=torch.finfo(values.dtype).tiny)[..., None] * LEVELS

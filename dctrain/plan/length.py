@@ -25,8 +25,8 @@ class Length(NamedTuple):
     """Length of a run.
 
     Attributes:
-        steps: Optimiser steps; None if the size of the training set is unknown.
-        units: Images or tokens per optimiser step, over all ranks.
+        steps: Optimizer steps; None if the size of the training set is unknown.
+        units: Images or tokens per optimizer step, over all ranks.
         unit: Name of the units.
         flops: FLOPs of a forward pass per unit.
         epochs: Epochs, if they determine the length.
@@ -66,7 +66,7 @@ class Speed(NamedTuple):
 
 
 def count_steps(trainer: dict, num_samples: int | None, global_batch: int) -> int | None:
-    """Count the optimiser steps of a run as in `TrainingModule`; None if the number of samples is unknown.
+    """Count the optimizer steps of a run as in `TrainingModule`; None if the number of samples is unknown.
 
     Args:
         trainer: The trainer's arguments.

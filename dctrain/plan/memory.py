@@ -1,4 +1,4 @@
-"""Estimated memory of a rank: weights, gradients, optimiser and activations, computed without a device."""
+"""Estimated memory of a rank: weights, gradients, optimizer and activations, computed without a device."""
 
 import copy
 from collections.abc import Iterator

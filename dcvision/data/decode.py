@@ -88,7 +88,7 @@ def train_transform(
 
 
 def eval_transform(size: int, crop_fraction: float) -> Transform:
-    """Create the evaluation transform: resize the smaller side to size / crop_fraction, then crop the centre."""
+    """Create the evaluation transform: resize the smaller side to size / crop_fraction, then crop the center."""
     return v2.Compose([v2.Resize(round(size / crop_fraction), antialias=True), v2.CenterCrop(size)])
 
 

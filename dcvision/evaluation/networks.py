@@ -14,7 +14,7 @@ from torchvision.transforms.v2.functional import normalize, to_pil_image
 from dctrain.checkpointing.checkpoint import find_checkpoint, map_checkpoint
 from dctrain.errors import as_user_error
 
-from ..compat_checks import normalisation
+from ..compat_checks import normalization
 from ..data.decode import Transform, decode, eval_transform
 from ..export import load_network
 from ..pretrained import is_exported, load_pretrained
@@ -62,7 +62,7 @@ def _of_run(checkpoint: str) -> Classifier:
     data = map_checkpoint(find_checkpoint(checkpoint)).get("datamodule_hyper_parameters", {})
     fraction = data.get("crop_fraction", 1.0)
     transform = eval_transform(size, fraction)
-    scales = normalisation(model)
+    scales = normalization(model)
     words = {"by": "dcvision", "size": size, "crop_fraction": fraction, **scales}
     return Classifier(model.eval(), partial(as_in_training, transform, *scales.values()), words, classes)
 

@@ -44,7 +44,7 @@ def attribute(
     """Attribute the log-probability of a class to branches of the compositions, to heads, and to patches of the image.
 
     Integrated gradients (Sundararajan et al., 2017; paper, section 4.3): all parts are scaled together from 0 to 1;
-    patches from the colour that is 0 after normalization. The scalar is the log-probability of a class for one image,
+    patches from the color that is 0 after normalization. The scalar is the log-probability of a class for one image,
     or the mean log-probability of the labels for many images. Each kind needs two forward passes, and `steps` forward
     and backward passes.
 
@@ -152,7 +152,7 @@ def _mean_log_probability(model: nn.Module, pixels: Tensor, labels: Tensor) -> T
 
 
 def _patch_parts(model: nn.Module, size: int) -> PartSet:
-    """Return the patches of an image, scaled from the colour that is 0 after normalization."""
+    """Return the patches of an image, scaled from the color that is 0 after normalization."""
     rows, columns = patch_grid(model, size)
 
     @contextmanager

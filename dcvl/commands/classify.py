@@ -30,13 +30,13 @@ def classify(
     batch_size: int = 64,
     device: str = "cpu",
 ) -> None:
-    """Zero-shot classification of a labelled set by the nearest class embedding; prints accuracy and standard error.
+    """Zero-shot classification of a labeled set by the nearest class embedding; prints accuracy and standard error.
 
     A class embedding is the mean of the text embeddings of all templates (Radford et al., 2021).
 
     Args:
         checkpoint: A .ckpt file or run of `dcvl fit`, or a folder written by `export`.
-        images: A labelled set in the notation of `dcvision.data.sources`.
+        images: A labeled set in the notation of `dcvision.data.sources`.
         templates: A file of sentences, one per line, each with {} for the class name; default: those of training.
         classes: A file of class names, one per line, in order; default: those of the set.
         limit: Maximum number of images, sampled from the whole set.

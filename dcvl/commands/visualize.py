@@ -30,13 +30,13 @@ def visualize(checkpoint: str, image: str, out: str, text: str | None = None, de
     encode = CaptionEncoder(pair.tokenizer, pair.encode.context_length + 1)  # the end token is a target, not an input
     if text is not None and encode(text).is_cut:
         raise UserError(f"text is longer than the {pair.encode.context_length} tokens of the model's context.")
-    ((_, normalised),) = batches(pair, files, 1)
+    ((_, normalized),) = batches(pair, files, 1)
     if text is None:
-        (text,) = generate_captions(pair.model, normalised, pair.tokenizer, pair.encode.context_length - 1)
+        (text,) = generate_captions(pair.model, normalized, pair.tokenizer, pair.encode.context_length - 1)
     mean, std = (torch.tensor(pair.metadata[name]).view(3, 1, 1) for name in ("mean", "std"))
-    pixels = (255 * (normalised[0].cpu() * std + mean)).round().to(torch.uint8)
+    pixels = (255 * (normalized[0].cpu() * std + mean)).round().to(torch.uint8)
     with torch.inference_mode():
-        figures = draw_words(pair.model, pixels, normalised[0], encode(text), pair.tokenizer)
+        figures = draw_words(pair.model, pixels, normalized[0], encode(text), pair.tokenizer)
     folder = make_folder(out)
     print(text)
     for name, figure in figures.items():

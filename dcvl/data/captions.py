@@ -2,7 +2,7 @@
 
 - `scenes`, `scenes:unseen`: digit scenes (`dcvl.data.scenes`)
 - `shards:PATTERN`: WebDataset tar shards of images with captions, as written by img2dataset, local or remote
-- `classes:SPEC`: any labelled set of `dcvision`, such as `classes:torchvision:CIFAR10:DIR`, captioned by templates
+- `classes:SPEC`: any labeled set of `dcvision`, such as `classes:torchvision:CIFAR10:DIR`, captioned by templates
 """
 
 import json
@@ -109,7 +109,7 @@ def _of_json(content: object) -> list[str]:
 
 
 class TemplateSource:
-    """A labelled set with captions made from class names and templates.
+    """A labeled set with captions made from class names and templates.
 
     Args:
         spec: Data set in the notation of `dcvision.data.sources`.

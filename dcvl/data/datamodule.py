@@ -55,7 +55,7 @@ class CaptionDataModule(ImageData):
         num_workers: Loader workers per rank; 0 loads in the main process.
         seed: Seed of order, augmentation and the choice of captions.
         min_crop_area: Minimum area fraction of a training crop; 1.0 resizes the whole image to a square without
-            cropping (in evaluation the smaller side is resized and the centre cropped). Must be 1.0 for scenes.
+            cropping (in evaluation the smaller side is resized and the center cropped). Must be 1.0 for scenes.
         horizontal_flip: Flip half of the training images; not for scenes, whose captions depend on left and right.
         crop_fraction: Fraction of the resized image's side kept by the central crop of evaluation; 1.0 for scenes.
         val_samples: Number of validation images, sampled deterministically from the set; None for all.

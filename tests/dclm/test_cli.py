@@ -147,7 +147,7 @@ def test_speed_leaves_validation_out(corpus, tmp_path):
 
 
 class Clock(Callback):
-    """A second a batch, and ten more for the optimiser."""
+    """A second a batch, and ten more for the optimizer."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Decoder: the paper's totals, initialisation, causality, documents, loss, recompute, groups."""
+"""Decoder: the paper's totals, initialization, causality, documents, loss, recompute, groups."""
 
 import math
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_every_named_model_takes_the_fused_kernels(name, monkeypatch):
     assert resolve_impl("auto", q, is_composed=True, num_groups=config.num_groups).impl == "triton"
 
 
-def test_initialisation():
+def test_initialization():
     torch.manual_seed(0)
     decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_405m", num_layers=1, vocab_size=2000))
     C, H = 1024, 16

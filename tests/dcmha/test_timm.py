@@ -1,4 +1,4 @@
-"""DCAttention takes the place of timm's `Attention`: arguments, state dict, initialisation."""
+"""DCAttention takes the place of timm's `Attention`: arguments, state dict, initialization."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_state_dict_adds_only_under_compose():
     assert extra == {"compose.hidden", "compose.project", "compose.gate"}
 
 
-def test_works_in_timm_and_keeps_its_initialisation():
+def test_works_in_timm_and_keeps_its_initialization():
     """timm resets every nn.Linear; the compose parameters must come out as the paper sets them."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", attn_layer=DCAttention, img_size=32, num_classes=3)
@@ -58,7 +58,7 @@ def test_works_in_timm_and_keeps_its_initialisation():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_parameters_on_the_meta_device_can_be_initialised_later():
+def test_parameters_on_the_meta_device_can_be_initialized_later():
     model = timm.create_model("vit_tiny_patch16_224", attn_layer=DCAttention, img_size=32, device="meta")
     model.to_empty(device="cpu")
     model.init_weights()

@@ -1,4 +1,4 @@
-"""ComposeProjection: the paper's equations 5 and 6, initialisation, switches, parameter counts."""
+"""ComposeProjection: the paper's equations 5 and 6, initialization, switches, parameter counts."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_equations_5_and_6_token_by_token():
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_initialisation(groups):
+def test_initialization(groups):
     C, H, R = 512, 16, 2
     torch.manual_seed(0)
     projection = ComposeProjection(C, H, rank=R, static_base=True, num_groups=groups)

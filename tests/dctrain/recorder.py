@@ -94,7 +94,7 @@ class KilledInValidation(Callback):
     """Raise `Killed` in the validation that follows a step.
 
     Args:
-        step: Optimiser steps before it.
+        step: Optimizer steps before it.
     """
 
     def __init__(self, step: int) -> None:

@@ -135,7 +135,7 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"colour": 1}, "has the unknown field 'colour'; expected title, config, models"),
+        ({"color": 1}, "has the unknown field 'color'; expected title, config, models"),
         ({"models": None}, "requires the field 'models' of type dict; got None"),
         ({"models": {}}, "models is empty or has an empty name"),
         ({"models": {"x": A, "y": B, "z": dict(reversed(B.items()))}}, "models 'y' and 'z' have the same arguments"),

@@ -1,4 +1,4 @@
-"""The optimiser's step is one kernel on a GPU, unless a gradient scaler must see the gradients first."""
+"""The optimizer's step is one kernel on a GPU, unless a gradient scaler must see the gradients first."""
 
 from types import SimpleNamespace
 

@@ -61,7 +61,7 @@ def test_epochs_of_other_programs_are_counted_in_steps(capsys, program, options)
     assert re.search(r"^run +2 epochs, [\d,]+ steps, ", capsys.readouterr().out, re.M)
 
 
-def test_time_and_price_of_a_stated_utilisation(capsys):
+def test_time_and_price_of_a_stated_utilization(capsys):
     lines = planned(capsys, "--train_samples=64000", "--mfu=0.5", "--peak_tflops=0.1", "--hour_price=36")
     flops = float(re.search(r"([\d.e+]+) FLOPs", lines["run"])[1])
     assert "3,000 steps" in lines["run"]

@@ -42,7 +42,7 @@ def test_every_size_has_a_permutation(n):
 
 
 def test_permutations_are_as_good_as_drawn():
-    """Every pair of numbers stands first equally often (chi-squared, five standard deviations), and neighbours end up
+    """Every pair of numbers stands first equally often (chi-squared, five standard deviations), and neighbors end up
     anywhere.
     """
     counts = np.zeros((10, 10))

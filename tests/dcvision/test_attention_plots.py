@@ -27,7 +27,7 @@ def drawn(axes) -> np.ndarray:
 
 
 def cells(figure, columns: int) -> list[list]:
-    """The figure's axes, row by row, without the colour bar."""
+    """The figure's axes, row by row, without the color bar."""
     axes = [cell for cell in figure.axes if cell.get_label() != "<colorbar>"]
     return [axes[start : start + columns] for start in range(0, len(axes), columns)]
 

@@ -5,7 +5,7 @@ import timm
 import torch
 
 from dctrain.checkpointing.checkpoint import load_checkpoint, newest_checkpoint
-from dcvision.compat_checks import normalisation
+from dcvision.compat_checks import normalization
 from tests.faults.fault_injection import mistake
 
 from .commands import run
@@ -108,11 +108,11 @@ def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, me
     assert message in mistake(capsys, run, "fit", *common(tmp_path / "new"), *asked, *STILL, source)
 
 
-def test_images_can_be_normalised_as_weights_were_trained(tmp_path):
+def test_images_can_be_normalized_as_weights_were_trained(tmp_path):
     """What the message says to do: the new run takes images as those weights do, and an export keeps it."""
     scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3], std: [0.5, 0.4, 0.3]}"
     run("fit", *common(tmp_path / "a"), scaled, *STILL)
     run("fit", *common(tmp_path / "b"), scaled, *STILL, f"--init={tmp_path / 'a/t/version_0'}")
     run("export", f"--checkpoint={tmp_path / 'b/t/version_0'}", f"--out={tmp_path / 'exported'}")
     model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True)
-    assert normalisation(model) == {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.4, 0.3]}
+    assert normalization(model) == {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.4, 0.3]}

@@ -87,7 +87,7 @@ def test_positions_by_hand():
         sincos_positions(2, 2, 10)
 
 
-def test_initialisation():
+def test_initialization():
     torch.manual_seed(0)
     model = timm.create_model("dcvit_small_patch4_32")
     assert model.head.weight.abs().max() == 0

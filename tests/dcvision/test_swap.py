@@ -89,10 +89,10 @@ def make_model(name: str, **kwargs) -> nn.Module:
                 parameter.fill_(1.0)
             if re.search("gamma_|bias|relative", parameter_name):
                 parameter.add_(NOISE.get(name, 0.5) * torch.randn_like(parameter))
-    return normalised(model) if name == "visformer_tiny" else model
+    return normalized(model) if name == "visformer_tiny" else model
 
 
-def normalised(model: nn.Module) -> nn.Module:
+def normalized(model: nn.Module) -> nn.Module:
     """Give batch norms the statistics of images: without, an untrained model's numbers grow from layer to layer."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

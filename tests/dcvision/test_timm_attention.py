@@ -13,7 +13,7 @@ B, T, C, H, D = 2, 7, 48, 6, 8
 PREFIX = 2
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomized(module: nn.Module) -> nn.Module:
     """Leave no parameter at a value that would hide what it does."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -49,7 +49,7 @@ NORMS = {"qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm}
 @pytest.mark.parametrize("kind", ["none", "boolean", "floating"])
 @pytest.mark.parametrize("options", [{}, {"qkv_bias": True, **NORMS}, {"attn_head_dim": 12, "gated": True}], ids=str)
 def test_attention(options, kind):
-    assert_adopted_equals(randomised(Attention(C, H, **options)), torch.randn(B, T, C), attn_mask=mask(kind))
+    assert_adopted_equals(randomized(Attention(C, H, **options)), torch.randn(B, T, C), attn_mask=mask(kind))
 
 
 ROTARY = [
@@ -64,7 +64,7 @@ ROTARY = [
 @pytest.mark.parametrize("kind", ["none", "boolean", "floating", "causal"])
 @pytest.mark.parametrize(("cls", "options"), ROTARY, ids=str)
 def test_rotary_attention(cls, options, kind):
-    module = randomised(cls(C, H, num_prefix_tokens=PREFIX, **options))
+    module = randomized(cls(C, H, num_prefix_tokens=PREFIX, **options))
     rope = torch.randn(T - PREFIX, 2 * D)
     masks = {"is_causal": True} if kind == "causal" else {"attn_mask": mask(kind)}
     assert_adopted_equals(module, torch.randn(B, T, C), rope=rope, **masks)
@@ -84,6 +84,6 @@ POOLING = [
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", POOLING, ids=str)
 def test_pooling(options, masked):
-    module = randomised(AttentionPoolLatent(C, num_heads=H, **options))
+    module = randomized(AttentionPoolLatent(C, num_heads=H, **options))
     attn_mask = mask("boolean")[:, :, :1] if masked else None
     assert_adopted_equals(module, torch.randn(B, T, C), attn_mask=attn_mask)

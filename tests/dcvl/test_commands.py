@@ -28,7 +28,7 @@ CLASSES = {"0": "zero", "1": "one"}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run, its export, scenes as PNG files, and a labelled set of them."""
+    """A run, its export, scenes as PNG files, and a labeled set of them."""
     folder = tmp_path_factory.mktemp("vl")
     run("fit", *small(folder), "--trainer.max_steps=3")
     source = SceneSource("val")
@@ -150,9 +150,9 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
 
 def test_zero_shot_accuracy_is_retrieval_of_texts(trained, tmp_path, capsys):
     """With one sentence for each class; of a set in which the images of a class lie together."""
-    labelled = f"classes:folder:{trained / 'set'}"
+    labeled = f"classes:folder:{trained / 'set'}"
     data = [
-        f"--data.val={labelled}",
+        f"--data.val={labeled}",
         "--data.val_samples=null",
         '--data.templates=["a small {}"]',
         "--data.batch_size=2",

@@ -42,7 +42,7 @@ class AboveItsLimit(Callback):
 
 def test_the_scale_of_the_softmax_has_a_limit_that_it_can_leave(tmp_path):
     """At random embeddings so large a scale is dear: it falls from the limit at once."""
-    callback = "--trainer.callbacks+=tests.dcvl.test_optimisation.AboveItsLimit"
+    callback = "--trainer.callbacks+=tests.dcvl.test_optimization.AboveItsLimit"
     run("fit", *small(tmp_path), "--model.contrastive=softmax", "--model.warmup_fraction=0", callback)
     scales = AboveItsLimit.scales
     assert LIMIT - 0.0031 < scales[0] < LIMIT - 0.001  # a step of AdamW

@@ -52,7 +52,7 @@ def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
 def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
-    """The optimiser's state makes later checkpoints larger than the first, which stays."""
+    """The optimizer's state makes later checkpoints larger than the first, which stays."""
     common = [*small(shards, tmp_path / "root"), f"--trainer.strategy={strategy}"]
     arguments = ["fit", *common, "--checkpoint_every_n_steps=3"]
     assert "last-step=3.ckpt" in fail("dcvision", 900_000, *arguments)

@@ -58,7 +58,7 @@ GOOD = {
     "JPEG": lambda: saved(picture(), "JPEG"),
     "progressive": lambda: saved(picture(), "JPEG", progressive=True),
     "CMYK": lambda: saved(picture().convert("CMYK"), "JPEG"),
-    "grey": lambda: saved(picture().convert("L"), "JPEG"),
+    "gray": lambda: saved(picture().convert("L"), "JPEG"),
     "palette": lambda: saved(picture().convert("P"), "PNG"),
     "transparent": lambda: saved(picture().convert("RGBA"), "PNG"),
     "16 bits": wide,
@@ -193,7 +193,7 @@ def test_compressed_shards_are_named(tmp_path):
         index_shard(str(path))
 
 
-def test_relabelled_shards_of_equal_size_and_time(tmp_path):
+def test_relabeled_shards_of_equal_size_and_time(tmp_path):
     path = tar_of(tmp_path / "a.tar", READABLE["plain"][0])
     assert ShardSource([str(path)]).labels().tolist() == [1, 2]
     times = path.stat()

@@ -211,12 +211,12 @@ def test_the_unchanged_checkpoint_is_taken(images, text, tmp_path):
                  "--trainer.max_epochs=-1", "--trainer.max_steps=4")  # fmt: skip
 
 
-def test_steps_that_a_gradient_scaler_skipped_need_no_state_of_the_optimiser(images, tmp_path):
+def test_steps_that_a_gradient_scaler_skipped_need_no_state_of_the_optimizer(images, tmp_path):
     """It skips the first ones, for its factor begins too large, and does not count them."""
     content = copy.deepcopy(images.content)
     content["optimizer_states"][0]["state"] = {}
     torch.save(content, tmp_path / "plain.ckpt")
-    with pytest.raises(UserError, match="no optimiser state"):
+    with pytest.raises(UserError, match="no optimizer state"):
         check_resumable(tmp_path / "plain.ckpt")
     content["MixedPrecision"] = torch.amp.GradScaler("cpu").state_dict()
     torch.save(content, tmp_path / "scaled.ckpt")

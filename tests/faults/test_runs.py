@@ -133,7 +133,7 @@ DAMAGES = {
     "cut short": "is not a readable checkpoint",
     "no zip": "is not a readable checkpoint",
     "a list": "is not a checkpoint: it holds a list",
-    "no optimiser": "cannot be resumed: it has no optimizer_states",
+    "no optimizer": "cannot be resumed: it has no optimizer_states",
     "no weights": "cannot be resumed: it has no",
 }
 
@@ -153,7 +153,7 @@ def damage(path: Path, how: str) -> None:
     elif how == "a list":
         torch.save([1, 2], path)
     else:
-        del content["optimizer_states" if how == "no optimiser" else "state_dict"]
+        del content["optimizer_states" if how == "no optimizer" else "state_dict"]
         torch.save(content, path)
 
 
@@ -172,7 +172,7 @@ def test_damaged_checkpoints_are_refused(stopped, tmp_path, capsys, how):
     damage(path, how)
     arguments = [*small("unused", tmp_path), "--data.train=digits", "--data.val=digits"]
     assert DAMAGES[how] in mistake(capsys, run, "fit", *arguments, f"--resume={path}")
-    if how != "no optimiser":
+    if how != "no optimizer":
         mistake(capsys, run, "export", f"--checkpoint={path}", f"--out={tmp_path}/out")
         assert not (tmp_path / "out").exists()
 

@@ -22,7 +22,7 @@ from .indexing import head_of, queries_of, store_statistics, store_zeros, tokens
 from .layouts import ACCUMULATOR, COLUMNS, PACKED, RIGHT, ROWS
 from .masking import EMPTY, biases
 from .mixing import store_query_gradients
-from .programs import all_statistics, common_range, compositions, neighbours, pointers, query_weights
+from .programs import all_statistics, common_range, compositions, neighbors, pointers, query_weights
 from .steps import (
     add_exponentials,
     all_hidden,
@@ -58,7 +58,7 @@ def forward(
     x, lse, pre, post, masks, sizes, KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr, AHEAD: gl.constexpr
 ):
     """Body of `composed_weights`; with `AHEAD`, scores are loaded one step in advance."""
-    programs = neighbours(masks, sizes, queries_of(KIND.BLOCKS), KIND)
+    programs = neighbors(masks, sizes, queries_of(KIND.BLOCKS), KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, False)
     logs = store_log_sums(x, lse, programs, pres, PRE, KIND)
@@ -173,7 +173,7 @@ def post_gradients(
     Stores, unless None, the softmax weights in a workspace `p`, and for `key_gradients` the queries' matrices of the
     pre-composition and of the transposed post-composition.
     """
-    programs = neighbours(masks, sizes, 1, KIND)
+    programs = neighbors(masks, sizes, 1, KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, False, True)
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)
@@ -225,7 +225,7 @@ def pre_gradients(
     With softmax weights in a workspace `p`, p -> A. The gradient of the composed scores is stored in a workspace `dy`
     unless None.
     """
-    programs = neighbours(masks, sizes, 1, KIND)
+    programs = neighbors(masks, sizes, 1, KIND)
     pres = compositions(pre, programs, PRE, KIND, p is None, True)
     posts = compositions(post, programs, POST, KIND, True, True)
     logs, deltas = all_offsets(lse, programs, KIND), all_statistics(delta, programs, KIND)

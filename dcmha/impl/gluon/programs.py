@@ -178,7 +178,7 @@ def tile_pointers(workspace, program, KIND: gl.constexpr):
 
 
 @gluon.jit
-def neighbours(masks, sizes, COUNT: gl.constexpr, KIND: gl.constexpr):
+def neighbors(masks, sizes, COUNT: gl.constexpr, KIND: gl.constexpr):
     """`Program`s of the one or two consecutive queries of a program. The longest rows come first.
 
     Missing queries at the end of a chunk are replaced by the last one, which is then computed twice.

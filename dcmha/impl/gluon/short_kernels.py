@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from .indexing import queries_of
 from .kernels import forward, store_deltas, store_hidden, store_matrices, store_score_gradients
-from .programs import common_range, compositions, neighbours
+from .programs import common_range, compositions, neighbors
 from .steps import all_offsets
 
 
@@ -29,7 +29,7 @@ def short_gradients(
     KIND: gl.constexpr, PRE: gl.constexpr, POST: gl.constexpr,
 ):  # fmt: skip
     """Compute composed weights, gradients of the scores, delta, and gradients of the query side."""
-    programs = neighbours(masks, sizes, queries_of(KIND.BLOCKS), KIND)
+    programs = neighbors(masks, sizes, queries_of(KIND.BLOCKS), KIND)
     pres = compositions(pre, programs, PRE, KIND, True, False)
     posts = compositions(post, programs, POST, KIND, True, True)
     store_matrices(matrices, programs, pres, posts, PRE, POST, KIND)

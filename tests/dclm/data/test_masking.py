@@ -64,8 +64,8 @@ def test_spans_end_with_their_document():
     inputs, targets = Masking(0.5, 5, VOCAB, (EOS,))(ids, (0,))
     asked = np.flatnonzero(targets != IGNORED)
     hidden = inputs[asked] == VOCAB
-    neighbours = np.diff(asked) == 2
-    agree = (hidden[1:] == hidden[:-1])[neighbours].mean()
+    neighbors = np.diff(asked) == 2
+    agree = (hidden[1:] == hidden[:-1])[neighbors].mean()
     assert agree == pytest.approx(0.8**2 + 0.2**2, abs=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Composition as it is learnt: curves of every layer, and training as it is without them."""
+"""Composition as it is learned: curves of every layer, and training as it is without them."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ from dcmha.impl.triton.packing import WHOLE_BLOCKS, slots_of_group
 KERNELS = tuple(launch.TILES)
 FLOATS = ("lse", "delta", "outputs")
 STRIDES = tuple(f"{x}_{axis}" for x in "kv" for axis in ("row", "head", "token"))
-ALIGNED = ("num_keys", *STRIDES)  # sizes that are multiples of 16; the others are not specialised
+ALIGNED = ("num_keys", *STRIDES)  # sizes that are multiples of 16; the others are not specialized
 KIND = KernelConfig(
     GROUP_SLOTS=16,
     HEADS=16,

@@ -92,8 +92,8 @@ def test_a_class_is_credited_to_patches(here, capsys):
     assert {kind: len(values) for kind, values in found.items()} == {"branches": 16, "heads": 8, "patches": 16}
     shown = load_classifier("model").prepare(Path("image.png").read_bytes())[None]
     with torch.no_grad():
-        whole, grey = (model(x)[0].log_softmax(-1)[3] for x in (shown, torch.zeros_like(shown)))
-    assert sum(found["patches"]) == pytest.approx(float(whole - grey), abs=0.01)
+        whole, gray = (model(x)[0].log_softmax(-1)[3] for x in (shown, torch.zeros_like(shown)))
+    assert sum(found["patches"]) == pytest.approx(float(whole - gray), abs=0.01)
     for arguments, message in (
         (["--target=10"], "target='10'; expected a class from 0 to 9"),
         (["--image=none.png"], "cannot read the image none.png"),
@@ -210,7 +210,7 @@ def test_a_page_of_an_image(here):
 
 @pytest.mark.slow
 @needs_browser
-def test_patches_are_coloured(here):
+def test_patches_are_colored(here):
     model = made(here / "model", scale=1.0, depth=2)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save("image.png")

@@ -415,7 +415,7 @@ class Worker {
     }
 
     // Divide a row, or a share of it, by the sum of all shares.
-    void normalise(int64_t h, int64_t n) const {
+    void normalize(int64_t h, int64_t n) const {
         Sum sum = {LOWEST, 0.0f};
         for (int64_t i = 0; i < c.shares; i++) sum.top = std::max(sum.top, sum_of(i, h, n).top);
         for (int64_t i = 0; i < c.shares; i++) sum.all += sum_of(i, h, n).all * std::exp(sum_of(i, h, n).top - sum.top);
@@ -451,7 +451,7 @@ class Worker {
         const Rows out = copied ? Rows{out_copy, queries * D, D} : target;
         if (keys.first >= keys.last) clear(out, {0, count});
         for (int64_t h = 0; h < c.H; h++)
-            for (int64_t n = 0; n < count; n++) normalise(h, n);
+            for (int64_t n = 0; n < count; n++) normalize(h, n);
         for_tiles([&](Range some, bool is_first) {
             compose_tile(1, some);
             for (int64_t h = 0; h < c.H; h++)
