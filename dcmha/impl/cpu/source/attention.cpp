@@ -1,10 +1,10 @@
-// Composed attention on a CPU, forward and backward, without torch. Derivations: dcmha/README.md.
+// Composed attention on a CPU, forward and backward, without torch. Equations: docs/attention.md; design: docs/cpu.md.
 //
-// An item of work is one row of the batch, or every so manyth block of its queries, or a share of the keys of its only
-// block. A block is a few queries with all heads. It goes through its keys tile by tile: products into
-// X [H][queries][keys], heads composed, the softmax of whole rows, heads composed again, times V. The backward pass
-// computes X again, P from the softmax's saved sums, and needs a second sweep over the tiles once sum_j P dP is
-// known. Nothing of size T x S is kept.
+// A work item is one batch row, or every n-th block of its queries, or a share of the keys if it has only one block. A
+// block is a few queries with all heads. Its keys are processed tile by tile: products into X [H][queries][keys],
+// pre-composition, softmax of complete rows, post-composition, product with V. The backward pass recomputes X, and P from
+// the saved sums of the softmax; it needs a second pass over the tiles after sum_j P dP is known. Nothing of size T x S is
+// stored.
 #include <cstdlib>
 #include <limits>
 
@@ -12,12 +12,12 @@
 #include "products.h"
 
 extern "C" {
-// Strides are in elements; the last axis lies without gaps. Null pointers stand for what is not there.
-struct Matrix {  // [B, H, tokens, D]; of keys and values [B, H / shared, tokens, D]
+// Strides are in elements; the last axis is contiguous. Null pointers mean None.
+struct Matrix {  // [B, H, tokens, D]; keys and values: [B, H / shared, tokens, D]
     float* data;
     int64_t row, head, token;
 };
-struct Weight {  // down and up [B, tokens, R, H], gate [B, tokens, H] with one rank
+struct Weight {  // down and up [B, tokens, R, H]; gate [B, tokens, H], with one rank
     float* data;
     int64_t row, token, rank, ranks;
 };
@@ -26,7 +26,7 @@ struct Composition {
     Weight query[3], key[3];  // down, up, gate
     float* base;              // [G, H/G, H/G] (from, to); as a gradient [slots, G, H/G, H/G]
 };
-struct Mask {  // [B, H, T, S], of bytes or floats; 0 is the stride of an axis that it is the same along
+struct Mask {  // [B, H, T, S], bytes or floats; stride 0 along broadcast axes
     void* data;
     int64_t row, head, query;
 };
@@ -34,12 +34,12 @@ struct Call {
     int64_t B, H, G, shared, T, S, D, threads, parts, slots, shares, is_causal, window;
     double scale;
     Matrix q, k, v, out;
-    float* softmax;  // [B, H, T, 2]: a row's largest score, and one over the sum of e^(score - it); not the sum's log,
-                     // which would be lost beside a score of -1e9
-    float* sums;     // [shares, B, H, T, 2], if keys are shared; then the output is of shares, too: [shares * B, ...]
+    float* softmax;  // [B, H, T, 2]: maximum score of a row, and 1 / sum of e^(score - maximum); not the log of the
+                     // sum, which would be rounded away next to a score of -1e9
+    float* sums;     // [shares, B, H, T, 2] if keys are divided into shares; the output is then [shares * B, ...]
     Composition compositions[2];
     Mask visible, bias;
-    // Of the backward pass alone. Gradients of the key's side: [parts * B, ...]; of the base and the bias: of slots
+    // Backward pass only. Gradients of the key side: [parts * B, ...]; of the base and the bias: one per slot
     Matrix d_out, dq, dk, dv;
     Composition gradients[2];
     Mask d_bias;
@@ -48,14 +48,14 @@ struct Call {
 }
 
 namespace {
-constexpr int FORWARD_QUERIES = 4, BACKWARD_QUERIES = 2;  // mixed together: they share the loads of the key's side
+constexpr int FORWARD_QUERIES = 4, BACKWARD_QUERIES = 2;  // queries composed together, which share the loads of the key side
 constexpr int64_t TILE_KEYS = 64, MOST_QUERIES = 64;
-constexpr int64_t COPIED_QUERIES = 32;    // from so many queries on, rows that lie far apart are copied once
-constexpr int64_t PACKED_QUERIES = 5;     // from so many queries on, keys are packed
+constexpr int64_t COPIED_QUERIES = 32;    // minimum queries for which strided rows are copied once
+constexpr int64_t PACKED_QUERIES = 5;     // minimum queries for which keys are packed
 constexpr float LOWEST = -std::numeric_limits<float>::max();
-constexpr int64_t LARGE_ARENA = 1 << 24;  // floats; more are given back after a call
+constexpr int64_t LARGE_ARENA = 1 << 24;  // floats; larger arenas are freed after a call
 
-struct Arena {  // one thread's memory, kept between calls
+struct Arena {  // memory of one thread, reused by later calls
     float* data = nullptr;
     int64_t size = 0, used = 0;
 
@@ -84,13 +84,13 @@ struct Range {
     int64_t first, last;
 };
 
-struct Sum {  // of e^(score - top)
+struct Sum {  // sum of e^(score - top)
     float top, all;
 };
 
-struct Rows {  // matrices of one row of the batch, or of one block of its queries
+struct Rows {  // matrices of one batch row, or of one block of its queries
     float* data;
-    int64_t head, token, shared = 1;  // so many heads of the queries share a matrix
+    int64_t head, token, shared = 1;  // number of query heads that share a matrix
 
     float* at(int64_t h, int64_t token_) const { return data + h / shared * head + token_ * token; }
 };
@@ -127,7 +127,7 @@ class Worker {
         if (backward) finish_gradients();
     }
 
-    // One share of the keys of the only block of queries, forward, up to its sums; then, with those of all, its output.
+    // Forward pass of one share of the keys, up to its sums; then its output, from the sums of all shares.
     void start_share(int64_t item) {
         b = item % c.B, share = item / c.B, packed = 0;
         start_block(0);
@@ -136,7 +136,7 @@ class Worker {
         exponentiate_block();
     }
     void finish_share(int64_t item) {
-        if (item != share * c.B + b) start_share(item);  // there were fewer threads than shares
+        if (item != share * c.B + b) start_share(item);  // fewer threads than shares
         finish_forward();
     }
 
@@ -144,24 +144,24 @@ class Worker {
     const Call& c;
     const bool backward;
     const Heads heads;
-    const int64_t D;    // of rows of whole vectors
-    const bool copied;     // whether rows are copied, so that they lie together and hold whole vectors
-    const bool is_packed;  // whether keys are packed for products; else these are dot products
+    const int64_t D;    // row length, a multiple of the vector length
+    const bool copied;     // whether rows are copied: contiguous, and padded to whole vectors
+    const bool is_packed;  // whether keys are packed for matrix products; otherwise dot products
     const int64_t queries;
     Tile tile, composed_tile;
-    // The arena: packed keys and values; copies; a block's scores, weights, gradients; weights of compositions
+    // In the arena: packed keys and values; copies; scores, weights and gradients of a block; compose weights
     float *k_panels, *v_panels, *k_copy, *v_copy, *q_copy, *d_out_copy, *out_copy, *dk_copy, *dv_copy;
     float *x, *p, *g, *composed, *row_softmax, *dot, *query_weights[2], *key_weights[2];
     float *d_query, *d_key[2], *d_base[2], *row;
-    double* base_sums[2];  // of all blocks so far: a float would lose the small terms of a sum over all pairs
+    double* base_sums[2];  // over all blocks so far; in float the small terms of a sum over all pairs would be lost
     vec* scratch;
     Sum* row_sums;
-    // The item and the block at hand
+    // Current work item and block
     int64_t b, part, slot, share = 0, first, count;
     Range keys, seen[MOST_QUERIES];
-    int64_t packed, touched_k, touched_v;  // keys so far
+    int64_t packed, touched_k, touched_v;  // number of keys so far
 
-    // Rows that lie a multiple of 4096 bytes apart would share a cache's sets.
+    // Rows with a distance of a multiple of 4096 bytes would share cache sets.
     static int64_t row_length(int64_t n) { return n % 256 ? n : n + W; }
 
     int64_t layout() {
@@ -228,7 +228,7 @@ class Worker {
         return copied ? Rows{copy, queries * D, D} : rows_of(m, b, first);
     }
 
-    // Copy tokens to rows of whole vectors, and back; nothing where they are the same.
+    // Copy tokens to padded rows, and back; no-op without copies.
     void widen(Rows from, Rows to, Range tokens) const {
         copy(from, to, tokens, [](float* to_, const float* from_, int64_t rest) { store(to_, load_first(from_, rest)); });
     }
@@ -255,7 +255,7 @@ class Worker {
         return panels + h / c.shared * round_up(c.S, PANEL) * c.D + round_down(s, PANEL) * c.D;
     }
 
-    // Keys (or values) of all heads, transposed, in panels [D][PANEL], times a factor.
+    // Pack keys (or values) of all heads, transposed, in panels [D][PANEL], times a factor.
     void pack_panels(const Matrix& m, float* panels, Range some, float factor) const {
         vec square[W];
         Rows from = keys_of(m, b);
@@ -268,7 +268,7 @@ class Worker {
                 }
     }
 
-    // The key's weights: [keys / W][H][slots] vectors.
+    // Pack the weights of the key side: [keys / W][H][slots] vectors.
     void pack_key_weights(const Composition& composition, float* out, Range some) const {
         vec square[W];
         for (int64_t s = some.first; s < some.last; s += W)
@@ -283,7 +283,7 @@ class Worker {
             }
     }
 
-    // Pack keys, unless they are; blocks come in order.
+    // Pack keys that are not yet packed; blocks are processed in order.
     void pack(Range some) {
         Range missing = {std::max(packed, round_down(some.first, PANEL)), some.last};
         if (missing.first >= missing.last) return;
@@ -296,7 +296,7 @@ class Worker {
         backward ? widen(keys_of(c.k, b), key_rows(c.k, k_copy), real) : widen(keys_of(c.v, b), key_rows(c.v, v_copy), real);
     }
 
-    // The query's weights: [queries][H][slots], the identity in the gate; zeros for queries that there are not.
+    // Pack the weights of the query side: [queries][H][slots], the identity in the gate; zeros for padding queries.
     void pack_query_weights() const {
         for (int i = 0; i < 2; i++) {
             if (!c.compositions[i].exists) continue;
@@ -371,12 +371,12 @@ class Worker {
                    [&](int64_t h, int m, vec y) { store(here + h * t.head + m * t.query, y); });
     }
 
-    // Whether some of W scores of a query need `masked`.
+    // Whether any of W scores of a query needs `masked`.
     INLINE bool is_masked(int64_t n, int64_t s) const {
         return s < seen[n].first || s + W > seen[n].last || c.bias.data || c.visible.data;
     }
 
-    // Add the bias to W scores of a query and hide what it does not see.
+    // Add the bias to W scores of a query, and mask hidden keys.
     __attribute__((noinline)) vec masked(vec y, int64_t h, int64_t n, int64_t s) const {
         int64_t query = first + std::min(n, count - 1);
         if (c.bias.data)
@@ -391,12 +391,12 @@ class Worker {
         return (key >= (int32_t)seen[n].first) & (key < (int32_t)seen[n].last) ? y : hidden;
     }
 
-    // Of a share's part of a row; or of the row.
+    // Sum of a row, or of a share of it.
     Sum& sum_of(int64_t share_, int64_t h, int64_t n) const {
         return c.shares > 1 ? ((Sum*)c.sums)[((share_ * c.B + b) * c.H + h) * c.T + n] : row_sums[h * queries + n];
     }
 
-    // Mask a row and take its exponentials; a sum of 0 if it sees nothing, NaN if there is one.
+    // Mask a row and compute its exponentials; the sum is 0 without visible keys, and NaN if a score is NaN.
     Sum exponentiate(int64_t h, int64_t n) const {
         float* scores = x + h * tile.head + n * tile.query - keys.first;
         vec most = splat(LOWEST), sum = {};
@@ -585,7 +585,7 @@ class Worker {
         store_first(to, load_first(to, c.S - s) + dy, c.S - s);
     }
 
-    // A query that is composed together with the last one, and does not exist, takes part with zeros.
+    // Padding queries, which are composed together with the last query, contribute zeros.
     void clear_missing_queries(Range some) const {
         for (int64_t n = count; n < round_up(count, BACKWARD_QUERIES); n++)
             for (int64_t h = 0; h < c.H; h++)
@@ -596,7 +596,7 @@ class Worker {
     }
 
     // Add a tile's part to the gradients of its keys: A [keys of the tile, queries] B [queries, D]. Keys from `touched`
-    // on have none yet, but of the heads before that share them.
+    // on have no gradient yet, except from previous heads that share them.
     void add_key_products(const float* a, Tile t, Rows rows, Rows sums, Range some, int64_t& touched) const {
         int64_t end = std::min(some.last, c.S), split = std::clamp(touched, some.first, end);
         if (touched < some.first) clear(sums, {touched, some.first});
@@ -618,7 +618,7 @@ class Worker {
         }
     }
 
-    // Take over what a block has added to the gradient of a base.
+    // Add a block's gradient of a base to the total.
     void put_base_gradients(int i) const {
         for (int64_t j = 0; c.compositions[i].base && j < c.H * heads.group; j++) {
             base_sums[i][j] += total(load(d_base[i] + j * W));
@@ -671,13 +671,13 @@ class Worker {
 };
 }  // namespace
 
-// Blocks of queries that a row of the batch is cut into.
+// Number of blocks of queries per batch row.
 extern "C" int64_t count_blocks(int64_t T) {
     int64_t queries = Worker::block_queries(T);
     return (T + queries - 1) / queries;
 }
 
-// Returns 0, or 1 where there was no memory.
+// Returns 0, or 1 if out of memory.
 extern "C" int composed_attention(const Call* call, int backward) {
     const Call& c = *call;
     int failed = 0;
@@ -685,7 +685,7 @@ extern "C" int composed_attention(const Call* call, int backward) {
     {
         Worker worker(c, backward);
         failed = !worker.ready;
-        if (c.shares > 1) {  // one a thread: the same in both loops
+        if (c.shares > 1) {  // one per thread, the same in both loops
 #pragma omp for schedule(static, 1)
             for (int64_t item = 0; item < c.B * c.shares; item++)
                 if (worker.ready) worker.start_share(item);

@@ -1,7 +1,7 @@
 // The composition of heads, and its gradients, for W keys of a few queries at a time.
 //
-// The ranks are constants of the compilation; whether the key side exists at all, too. Heads are a loop. The weights of
-// a query lie as [H][slots] scalars, those of W keys as [H][slots] vectors; slots are down [R], up [R] and the gate.
+// The ranks, and whether there is a key side, are compile-time constants; heads are a loop. The weights of a query are
+// [H][slots] scalars, those of W keys [H][slots] vectors; the slots are down [R], up [R] and the gate.
 #pragma once
 
 #include "vectors.h"
@@ -15,24 +15,24 @@
 constexpr int RQ = RANK_QUERY, RK = RANK_KEY;
 constexpr bool HAS_KEY = KEY_SIDE;
 constexpr int64_t QUERY_SLOTS = 2 * RQ + 1, KEY_SLOTS = HAS_KEY ? 2 * RK + 1 : 0;
-constexpr int SIZE_Q = RQ ? RQ : 1, SIZE_K = RK ? RK : 1;  // of arrays
+constexpr int SIZE_Q = RQ ? RQ : 1, SIZE_K = RK ? RK : 1;  // array sizes
 
 struct Heads {
-    int64_t count, group;  // all heads, and those of a group
+    int64_t count, group;  // number of heads, and of heads per group
 };
 
 struct Tile {  // scores or weights [H][queries][keys]
     int64_t head, query;
 };
 
-// Weights of one composition at a tile: of its first query, of its first W keys; base [G][from][to] or null.
+// Weights of one composition for a tile: of its first query and its first W keys; base [G][from][to] or null.
 struct Weights {
     const float* query;
     const float* key;
     const float* base;
 };
 
-// Where their gradients are added up: a vector a slot.
+// Sums of their gradients: one vector per slot.
 struct Gradients {
     float* query;
     float* key;
@@ -61,7 +61,8 @@ INLINE void add_base_gradient(int64_t size, Tile tile, const float* x, const flo
         }
 }
 
-// Compose W keys of N queries; `finish(head, query, vector)` takes what comes out. `scratch`: N vectors a head of a group.
+// Compose W keys of N queries; `finish(head, query, vector)` receives the results. `scratch`: N vectors per head of a
+// group.
 template <int N, class Finish>
 INLINE void compose(const Heads heads, const Tile tile, const float* x, const Weights w, vec* scratch, Finish&& finish) {
     const int64_t row = heads.count * QUERY_SLOTS;
@@ -104,8 +105,8 @@ INLINE void compose(const Heads heads, const Tile tile, const float* x, const We
     }
 }
 
-// The gradients of `compose` for W keys of N queries. `finish(head, query, x, dx, y)`; y, what `compose` gave, only if
-// WITH_RESULT. `scratch`: 2 N vectors a head of a group.
+// The gradients of `compose` for W keys of N queries. `finish(head, query, x, dx, y)`; y is the result of
+// `compose`, only if WITH_RESULT. `scratch`: 2 N vectors per head of a group.
 template <int N, bool WITH_RESULT, class Finish>
 INLINE void compose_backward(const Heads heads, const Tile tile, const float* x, const float* dy, const Weights w,
                              const Gradients grads, vec* scratch, Finish&& finish) {

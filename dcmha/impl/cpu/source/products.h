@@ -1,11 +1,11 @@
-// Small products of matrices: C (+)= A B, where the columns of B and C lie in panels of a few vectors.
+// Small matrix products C (+)= A B; the columns of B and C are in panels of a few vectors.
 #pragma once
 
 #include <algorithm>
 
 #include "vectors.h"
 
-// Rows of an inner tile: its sums must fit the registers (32, or 16 of AVX2, two vectors a row).
+// Rows of an inner tile, whose sums must fit into registers (32, or 16 with AVX2; two vectors per row).
 #if LANES == 8
 constexpr int TILE_ROWS = 4;
 #else
@@ -53,8 +53,8 @@ void panel_product(const float* a, Strides sa, const float* b, int64_t b_row, fl
     for (; m < M; m++) tile_product<1, N>(a + m * sa.row, sa, b, b_row, c + m * c_row, c_row, K, add);
 }
 
-// A [M, K] by its strides; B [K, N]: rows b_row apart, panels b_panel apart; C [M, N]: rows c_row apart. N is a multiple
-// of W; whole vectors of B and C are read and written.
+// A [M, K] with strides; B [K, N] with row stride b_row and panel stride b_panel; C [M, N] with row stride c_row. N is a
+// multiple of W; complete vectors of B and C are read and written.
 inline void product(const float* a, Strides sa, const float* b, int64_t b_row, int64_t b_panel, float* c, int64_t c_row,
                     int64_t M, int64_t N, int64_t K, bool add) {
     for (int64_t n = 0; n < N; n += PANEL, b += b_panel)

@@ -1,4 +1,4 @@
-// Vectors of floats, by the vector extension of GCC and Clang: AVX-512, AVX2 and NEON from one source.
+// Float vectors by the vector extension of GCC and Clang: AVX-512, AVX2 and NEON from one source.
 #pragma once
 
 #include <cmath>
@@ -42,7 +42,7 @@ INLINE vec zip_low(vec a, vec b) { return __builtin_shuffle(a, b, (ivec){ZIP_LOW
 INLINE vec zip_high(vec a, vec b) { return __builtin_shuffle(a, b, (ivec){ZIP_HIGH}); }
 #endif
 
-// The first n elements at p, and zeros.
+// Load the first n elements at p, padded with zeros.
 INLINE vec load_first(const float* p, int64_t n) {
     if (n >= W) return load(p);
     vec x = {};
@@ -50,7 +50,7 @@ INLINE vec load_first(const float* p, int64_t n) {
     return x;
 }
 
-// The first n bytes at p as integers, and zeros.
+// Load the first n bytes at p as integers, padded with zeros.
 INLINE ivec load_bytes(const uint8_t* p, int64_t n) {
     bvec x = {};
     std::memcpy(&x, p, n < W ? n : W);
@@ -84,7 +84,7 @@ INLINE float largest(vec x) {
     return x[0];
 }
 
-// Element i: the sum of the elements of the vector at p + i W.
+// Element i is the sum of the elements of the vector at p + i W.
 INLINE vec totals(const float* p) {
     vec x[W];
 #pragma GCC unroll 16
@@ -96,7 +96,7 @@ INLINE vec totals(const float* p) {
     return x[0];
 }
 
-// A square of W rows, `stride` apart, of which `rows` and `columns` exist: its columns, as vectors; zeros elsewhere.
+// Transpose a W x W square with row stride `stride`, of which `rows` and `columns` exist; the rest is zero.
 INLINE void transpose(const float* p, int64_t stride, int64_t rows, int64_t columns, vec* out) {
     vec x[2][W];
 #pragma GCC unroll 16
@@ -113,7 +113,7 @@ INLINE void transpose(const float* p, int64_t stride, int64_t rows, int64_t colu
     for (int i = 0; i < W; i++) out[i] = x[from][i];
 }
 
-// e^x to 2 ulp for x <= 0; exactly 0 below -87, and NaN of NaN.
+// e^x to 2 ulp for x <= 0; exactly 0 below -87; NaN for NaN.
 INLINE vec exponential(vec x) {
     const float round = 12582912.0f;  // adding it leaves the integer part in the low bits
     vec shifted = x * 1.44269504f + round;
