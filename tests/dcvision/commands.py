@@ -1,4 +1,4 @@
-"""Running the command line in this process or in another."""
+"""Run the command line in this process or in a subprocess."""
 
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ SMALL = [
 
 
 def small(shards: str, root: Path) -> list[str]:
-    """Arguments of a tiny run on the numbered shards: ten batches of four in an epoch."""
+    """Return arguments of a tiny run on the numbered shards, with ten batches of four per epoch."""
     return [
         *SMALL,
         f"--data.train=shards:{shards}",
@@ -26,7 +26,7 @@ def small(shards: str, root: Path) -> list[str]:
 
 
 def run(*args: str) -> None:
-    """Run the command line here."""
+    """Run the command line in this process."""
     main(list(args))
 
 

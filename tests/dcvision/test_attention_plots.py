@@ -1,4 +1,4 @@
-"""What the pictures show: the right numbers in the right places."""
+"""Attention figures: values and positions of the cells."""
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ def drawn(axes) -> np.ndarray:
 
 
 def cells(figure, columns: int) -> list[list]:
-    """The figure's axes, row by row, without the color bar."""
+    """Return the axes of the figure, row by row, without the color bar."""
     axes = [cell for cell in figure.axes if cell.get_label() != "<colorbar>"]
     return [axes[start : start + columns] for start in range(0, len(axes), columns)]
 
 
 @pytest.mark.parametrize(("has_pre", "has_post"), [(True, True), (True, False), (False, True), (False, False)])
-def test_rows_are_the_maps_of_the_query(has_pre, has_post):
+def test_figure_rows_match_attention_maps_of_query(has_pre, has_post):
     one, query = make_recorded(has_pre, has_post), 6
     pixels = torch.randint(255, (3, 32, 32), dtype=torch.uint8)
     figures = draw_attention({"blocks.0.attn": one}, AttentionView(pixels, GRID, PREFIX, query))
@@ -51,7 +51,7 @@ def test_rows_are_the_maps_of_the_query(has_pre, has_post):
     assert ("compositions" in figures) == (has_pre or has_post)
 
 
-def test_compositions_are_drawn_less_the_identity():
+def test_composition_figure_subtracts_identity():
     recorded = {"a": make_recorded(), "b": make_recorded(has_post=False)}
     figure = draw_attention(recorded, AttentionView(torch.zeros(3, 8, 8, dtype=torch.uint8), GRID, PREFIX, None))[
         "compositions"
@@ -63,7 +63,7 @@ def test_compositions_are_drawn_less_the_identity():
     assert not post[1].images and not post[1].axison
 
 
-def test_windows_and_wrong_queries_are_refused():
+def test_windowed_attention_and_out_of_range_queries_raise_error():
     pixels = torch.zeros(3, 8, 8, dtype=torch.uint8)
     one = make_recorded()
     for grid, query, message in (
@@ -86,14 +86,14 @@ def test_windows_and_wrong_queries_are_refused():
         ("naflexvit_base_patch16_gap", {}, (14, 14)),
     ],
 )
-def test_the_grid_is_the_models(name, options, grid):
+def test_patch_grid_matches_model(name, options, grid):
     assert patch_grid(timm.create_model(name, depth=1, **options), 224) == grid
     with pytest.raises(UserError, match="ResNet has no patches"):
         patch_grid(timm.create_model("resnet18"), 224)
 
 
-def test_images_of_any_kind(tmp_path):
-    """16 bits, an animation, another format: always 8 bits, cut to the square."""
+def test_read_image_converts_formats_to_8_bit_square(tmp_path):
+    """16-bit, animated and BMP images are converted to 8 bits and cropped to a square."""
     ramp = np.linspace(0, 65535, 12 * 20).reshape(12, 20).astype(np.uint16)
     Image.fromarray(ramp).save(tmp_path / "deep.png")
     frames = [Image.new("RGB", (20, 12), color) for color in ("red", "blue")]

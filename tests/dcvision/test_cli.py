@@ -1,4 +1,4 @@
-"""The command line: runs, evaluation, export, strategies, configs, and one message for each mistake."""
+"""Command line: training, evaluation, export, strategies, configurations and error messages."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ from .commands import run, small, spawn
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A short run on the digits that keeps an average of the weights; its folder."""
+    """Folder of a short run on the digits with an exponential moving average of the weights."""
     root = tmp_path_factory.mktemp("trained")
     run(*trained_arguments("fit", root))
     return root / "t" / "version_0"
@@ -42,7 +42,7 @@ def scalars(folder: Path) -> dict[str, list]:
     return {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
 
 
-def test_fit_learns_logs_and_leaves_checkpoints(trained):
+def test_fit_reduces_loss_and_writes_logs_and_checkpoints(trained):
     logged = scalars(trained)
     expected = {"train/loss", "train/lr", "train/grad_norm", "train/images_per_second", "train/mfu"}
     assert expected | {"val/loss", "val/top1", "val/top5"} <= logged.keys()
@@ -59,12 +59,12 @@ def test_fit_learns_logs_and_leaves_checkpoints(trained):
     assert where["torch"] == torch.__version__ and where["devices"] == 1 and where["device"]
 
 
-def test_validate_and_predict_give_what_training_reported(trained, tmp_path, capsys):
+def test_validate_and_predict_match_accuracy_reported_by_training(trained, tmp_path, capsys):
     best = str(next((trained / "checkpoints").glob("best-*")))
     reported = float(best.rsplit("top1=", 1)[1].removesuffix(".ckpt"))
     config = ["--config", str(trained / "config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
     run("validate", *config, f"--checkpoint={best}", "--data.train=folder:not_needed_here")
-    assert not list(tmp_path.iterdir())  # the run that is evaluated has it
+    assert not list(tmp_path.iterdir())  # the output is in the folder of the evaluated run
     top1 = scalars(trained / "validate")["val/top1"][-1].value
     assert abs(top1 - reported) < 1e-4
     capsys.readouterr()
@@ -99,7 +99,7 @@ def test_exported_model_loads_in_timm(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
+def test_swapped_model_is_trained_exported_and_visualized(shards, tmp_path):
     model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 2, patch_size: 4}"]
     run("fit", *small(shards, tmp_path), *model, "--model.swap={rank: 1, layers: [-1]}", "--trainer.max_steps=3")
     checkpoint = find_checkpoint(str(tmp_path / "t/version_0"))
@@ -121,8 +121,8 @@ def test_a_swapped_model_is_trained_looked_at_and_exported(shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_swapped_family_is_looked_at_and_explained(shards, tmp_path):
-    """Its layers are composed ones of another class than `DCAttention`."""
+def test_swapped_relative_position_model_is_visualized_and_explained(shards, tmp_path):
+    """The composed layers of this model are not instances of `DCAttention`."""
     model = ["--model.model=vit_relpos_small_patch16_224", "--model.model_kwargs={depth: 2, patch_size: 4}"]
     run("fit", *small(shards, tmp_path), *model, "--model.swap={rank: 1}", "--trainer.max_steps=1")
     run_folder = tmp_path / "t/version_0"
@@ -135,26 +135,26 @@ def test_a_swapped_family_is_looked_at_and_explained(shards, tmp_path):
     assert "blocks.1.attn" in page and "Not recorded" not in page and "no composition" not in page
 
 
-def test_attention_pooling_is_trained(shards, tmp_path):
+def test_swapped_attention_pooling_is_trained(shards, tmp_path):
     model = ["--model.model=vit_base_patch16_siglip_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     run("fit", *small(shards, tmp_path), *model, "--model.swap={pooling: true}", "--trainer.max_steps=3")
     state = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))["state_dict"]
     assert state["model.attn_pool.compose.key.gate"].any()
 
 
-def test_a_name_may_have_timms_tag():
+def test_model_name_may_include_timm_tag():
     model = build_model("vit_tiny_patch16_224.augreg_in21k", 3, 32, {"depth": 1})
     assert model.pretrained_cfg["tag"] == "augreg_in21k" and model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
 
 
-def test_weights_may_be_bfloat16(shards, tmp_path):
+def test_bf16_true_precision_trains_bfloat16_weights(shards, tmp_path):
     run("fit", *small(shards, tmp_path), "--trainer.max_steps=3", "--trainer.precision=bf16-true")
     state = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))["state_dict"]
     assert state["model.blocks.0.attn.compose.hidden"].dtype == torch.bfloat16
 
 
-def test_a_run_goes_on_in_a_folder_that_was_moved(shards, tmp_path, monkeypatch, capsys):
-    """It knows what was best, and keeps where it ran before."""
+def test_run_resumes_after_its_folder_is_moved(shards, tmp_path, monkeypatch, capsys):
+    """The resumed run finds the best checkpoint and keeps the previous entries of `environment.json`."""
     arguments = [argument for argument in small(shards, tmp_path) if "max_epochs" not in argument]
     run("fit", *arguments, "--trainer.max_epochs=2")
     (tmp_path / "t").rename(tmp_path / "moved")
@@ -173,7 +173,7 @@ def test_a_run_goes_on_in_a_folder_that_was_moved(shards, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("limit", ["6", "0.6"])
-def test_limited_epochs_are_all_trained(shards, tmp_path, limit):
+def test_epochs_and_schedule_respect_limit_train_batches(shards, tmp_path, limit):
     run("fit", *small(shards, tmp_path), f"--trainer.limit_train_batches={limit}", *record(tmp_path / "a"))
     batches = read(tmp_path / "a")
     assert set(batches) == set(range(18))
@@ -184,7 +184,7 @@ def test_limited_epochs_are_all_trained(shards, tmp_path, limit):
 
 
 @pytest.mark.long
-def test_compiled_training_keeps_clean_keys(shards, tmp_path):
+def test_compiled_training_saves_keys_without_compile_prefix(shards, tmp_path):
     extra = [
         "--model.compile=true",
         "--trainer.max_epochs=1",
@@ -208,7 +208,7 @@ def test_compiled_training_keeps_clean_keys(shards, tmp_path):
     ],
     ids=lambda extra: extra[0],
 )
-def test_variants_run(shards, tmp_path, extra):
+def test_training_runs_with_option_variants(shards, tmp_path, extra):
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1", *extra)
     if "fast_dev_run" in extra[0]:
         assert not list(tmp_path.rglob("*.ckpt"))
@@ -226,11 +226,11 @@ FSDP = ["--trainer.strategy=fsdp2"]
     [
         pytest.param(["--trainer.strategy=ddp"], id="ddp", marks=pytest.mark.long),
         pytest.param(["--trainer.strategy=ddp", "--model.ema_decay=0.9"], id="ddp, averaged", marks=pytest.mark.slow),
-        pytest.param(FSDP, id="fsdp2", marks=pytest.mark.long),  # dclm's tests try FSDP2 first
+        pytest.param(FSDP, id="fsdp2", marks=pytest.mark.long),  # the slow tests of dclm cover FSDP2
     ],
 )
-def test_two_processes_give_one_process_results(shards, tmp_path, strategy):
-    """Exact validation over uneven shards, and the same training: two ranks of two images are one of four."""
+def test_two_processes_match_one_process(shards, tmp_path, strategy):
+    """Validation on shards of unequal size and training match: two ranks with two images each, one rank with four."""
     common = ["--trainer.max_epochs=2", "--model.mixup_alpha=0", "--model.model_kwargs={depth: 2}"]
     common += ["--data.val=shards:" + shards.replace("{0..4}", "{0..1}") + "::" + shards.replace("{0..4}", "3")]
     common += [option for option in strategy if option.startswith("--model")]
@@ -259,7 +259,7 @@ def test_fabric_launches_several_processes(shards, tmp_path):
     assert state["global_batch"] == 4
 
 
-def test_weight_decay_groups():
+def test_weight_decay_excludes_gates_norms_and_biases_unless_decay_all():
     from dcvision import ImageClassifier
 
     for decay_all, undecayed in (
@@ -275,7 +275,7 @@ def test_weight_decay_groups():
         assert any(name.endswith("compose.gate") for name in free) != decay_all
 
 
-def test_schedule():
+def test_schedule_warms_up_linearly_and_decays_to_minimum():
     from dctrain.lr_schedule import warmup_cosine
 
     factors = [warmup_cosine(step, 10, 110, 0.1) for step in range(111)]
@@ -285,7 +285,7 @@ def test_schedule():
 
 
 def mistake(capsys, *args: str) -> str:
-    """Run and return what was said, which must be short and without a stack trace."""
+    """Run a command that fails, check that it prints no stack trace or usage, and return the error output."""
     with pytest.raises(SystemExit) as exit_info:
         run(*args)
     assert exit_info.value.code == 2
@@ -294,7 +294,7 @@ def mistake(capsys, *args: str) -> str:
     return error
 
 
-def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
+def test_invalid_arguments_print_error_message(shards, tmp_path, capsys):
     arguments = small(shards, tmp_path)
     error = mistake(capsys, "fit", *arguments, "--trainer.max_epoch=3")
     assert error.endswith("error: unrecognized arguments: --trainer.max_epoch=3\n")
@@ -346,7 +346,7 @@ def test_mistakes_end_in_one_message(shards, tmp_path, capsys):
     assert "does not exist" in error
 
 
-def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
+def test_checkpoint_of_different_architecture_is_rejected(trained, tmp_path, capsys):
     checkpoint = newest_checkpoint(trained)
     before = checkpoint.read_bytes()
     arguments = [*trained_arguments("fit", tmp_path), "--model.model=mhavit_digits_patch2_8", f"--resume={checkpoint}"]
@@ -362,7 +362,7 @@ def test_checkpoint_of_another_architecture(trained, tmp_path, capsys):
     assert checkpoint.read_bytes() == before
 
 
-def test_bad_images_stop_the_run_above_the_limit(tmp_path, capsys):
+def test_too_many_unreadable_images_stop_training(tmp_path, capsys):
     from tests.conftest import numbered_samples, write_shard
 
     samples = numbered_samples(40)
@@ -373,7 +373,7 @@ def test_bad_images_stop_the_run_above_the_limit(tmp_path, capsys):
     assert "images could not be read; at most 5 of this set are allowed (data.max_bad_images=5); one of" in error
 
 
-def test_a_new_run_never_touches_an_old_one(shards, tmp_path):
+def test_new_run_does_not_modify_existing_run(shards, tmp_path):
     short = [*small(shards, tmp_path), "--trainer.max_epochs=1"]
     run("fit", *short)
     first = {path: path.read_bytes() for path in (tmp_path / "t/version_0").rglob("*") if path.is_file()}

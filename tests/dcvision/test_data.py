@@ -1,4 +1,4 @@
-"""Sources, shards, decoding, streams and the data module: contents, exactness, and every mistake."""
+"""Sources, shards, decoding, streams and the data module: contents, exactness and errors."""
 
 import io
 import tarfile
@@ -43,7 +43,7 @@ def test_shards_are_read_by_offset(shards):
     assert source.labels().tolist() == [i % 10 for i in range(40)]
 
 
-def test_index_is_cached_and_follows_the_file(tmp_path, monkeypatch):
+def test_index_is_cached_and_rebuilt_when_shard_changes(tmp_path, monkeypatch):
     path = write_shard(tmp_path / "a.tar", numbered_samples(3))
     assert len(ShardSource([str(path)])) == 3
     monkeypatch.setattr("dcvision.data.shards.index_shard", lambda url, fields: pytest.fail("indexed twice"))
@@ -53,14 +53,14 @@ def test_index_is_cached_and_follows_the_file(tmp_path, monkeypatch):
     assert len(ShardSource([str(path)])) == 5
 
 
-def test_many_shards_are_indexed_in_parallel(tmp_path):
+def test_many_shards_indexed_in_parallel_keep_their_order(tmp_path):
     for i in range(12):
         write_shard(tmp_path / f"{i:02d}.tar", numbered_samples(2, 2 * i))
     source = ShardSource(expand_urls(str(tmp_path)))
     assert [int(decode(source.read(i)[0])[0, 0, 0]) for i in range(24)] == list(range(24))
 
 
-def test_folder_and_torchvision_sources(tmp_path):
+def test_folder_source_reads_classes_and_unknown_torchvision_name_raises_error(tmp_path):
     for label, name in enumerate(("ant", "bee")):
         (tmp_path / name).mkdir()
         for i in range(3):
@@ -72,8 +72,8 @@ def test_folder_and_torchvision_sources(tmp_path):
         open_source(f"torchvision:CIFAR11:{tmp_path}", is_train=True)
 
 
-def test_torchvision_cifar_from_disk(tmp_path):
-    """CIFAR10's own format, made small, read through torchvision with its checksum test switched off."""
+def test_torchvision_cifar_is_read_from_disk(tmp_path):
+    """A small data set in the format of CIFAR10 is read through torchvision without the checksum test."""
     import pickle
 
     from torchvision.datasets import CIFAR10
@@ -94,7 +94,7 @@ def test_torchvision_cifar_from_disk(tmp_path):
     assert train.labels().tolist() == [3, 1, 2, 0] * 5
 
 
-def test_digits_are_the_default():
+def test_digits_are_the_default_data_set():
     data = ImageDataModule()
     data.prepare_data()
     data.setup("fit")
@@ -106,7 +106,7 @@ def test_digits_are_the_default():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_train_and_validation_loaders(shards, workers):
+def test_train_loader_drops_last_batch_and_validation_loader_reads_all(shards, workers):
     data = module(f"shards:{shards}", batch_size=6, num_workers=workers)
     train = list(data.train_dataloader())
     assert [len(b.labels) for b in train] == [6] * 6
@@ -116,7 +116,7 @@ def test_train_and_validation_loaders(shards, workers):
     assert [int(x) for b in val for x in b.labels] == [i % 10 for i in range(40)]
 
 
-def test_augmentation_depends_on_seed_epoch_and_sample_not_on_workers(shards):
+def test_augmentation_depends_on_seed_but_not_on_number_of_workers(shards):
     options = {"min_crop_area": 0.3, "horizontal_flip": True, "randaugment_ops": 2, "batch_size": 8}
     runs = [
         torch.cat([b.images for b in module(f"shards:{shards}", num_workers=w, seed=s, **options).train_dataloader()])
@@ -126,7 +126,7 @@ def test_augmentation_depends_on_seed_epoch_and_sample_not_on_workers(shards):
     assert not torch.equal(runs[0], runs[2])
 
 
-def test_loading_leaves_the_training_generator_alone(shards):
+def test_loading_preserves_global_random_state(shards):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -134,7 +134,7 @@ def test_loading_leaves_the_training_generator_alone(shards):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_padding_is_marked_and_masked():
+def test_padding_sample_has_ignored_label():
     from dctrain.data.sampler import SampleRef
     from dcvision.data.samples import ImageSamples
 
@@ -147,14 +147,14 @@ def test_padding_is_marked_and_masked():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
-def test_decoding_formats(kind):
+def test_decode_preserves_pixels_in_every_format(kind):
     pixels = np.tile(np.arange(0, 256, 8, dtype=np.uint8)[None, :, None], (32, 1, 3))
     got = decode(encode(pixels, kind)).permute(1, 2, 0).numpy().astype(int)
     assert got.shape == (32, 32, 3) and abs(got - pixels).mean() < 3
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "P", "RGBA"])
-def test_decoding_modes(mode):
+def test_decode_converts_every_color_mode_to_rgb(mode):
     buffer = io.BytesIO()
     Image.new("RGB", (5, 4), (200, 200, 200)).convert(mode).save(buffer, "JPEG" if mode == "CMYK" else "PNG")
     got = decode(buffer.getvalue())
@@ -162,7 +162,7 @@ def test_decoding_modes(mode):
     assert (got.int() - 200).abs().max() < 8
 
 
-def test_transforms():
+def test_transforms_resize_and_train_transform_is_reproducible():
     image = torch.arange(3 * 40 * 60, dtype=torch.uint8).view(3, 40, 60)
     assert eval_transform(16, 0.875)(image).shape == (3, 16, 16)
     square = torch.randint(0, 255, (3, 16, 16), dtype=torch.uint8)
@@ -189,7 +189,7 @@ def test_unreadable_images_are_skipped_counted_and_limited(tmp_path, capsys):
     assert numbers(got) == [i for i in range(20) if i not in (3, 11)]
     assert len(data.bad_images[False].names) == 2
     [data.on_before_batch_transfer(b, 0) for b in data.val_dataloader()]
-    assert len(data.bad_images[False].names) == 2  # the same two
+    assert len(data.bad_images[False].names) == 2  # the same two images are counted once
     printed = capsys.readouterr().out
     assert printed.count("skipped an unreadable image") == 2 and "a.tar/0011" in printed
     data = module(f"shards:{tmp_path}/a.tar", batch_size=5, max_bad_images=1)
@@ -202,7 +202,7 @@ def truncate(path, keep: float):
     path.write_bytes(content[: int(len(content) * keep)])
 
 
-def test_mistakes_in_shards(tmp_path):
+def test_invalid_shards_raise_error(tmp_path):
     good = write_shard(tmp_path / "good.tar", numbered_samples(12))
     with pytest.raises(UserError, match=r"2 of 3 shards are missing, the first is .*x-0.tar"):
         open_source(f"shards:{good}::{tmp_path}/x-{{0..1}}.tar", True)
@@ -226,13 +226,13 @@ def test_mistakes_in_shards(tmp_path):
         index_shard(str(write_shard(tmp_path / "named.tar", samples)))
 
 
-def test_a_batch_without_readable_images_is_marked(tmp_path):
+def test_batch_without_readable_images_has_ignored_label(tmp_path):
     write_shard(tmp_path / "a.tar", corrupt(numbered_samples(9), 8))
     batch = list(module(f"shards:{tmp_path}/a.tar", batch_size=4).val_dataloader())[-1]
     assert batch.names == [] and batch.labels.tolist() == [IGNORED] and batch.images.shape == (1, 3, 8, 8)
 
 
-def test_a_shard_cut_between_samples_is_noticed(tmp_path):
+def test_shard_truncated_between_samples_raises_error(tmp_path):
     path = write_shard(tmp_path / "a.tar", numbered_samples(12))
     with tarfile.open(path) as tar:
         boundary = tar.getmembers()[6].offset
@@ -242,14 +242,14 @@ def test_a_shard_cut_between_samples_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.7, 0.81])
-def test_every_truncation_is_noticed(tmp_path, keep):
+def test_truncated_shard_raises_error(tmp_path, keep):
     path = write_shard(tmp_path / "a.tar", numbered_samples(12))
     truncate(path, keep)
     with pytest.raises(UserError, match="a.tar"):
         index_shard(str(path))
 
 
-def test_mistakes_in_the_configuration(tmp_path, shards):
+def test_invalid_configuration_raises_error(tmp_path, shards):
     with pytest.raises(UserError, match=r"label 9 of .*s-1.tar/0009 is out of range; expected 0 to 8"):
         module(f"shards:{shards}", num_classes=9)
     with pytest.raises(UserError, match=r"data set 'imagenet' is unknown; expected digits, shards:PATTERN"):
@@ -267,8 +267,8 @@ def test_mistakes_in_the_configuration(tmp_path, shards):
         ImageDataModule(min_crop_area=0)
 
 
-def test_streams(shards):
-    """The very pipeline of remote shards, fed by `cat`."""
+def test_stream_has_fixed_epoch_length_and_validation_reads_all_samples(shards):
+    """`cat` reads local shards through the pipeline of remote shards."""
     url = f"shards:pipe:cat {shards}"
     data = ImageDataModule(url, url, stream_samples=40, batch_size=6, num_workers=2, **PLAIN)
     data.prepare_data()
@@ -282,8 +282,8 @@ def test_streams(shards):
     assert sorted(numbers(data.val_dataloader())) == list(range(40))
 
 
-def test_no_two_samples_of_a_stream_share_their_random_numbers(shards):
-    """Whichever worker makes them."""
+def test_stream_samples_have_unique_numbers_across_workers(shards):
+    """The number of a sample seeds its random augmentation."""
 
     def finish(image, label, name, number):
         return number
@@ -295,7 +295,7 @@ def test_no_two_samples_of_a_stream_share_their_random_numbers(shards):
     assert len(numbers) == len(set(numbers)) == 40
 
 
-def test_mistakes_in_streams(shards, tmp_path):
+def test_invalid_streams_raise_error(shards, tmp_path):
     url = f"shards:pipe:cat {shards}"
     data = ImageDataModule(url, url, stream_samples=40, batch_size=6, num_workers=6, **PLAIN)
     data.setup("fit")
@@ -310,7 +310,7 @@ def test_mistakes_in_streams(shards, tmp_path):
         list(data.train_dataloader())
 
 
-def test_tar_members_in_folders_keep_their_keys(tmp_path):
+def test_keys_of_tar_members_include_folder(tmp_path):
     with tarfile.open(tmp_path / "f.tar", "w") as tar:
         for name, content in (("a/x.png", encode(np.zeros((4, 4, 3), np.uint8))), ("a/x.cls", b"3\n")):
             info = tarfile.TarInfo(name)

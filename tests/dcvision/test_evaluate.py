@@ -1,4 +1,4 @@
-"""`dcvision evaluate`: runs as `validate` scores them, timm's models as timm does, ImageNet's other labels."""
+"""`dcvision evaluate`: runs compared with `validate`, timm models compared with timm, reassessed ImageNet labels."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch):
 
 
 def made(folder, seed=0, **options):
-    """A random model of timm's in a folder, with preprocessing of its own."""
+    """Save a random timm model with non-default preprocessing to a folder and return it."""
     torch.manual_seed(seed)
     model = timm.create_model("test_vit", num_classes=12, **options).eval()
     with torch.no_grad():
@@ -38,7 +38,7 @@ def made(folder, seed=0, **options):
 
 
 def pictures(folder, names):
-    """Images of noise, of unequal sizes."""
+    """Write noise images of different sizes."""
     generator = torch.Generator().manual_seed(0)
     for number, name in enumerate(names):
         path = folder / f"{name}.png"
@@ -49,7 +49,7 @@ def pictures(folder, names):
 
 
 def predictions(folder, paths):
-    """What timm itself makes of images: the classes from the likeliest."""
+    """Return timm's predictions for images: the classes of each image in descending order of probability."""
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     transform = create_transform(**resolve_data_config({}, model=model))
     with torch.inference_mode():
@@ -64,7 +64,7 @@ def numbers(path):
     return {(m["name"], m["metric"]): m["value"] for entry in entries for m in entry["measures"]}
 
 
-def test_a_run_scores_as_validate_says(here, capsys):
+def test_accuracy_matches_best_validation_accuracy_of_run(here, capsys):
     options = ["--model.model=dcvit_digits_patch2_8", "--trainer.max_epochs=3", "--data.crop_fraction=1.0"]
     run("fit", *common(here), *options, "--model.lr=0.005", "--data.min_crop_area=0.9")
     best = re.search(r"best val/top1 ([\d.]+) %", capsys.readouterr().out)[1]
@@ -76,8 +76,8 @@ def test_a_run_scores_as_validate_says(here, capsys):
     assert re.search(row, capsys.readouterr().out)
 
 
-def test_timms_models_see_what_timm_shows_them_and_numbered_classes_are_numbers(here):
-    """Folders 2 and 10 are classes 2 and 10, whatever the order of their names."""
+def test_timm_model_uses_timm_preprocessing_and_numbered_folders_are_class_numbers(here):
+    """Folders 2 and 10 are classes 2 and 10, independent of the alphabetical order of their names."""
     made(here / "model")
     names = [f"{label}/a{number}" for label in (2, 10, 11) for number in range(3)]
     folder = pictures(here / "v2", names)
@@ -91,7 +91,7 @@ def test_timms_models_see_what_timm_shows_them_and_numbered_classes_are_numbers(
         assert found["v2", "top5"] == sum(label in row[:5] for row, label in zip(ranked, labels, strict=True)) / 9
 
 
-def test_reassessed_labels_belong_to_names(here, capsys):
+def test_reassessed_labels_are_matched_by_image_name(here, capsys):
     made(here / "model")
     names = [f"n{number % 3}/ILSVRC2012_val_{number:08d}" for number in (1, 2, 3, 5, 6)]
     folder = pictures(here / "val", names)
@@ -99,13 +99,13 @@ def test_reassessed_labels_belong_to_names(here, capsys):
     real = [[row[0]] for row in ranked[:2]] + [[(ranked[2][0] + 1) % 12], [7], [], [ranked[4][0], 3]]
     (here / "real.json").write_text(json.dumps(real))
     run("evaluate", "--checkpoint=model", "--images", "folder:val", "--real=real.json")
-    assert numbers(here / "evaluation" / "model.json")["val, ReaL", "top1"] == 3 / 4  # the fifth has no label
+    assert numbers(here / "evaluation" / "model.json")["val, ReaL", "top1"] == 3 / 4  # image 5 has no label
     made(here / "other", seed=1)
     run("evaluate", "--checkpoint=other", "--images", "folder:val", "--compare", "evaluation/model.json")
     assert "/ +" in capsys.readouterr().out.replace("/ -", "/ +")
 
 
-def test_an_interrupted_one_goes_on(here, monkeypatch):
+def test_interrupted_evaluation_resumes(here, monkeypatch):
     made(here / "model")
     pictures(here / "val", [f"{label}/a{number}" for label in (0, 1) for number in range(6)])
     asked = ("evaluate", "--checkpoint=model", "--images", "folder:val", "--batch_size=2")
@@ -130,7 +130,7 @@ def test_an_interrupted_one_goes_on(here, monkeypatch):
     }
 
 
-def test_what_cannot_be_read_is_told(here, capsys):
+def test_unreadable_images_are_reported(here, capsys):
     made(here / "model")
     pictures(here / "val", ["0/a", "1/b", "1/c"])
     (here / "val" / "1" / "d.png").write_bytes(b"no image")
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_told(here, capsys):
     assert "1 images could not be read and are not included" in capsys.readouterr().out
 
 
-def test_a_model_that_gives_nan_has_no_result(here, capsys):
+def test_nan_logits_raise_error_and_write_no_result(here, capsys):
     made(here / "model")
     pictures(here / "val", ["0/a", "1/b"])
     weights = load_file(here / "model" / "model.safetensors")
@@ -162,7 +162,7 @@ def test_a_model_that_gives_nan_has_no_result(here, capsys):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_end_in_one_line(here, capsys, arguments, message):
+def test_invalid_arguments_print_one_line_error(here, capsys, arguments, message):
     made(here / "model")
     pictures(here / "val", ["0/a", "1/b"])
     pictures(here / "big", ["0/a", "900/b"])

@@ -1,4 +1,4 @@
-"""Image models that start from weights: runs, exports, other sizes and classes, the average of the weights."""
+"""Initial weights of image models: from runs, exports and timm, with different sizes, classes and averaged weights."""
 
 import pytest
 import timm
@@ -33,13 +33,13 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A plain digits model after one epoch."""
+    """Folder of a run that trained the MHA baseline on the digits for one epoch of four batches."""
     root = tmp_path_factory.mktemp("plain")
     run("fit", *common(root), "--model.model=mhavit_digits_patch2_8", "--trainer.max_epochs=1")
     return root / "t/version_0"
 
 
-def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
+def test_dcmha_model_is_initialized_from_mha_run(trained, tmp_path, capsys):
     average = "--model.ema_decay=0.5"
     run("fit", *common(tmp_path / "new"), "--model.model=dcvit_digits_patch2_8", *STILL, average, f"--init={trained}")
     assert f"initial weights from {trained}; " in capsys.readouterr().out
@@ -52,15 +52,15 @@ def test_a_plain_run_is_continued_with_composition(trained, tmp_path, capsys):
             torch.testing.assert_close(weight, now[name.replace("ema.module.", "model.")])
 
 
-def test_a_checkpoint_with_other_heads_is_refused(trained, capsys):
-    """Its tensors have the same shapes."""
+def test_checkpoint_with_different_number_of_heads_is_rejected(trained, capsys):
+    """The number of heads does not change the shapes of the tensors."""
     asked = ["validate", f"--config={trained / 'config.yaml'}", f"--checkpoint={trained}"]
     run(*asked)
     said = mistake(capsys, run, *asked, "--model.model_kwargs.num_heads=2")
     assert "the checkpoint has 4 heads in blocks.0.attn; the model has 2" in said
 
 
-def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
+def test_init_from_export_with_different_classes_and_image_size(trained, tmp_path):
     run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'exported'}")
     other = ["--model.model=mhavit_digits_patch2_8", "--data.image_size=12", "--data.num_classes=12"]
     run("fit", *common(tmp_path / "new"), *other, *STILL, f"--init={tmp_path / 'exported'}")
@@ -70,8 +70,8 @@ def test_an_export_of_other_classes_and_another_size(trained, tmp_path):
     assert torch.equal(now["model.blocks.0.attn.qkv.weight"], before["model.blocks.0.attn.qkv.weight"])
 
 
-def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
-    """A swapped model of timm's starts from the same model's weights; the download is not there."""
+def test_init_loads_timm_weights_by_model_name(tmp_path, capsys, monkeypatch):
+    """A swapped timm model starts from the weights of the original model; a stub replaces the download."""
     made = timm.create_model("test_vit", num_classes=10, img_size=16)
     asked = []
     create = timm.create_model
@@ -101,15 +101,15 @@ def test_timm_weights_are_asked_for_by_name(tmp_path, capsys, monkeypatch):
         ("test_resnet", None, "does not match the model: of its tensors"),
     ],
 )
-def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, model, init, message):
+def test_incompatible_initial_weights_are_rejected(trained, tmp_path, capsys, model, init, message):
     name, _, option = model.partition(" ")
     asked = [f"--model.model={name}", *([f"--model.model_kwargs.{option}"] if option else [])]
     source = f"--init={init or trained}"
     assert message in mistake(capsys, run, "fit", *common(tmp_path / "new"), *asked, *STILL, source)
 
 
-def test_images_can_be_normalized_as_weights_were_trained(tmp_path):
-    """What the message says to do: the new run takes images as those weights do, and an export keeps it."""
+def test_normalization_of_initial_weights_is_kept_in_export(tmp_path):
+    """The option named in the error message sets the normalization of the new run, and an export keeps it."""
     scaled = "--model.model_kwargs.pretrained_cfg_overlay={mean: [0.1, 0.2, 0.3], std: [0.5, 0.4, 0.3]}"
     run("fit", *common(tmp_path / "a"), scaled, *STILL)
     run("fit", *common(tmp_path / "b"), scaled, *STILL, f"--init={tmp_path / 'a/t/version_0'}")

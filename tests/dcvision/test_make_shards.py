@@ -1,4 +1,4 @@
-"""Image folders and the validation tar become shards: contents, repeatability, interruption, mistakes."""
+"""Shards from image folders and the validation tar: contents, reproducibility, interruption and errors."""
 
 import io
 import json
@@ -25,7 +25,7 @@ CLASSES = ["n01", "n02", "n03"]
 
 @pytest.fixture
 def make(capsys):
-    """Run `dcvision shards` in this process; returns what it printed, or checks how it fails."""
+    """Function that runs `dcvision shards` in this process and returns its output or checks its error."""
 
     def run(*args, fails: str | None = None) -> str:
         arguments = ["shards", *map(str, args)]
@@ -53,13 +53,13 @@ def folder(tmp_path) -> Path:
 
 
 def contents(out: Path, prefix: str) -> list[tuple[int, int]]:
-    """(pixel value, label) of every sample."""
+    """Return (pixel value, label) of every sample."""
     paths = [url for url in expand_urls(str(out)) if Path(url).name.startswith(prefix)]
     source = ShardSource(paths)
     return [(int(decode(image)[0, 0, 0]), label) for image, label in map(source.read, range(len(source)))]
 
 
-def test_folders(folder, tmp_path, make):
+def test_folder_is_converted_to_reproducible_shards(folder, tmp_path, make):
     out = tmp_path / "out"
     options = ("--folder", folder, "--out", out, "--num_shards", 4, "--num_workers", 2)
     assert "15 images of 3 classes in 4 shards" in make(*options)
@@ -100,7 +100,7 @@ def ground_truths(tmp_path: Path, truth: list[str]) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("form", ["wnids", "csv", "devkit"])
-def test_validation_tar(tmp_path, form, make):
+def test_validation_tar_is_labeled_from_every_ground_truth_format(tmp_path, form, make):
     truth = ["n02", "n01", "n03", "n02"]
     with tarfile.open(tmp_path / "val.tar", "w") as tar:
         for i in (2, 0, 3, 1):
@@ -122,7 +122,7 @@ def test_validation_tar(tmp_path, form, make):
         make(*options, *truths["wnids"], fails="1 classes of")
 
 
-def test_mistakes(folder, tmp_path, make):
+def test_invalid_arguments_print_error_message(folder, tmp_path, make):
     common = ("--out", tmp_path / "out", "--num_shards", 2)
     make("--folder", tmp_path / "nowhere", *common, fails="is not a folder")
     (tmp_path / "flat").mkdir()
@@ -142,13 +142,13 @@ def test_mistakes(folder, tmp_path, make):
 
 
 @pytest.mark.slow
-def test_the_script_runs(folder, tmp_path):
+def test_make_shards_script_runs(folder, tmp_path):
     command = [sys.executable, "data/make_shards.py", f"--folder={folder}", f"--out={tmp_path}/out", "--num_shards=2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "15 images of 3 classes in 2 shards" in done.stdout, done.stderr
 
 
-def test_images_that_cannot_be_read_are_left_out_and_listed(folder, tmp_path, make):
+def test_unreadable_images_are_omitted_and_listed_in_manifest(folder, tmp_path, make):
     (folder / "n01" / "bad.png").write_bytes(b"no image")
     cut = encode(np.zeros((64, 64, 3), dtype=np.uint8))
     (folder / "n02" / "cut.png").write_bytes(cut[: len(cut) // 2])
@@ -159,12 +159,12 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(folder, tmp_path, ma
     assert manifest["samples"] == 15 == sum(shard["samples"] for shard in manifest["shards"])
     assert len([key for shard in manifest["shards"] for key in shard.get("unreadable", [])]) == 2
     assert len(contents(tmp_path / "out", "train")) == 15
-    (tmp_path / "out/train-manifest.json").unlink()  # as a kill leaves it: shards that exist are described again
+    (tmp_path / "out/train-manifest.json").unlink()  # as after a kill; the manifest is rebuilt from the shards
     assert make(*options).splitlines()[-2:] == said.splitlines()[-2:]
     assert json.loads((tmp_path / "out/train-manifest.json").read_text()) == manifest
 
 
-def test_shard_without_a_readable_image_is_refused(tmp_path, capsys):
+def test_shard_without_readable_images_raises_error(tmp_path, capsys):
     for name in ("n01", "n02"):
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "bad.png").write_bytes(b"no image")

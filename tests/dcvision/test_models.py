@@ -1,4 +1,4 @@
-"""The registered models: totals, twins, what timm users expect of them."""
+"""Registered models: parameter counts, pairs of DCMHA model and MHA baseline, and the timm interface."""
 
 import math
 
@@ -19,7 +19,7 @@ def count(name: str, **kwargs) -> int:
     return sum(p.numel() for p in timm.create_model(name, device="meta", **kwargs).parameters())
 
 
-def test_parameter_totals_of_the_paper():
+def test_parameter_counts_match_paper():
     assert count("mhavit_small_patch16_224") == 21_974_632
     assert count("dcvit_small_patch16_224") == 22_555_240
     assert count("mhavit_medium_patch16_224") == 38_736_360
@@ -28,7 +28,7 @@ def test_parameter_totals_of_the_paper():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_twins_differ_in_the_attention_alone(size):
+def test_dcvit_and_mhavit_differ_only_in_compose_parameters(size):
     keys = [set(timm.create_model(f"{kind}_{size}", device="meta").state_dict()) for kind in ("dcvit", "mhavit")]
     assert keys[1] < keys[0]
     assert all(".attn.compose." in key for key in keys[0] - keys[1])
@@ -36,7 +36,7 @@ def test_twins_differ_in_the_attention_alone(size):
 
 
 @pytest.mark.parametrize("name", ["dcvit_tiny_patch16_224", "mhavit_small_patch4_32", "dcvit_digits_patch2_8"])
-def test_forward_and_backward(name):
+def test_logits_have_expected_shape_and_gradients_are_nonzero(name):
     model = timm.create_model(name, num_classes=7)
     size = model.pretrained_cfg["input_size"][-1]
     logits = model(torch.randn(2, 3, size, size))
@@ -46,7 +46,7 @@ def test_forward_and_backward(name):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_compose_options_and_image_size_are_arguments():
+def test_create_model_accepts_compose_options_and_image_size():
     model = timm.create_model("dcvit_tiny_patch16_224", img_size=64, rank=1, key_wise=False, num_groups=3)
     assert model.positions.shape == (1, 16, 192)
     assert model.blocks[0].attn.compose.extra_repr().count("rank=1, ") == 1
@@ -56,7 +56,7 @@ def test_compose_options_and_image_size_are_arguments():
     assert model(torch.randn(1, 3, 32, 96)).shape == (1, 1000)
 
 
-def test_dynamic_image_size_equals_a_model_of_that_size():
+def test_dynamic_image_size_matches_model_of_fixed_size():
     torch.manual_seed(0)
     model = timm.create_model("dcvit_digits_patch2_8", dynamic_img_size=True)
     torch.nn.init.normal_(model.head.weight)
@@ -66,7 +66,7 @@ def test_dynamic_image_size_equals_a_model_of_that_size():
     torch.testing.assert_close(model(x), fixed(x))
 
 
-def test_features_and_classifier_reset():
+def test_features_only_and_reset_classifier_give_expected_shapes():
     features = timm.create_model("dcvit_small_patch4_32", features_only=True, out_indices=(2, 5))
     assert [tuple(f.shape) for f in features(torch.randn(1, 3, 32, 32))] == [(1, 384, 8, 8)] * 2
     model = timm.create_model("dcvit_digits_patch2_8", num_classes=0)
@@ -76,7 +76,7 @@ def test_features_and_classifier_reset():
     assert model.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
 
 
-def test_positions_by_hand():
+def test_sincos_positions_match_manual_computation():
     got = sincos_positions(2, 3, 8)
     assert got.shape == (1, 6, 8)
     row, column = 1, 2
@@ -87,7 +87,7 @@ def test_positions_by_hand():
         sincos_positions(2, 2, 10)
 
 
-def test_initialization():
+def test_initial_head_is_zero_and_weights_have_expected_std():
     torch.manual_seed(0)
     model = timm.create_model("dcvit_small_patch4_32")
     assert model.head.weight.abs().max() == 0
@@ -97,5 +97,5 @@ def test_initialization():
     assert abs(attn.compose.gate.std() / (0.05 * math.sqrt(2 / 390)) - 1) < 0.1
 
 
-def test_package_exports():
+def test_exported_names_exist():
     assert set(dcvision.__all__) <= set(dir(dcvision))

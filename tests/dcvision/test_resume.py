@@ -1,4 +1,4 @@
-"""A run that was stopped or killed goes on as if nothing had happened: same samples, same bits."""
+"""Stopped or killed runs resume exactly: the samples and the bits of the loss equal an uninterrupted run."""
 
 import os
 import signal
@@ -15,19 +15,19 @@ from tests.dctrain.recorder import read
 from .commands import run, small, spawn
 
 STOPS = [(at, workers) for at in (0, 4, 9, 10, 17) for workers in (0, 2)]
-FIRST_STOPS = [(4, 2), (9, 0)]  # within an epoch, and behind its last step
+FIRST_STOPS = [(4, 2), (9, 0)]  # inside an epoch, and at its last step
 
 
 @pytest.mark.parametrize(
     ("at", "workers"),
     [*FIRST_STOPS, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in STOPS if stop not in FIRST_STOPS)],
 )
-def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, at, workers):
+def test_stopped_and_resumed_run_equals_uninterrupted_run(shards, tmp_path, at, workers):
     common = [f"--data.num_workers={workers}"]
     run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=at)
     run("fit", *small(shards, tmp_path / "parts"), *common, *stopping)
-    if at:  # told before the first step a run ends at once
+    if at:  # a run that is signaled before the first step stops at once
         assert set(read(tmp_path / "parts")) == set(range(at + 1))
     folder = tmp_path / "parts" / "t" / "version_0"
     run("fit", *small(shards, tmp_path / "parts"), *common, *record(tmp_path / "parts"), f"--resume={folder}")
@@ -41,8 +41,8 @@ def test_stopped_and_resumed_equals_uninterrupted(shards, tmp_path, at, workers)
 
 
 @pytest.mark.slow
-def test_killed_soon_after_a_resume(shards, tmp_path):
-    """A resumed run keeps the checkpoint it came from until it has a newer one."""
+def test_run_killed_soon_after_resume_resumes_exactly(shards, tmp_path):
+    """A resumed run keeps the checkpoint from which it was resumed until it has saved a newer one."""
     arguments = small(shards, tmp_path / "parts")
     folder = tmp_path / "parts/t/version_0"
     run("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGTERM), at=4))
@@ -55,7 +55,7 @@ def test_killed_soon_after_a_resume(shards, tmp_path):
     assert [path.name for path in (folder / "checkpoints").glob("last*")] == ["last-step=30.ckpt"]
 
 
-def test_resuming_on_other_data_is_refused(shards, tmp_path, capsys):
+def test_resume_with_different_data_is_rejected(shards, tmp_path, capsys):
     run("fit", *small(shards, tmp_path), *record(tmp_path / "a", signum=int(signal.SIGTERM), at=4))
     resume = f"--resume={tmp_path}/t/version_0"
     for change, message in (
@@ -68,7 +68,7 @@ def test_resuming_on_other_data_is_refused(shards, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_stopped_while_accumulating_gradients(shards, tmp_path):
+def test_run_stopped_during_gradient_accumulation_resumes_exactly(shards, tmp_path):
     common = ["--trainer.accumulate_grad_batches=4"]
     run("fit", *small(shards, tmp_path / "whole"), *common, *record(tmp_path / "whole"))
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=5)
@@ -81,8 +81,8 @@ def test_stopped_while_accumulating_gradients(shards, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["best-epoch=0*", "last*"])
-def test_resumed_from_the_checkpoint_of_an_epochs_end(shards, tmp_path, pattern):
-    """Saved after validation by the best checkpoint, and at the end of a run that ends with its first epoch."""
+def test_resume_from_checkpoint_at_end_of_epoch_is_exact(shards, tmp_path, pattern):
+    """The best checkpoint is saved after validation, the last at the end of a run that ends after one epoch."""
     once = ["--trainer.max_steps=30", "--trainer.max_epochs=-1"]
     run("fit", *small(shards, tmp_path / "whole"), *once, *record(tmp_path / "whole"))
     ending = [*record(tmp_path / "parts"), "--trainer.callbacks+=tests.dctrain.recorder.EndAfterEpoch"]
@@ -94,8 +94,8 @@ def test_resumed_from_the_checkpoint_of_an_epochs_end(shards, tmp_path, pattern)
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
 
 
-@pytest.mark.long  # dclm's tests try it first
-def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(shards, tmp_path):
+@pytest.mark.long  # the slow tests of dclm cover this case
+def test_killed_run_resumes_exactly_from_periodic_checkpoint(shards, tmp_path):
     arguments = [*small(shards, tmp_path / "parts"), "--checkpoint_every_n_steps=4"]
     killed = spawn("fit", *arguments, *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=14))
     assert killed.returncode == -signal.SIGKILL
@@ -116,7 +116,7 @@ def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signal
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM; continue with --resume" in stopped.stdout
     folder = tmp_path / "parts" / "t" / "version_0"
-    assert newest_checkpoint(folder).name == "last-step=20.ckpt"  # ranks agree every ten steps
+    assert newest_checkpoint(folder).name == "last-step=20.ckpt"  # the ranks agree to stop at every tenth step
     resumed = spawn("fit", *small(shards, tmp_path / "parts"), *two, *record(tmp_path / "parts"), f"--resume={folder}")
     assert resumed.returncode == 0, resumed.stderr
     whole = spawn("fit", *small(shards, tmp_path / "whole"), *two, *record(tmp_path / "whole"))
@@ -126,12 +126,12 @@ def test_two_processes_stop_together_and_resume_exactly(shards, tmp_path, signal
 
 
 @pytest.mark.long
-def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
-    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
+def test_resume_with_one_process_reads_samples_not_read_by_two(shards, tmp_path):
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps per epoch
     stopped = spawn("fit", *small(shards, tmp_path), *two, *record(tmp_path / "a", signum=int(signal.SIGTERM), at=25))
     assert stopped.returncode == 0, stopped.stderr
     seen = [n for rank in (0, 1) for b, r in read(tmp_path / "a", rank).items() if b >= 20 for n in r["samples"]]
-    assert len(set(seen)) == 20  # ranks agreed to stop after step 30, half-way through the second epoch
+    assert len(set(seen)) == 20  # the ranks agreed to stop after step 30, in the middle of the second epoch
     with pytest.warns(UserWarning, match="global batch changed from 2 to 4"):
         run("fit", *small(shards, tmp_path), *record(tmp_path / "b"), f"--resume={tmp_path}/t/version_0")
     batches = [record["samples"] for _, record in sorted(read(tmp_path / "b").items())]
@@ -141,7 +141,7 @@ def test_resumed_on_one_process_sees_what_two_had_left(shards, tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8))])
-def test_resumed_with_another_global_batch_sees_the_rest_of_the_epoch_once(shards, tmp_path, batch_size):
+def test_resume_with_different_global_batch_reads_rest_of_epoch_once(shards, tmp_path, batch_size):
     run("fit", *small(shards, tmp_path), *record(tmp_path / "a", signum=int(signal.SIGTERM), at=13))
     first_epoch_two = [name for batch in range(10, 14) for name in read(tmp_path / "a")[batch]["samples"]]
     resume = [f"--data.batch_size={batch_size}", f"--resume={tmp_path}/t/version_0"]
@@ -156,8 +156,8 @@ def test_resumed_with_another_global_batch_sees_the_rest_of_the_epoch_once(shard
 
 
 @pytest.mark.parametrize("batch_size", [5, pytest.param(2, marks=pytest.mark.slow)])
-def test_resumed_with_another_global_batch_at_the_end_of_an_epoch(shards, tmp_path, batch_size):
-    """A checkpoint after the last step of the first of three epochs, in which that step is not counted as completed."""
+def test_resume_with_different_global_batch_at_end_of_epoch(shards, tmp_path, batch_size):
+    """The checkpoint is saved after the last step of the first epoch and does not count this step as completed."""
     every = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=10"]
     keep = ["--trainer.callbacks.save_top_k=-1", "--trainer.callbacks.filename={step}"]
     run("fit", *small(shards, tmp_path), *every, *keep)
@@ -170,7 +170,7 @@ def test_resumed_with_another_global_batch_at_the_end_of_an_epoch(shards, tmp_pa
         assert len({name for names in epoch for name in names}) == 40
 
 
-def test_checkpoints_are_replaced_in_one_step(tmp_path, monkeypatch):
+def test_failed_save_preserves_previous_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "a.ckpt"
     writer = AtomicCheckpointIO()
     writer.save_checkpoint({"x": torch.ones(3)}, path)
@@ -187,7 +187,7 @@ def test_checkpoints_are_replaced_in_one_step(tmp_path, monkeypatch):
     assert torch.equal(load_checkpoint(path)["x"], torch.ones(3))
 
 
-def test_finding_checkpoints(tmp_path):
+def test_find_checkpoint_returns_newest_and_rejects_invalid_paths(tmp_path):
     folder = tmp_path / "version_0" / "checkpoints"
     folder.mkdir(parents=True)
     for name in ("last-step=90.ckpt", "last-step=100.ckpt", "best-epoch=3-top1=0.9.ckpt"):

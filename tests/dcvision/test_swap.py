@@ -1,4 +1,4 @@
-"""Composed attention in models of timm that exist: nothing that was learned changes."""
+"""Composed attention in existing timm models: the learned weights do not change."""
 
 import copy
 import re
@@ -17,7 +17,7 @@ from dcmha import DCAttention, DCCrossAttention
 from dcvision import swap_attention
 from dcvision.factory import build_model
 
-MODELS = {  # one of each family, and the forms in which families differ: norms, biases, rotations, prefix tokens
+MODELS = {  # at least one per family, with variants of norms, biases, rotary embeddings and prefix tokens
     "vit_tiny_patch16_224": {"img_size": 32, "depth": 2},
     "deit3_small_patch16_224": {"img_size": 32, "depth": 2},
     "beit3_base_patch16_224": {"img_size": 32, "depth": 1},
@@ -68,8 +68,8 @@ MODELS = {  # one of each family, and the forms in which families differ: norms,
     "mobilenetv4_hybrid_medium": {},
 }
 SIZES = {"sam2_hiera_tiny": 224, "crossvit_tiny_240": 240, "tiny_vit_5m_224": 224, "efficientformer_l1": 224}
-NEAR = {"visformer_tiny": 0.3}  # without training its convolutions make a small change larger from layer to layer
-NOISE = {"mobilenetv4_hybrid_medium": 0.1}  # a deep model, whose numbers grow with more
+NEAR = {"visformer_tiny": 0.3}  # its untrained convolutions amplify small changes from layer to layer
+NOISE = {"mobilenetv4_hybrid_medium": 0.1}  # deep model whose activations grow with more noise
 LARGE = (
     *("caformer_s18", "nest_tiny_jx", "crossvit_tiny_240", "tiny_vit_5m_224", "efficientformer_l1", "gemma4_vit_167m"),
     *("nextvit_small", "mvitv2_tiny", "eva_giant_patch14_224"),
@@ -77,7 +77,7 @@ LARGE = (
 
 
 def make_model(name: str, **kwargs) -> nn.Module:
-    """A small model with random weights, of which none is at a value that would hide the attention."""
+    """Return a small model with random weights, none of which has a value that hides the attention."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **MODELS[name], **kwargs).eval()
     with torch.no_grad():
@@ -93,7 +93,7 @@ def make_model(name: str, **kwargs) -> nn.Module:
 
 
 def normalized(model: nn.Module) -> nn.Module:
-    """Give batch norms the statistics of images: without, an untrained model's numbers grow from layer to layer."""
+    """Set the batch norm statistics from random images; otherwise the activations of an untrained model grow."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
@@ -116,8 +116,8 @@ def zero_compose(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in MODELS])
-def test_a_swapped_model(name, tmp_path):
-    """At zero it is the model it was; at the start it is near; all gradients are finite; it can be saved and loaded."""
+def test_swapped_model_equals_original_at_zero_compose_weights(name, tmp_path):
+    """The initial output is close to the original, all gradients are finite, and the model can be saved and loaded."""
     model, x = make_model(name), images(name)
     keys = set(model.state_dict())
     expected = model(x).detach()
@@ -147,8 +147,8 @@ def test_a_swapped_model(name, tmp_path):
         pytest.param("hiera_tiny_224", marks=pytest.mark.long),
     ],
 )
-def test_a_swapped_model_is_pickled_and_copied(name, tmp_path):
-    """Read in a process that has swapped nothing."""
+def test_swapped_model_can_be_copied_and_pickled(name, tmp_path):
+    """The pickle is loaded in a process that did not call `swap_attention`."""
     model, x = swap_attention(make_model(name)), images(name)
     expected = model(x).detach()
     torch.testing.assert_close(copy.deepcopy(model)(x), expected)
@@ -159,7 +159,7 @@ def test_a_swapped_model_is_pickled_and_copied(name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_some_layers_and_options():
+def test_swap_applies_options_to_selected_layers():
     model = make_model("vit_tiny_patch16_224")
     swap_attention(model, layers=[-1], rank=1, post_compose=False, impl="reference")
     first, last = (block.attn for block in model.blocks)
@@ -169,7 +169,7 @@ def test_some_layers_and_options():
     assert isinstance(model.blocks[0].attn, DCAttention) and model.blocks[0].attn.options.rank == 2
 
 
-def test_what_timm_does_with_its_models():
+def test_swapped_model_supports_compile_intermediates_checkpointing_and_features():
     name = "eva02_tiny_patch14_224"
     model, x = swap_attention(make_model(name)), images(name)
     expected = model(x)
@@ -184,7 +184,7 @@ def test_what_timm_does_with_its_models():
 
 
 @pytest.mark.parametrize("name", ["vit_base_patch16_siglip_224", "naflexvit_base_patch16_siglip"])
-def test_attention_pooling(name):
+def test_swapped_attention_pooling_equals_original_at_zero_compose_weights(name):
     model, x = make_model(name), images(name)
     expected = model(x)
     swap_attention(model, num_groups=3)
@@ -198,8 +198,8 @@ def test_attention_pooling(name):
     assert (model(x) - expected).norm() < 3e-6 * expected.norm()
 
 
-def test_made_and_loaded_by_timm(tmp_path):
-    """By its name with options of several calls, which a saved model remembers."""
+def test_swapped_model_is_created_and_loaded_by_timm(tmp_path):
+    """The model `dcmha_swapped` accepts the options of several calls, and a saved model contains them."""
     calls = [{"layers": [0], "rank": 1}, {"pooling": True, "num_groups": 3, "post_compose": False}]
     name = "vit_base_patch16_siglip_224"
     made = timm.create_model("dcmha_swapped", base=name, swaps=calls, num_classes=5, img_size=32, depth=2)
@@ -216,8 +216,8 @@ def test_made_and_loaded_by_timm(tmp_path):
     assert isinstance(by_hand.blocks[0].attn, DCAttention)
 
 
-def test_options_saved_under_an_earlier_name():
-    """`window_size` was `window` in runs and models saved before it was renamed."""
+def test_former_option_name_window_is_accepted():
+    """Older runs and saved models contain `window`, the former name of `window_size`."""
     kwargs = {"num_classes": 5, "img_size": 32, "depth": 2}
     by_timm = timm.create_model("dcmha_swapped", base="vit_tiny_patch16_224", swaps=[{"window": 3}], **kwargs)
     by_size = timm.create_model("dcvit_tiny_patch16_224", window=3, **kwargs)
@@ -236,7 +236,7 @@ def test_options_saved_under_an_earlier_name():
         ("flexivit_small", {"img_size": 64}, {"patch_size": 8}),
     ],
 )
-def test_loaded_at_another_size_as_timm_does(name, saved, loaded, tmp_path):
+def test_swapped_model_loads_at_different_size_like_original(name, saved, loaded, tmp_path):
     small = {} if name.startswith("swin") else {"depth": 1}
     plain = timm.create_model(name, num_classes=5, **saved, **small)
     save_for_hf(plain, str(tmp_path / "plain"), safe_serialization=True)
@@ -250,7 +250,7 @@ def test_loaded_at_another_size_as_timm_does(name, saved, loaded, tmp_path):
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
-def test_loaded_with_other_features_and_pooling(tmp_path):
+def test_swapped_model_loads_with_different_pooling_and_features_only(tmp_path):
     name = "vit_base_patch16_siglip_224"
     model = make_model(name)
     swap_attention(swap_attention(model), layers=[], pooling=True)
@@ -258,7 +258,7 @@ def test_loaded_with_other_features_and_pooling(tmp_path):
     save_for_hf(model, str(tmp_path / "averaged"), safe_serialization=True)
     loaded = timm.create_model(f"local-dir:{tmp_path / 'averaged'}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images(name)), model(images(name)))
-    for folder in ("plain", "swapped"):  # timm makes the new norm anew
+    for folder in ("plain", "swapped"):  # timm initializes the new norm
         model = make_model(name) if folder == "plain" else zero_compose(swap_attention(make_model(name)))
         save_for_hf(model, str(tmp_path / folder), safe_serialization=True)
     loaded = [
@@ -273,7 +273,7 @@ def test_loaded_with_other_features_and_pooling(tmp_path):
         assert [tuple(feature.shape[1:]) for feature in features(images(name))] == [shape]
 
 
-def test_dropout_and_mode_are_kept():
+def test_swap_preserves_dropout_and_training_mode():
     model = make_model("vit_tiny_patch16_224", attn_drop_rate=0.5, proj_drop_rate=0.25).train()
     swap_attention(model)
     attention = model.blocks[0].attn
@@ -282,7 +282,7 @@ def test_dropout_and_mode_are_kept():
     assert not torch.equal(model(x), model(x))
 
 
-def test_swin_follows_another_image_size():
+def test_swapped_swin_matches_original_after_image_size_change():
     model = make_model("swin_tiny_patch4_window7_224")
     plain = make_model("swin_tiny_patch4_window7_224")
     swap_attention(model)
@@ -293,11 +293,11 @@ def test_swin_follows_another_image_size():
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
-def test_names_that_cannot_be_swapped():
+def test_swapped_base_must_be_known_to_timm_and_may_include_tag():
     with pytest.raises(ValueError, match="base='local-dir:x' is unknown to timm"):
         timm.create_model("dcmha_swapped", base="local-dir:x")
     model = timm.create_model("dcmha_swapped", base="vit_tiny_patch16_224.augreg_in21k", depth=1)
-    assert model.head.out_features == 21843  # the tag's
+    assert model.head.out_features == 21843  # number of classes of the tag
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_names_that_cannot_be_swapped():
         ),
     ],
 )
-def test_bad_input_leaves_the_model_as_it_was(make, options, message):
+def test_invalid_swap_raises_error_and_leaves_model_unchanged(make, options, message):
     model = make()
     before = dict(model.named_modules())
     with pytest.raises(ValueError, match=message):
@@ -355,8 +355,8 @@ def test_bad_input_leaves_the_model_as_it_was(make, options, message):
 
 
 @pytest.mark.long
-def test_the_table_of_families_says_what_swap_attention_does():
-    """Of the timm that is installed; `python -m dcvision.families.support_table` prints it."""
+def test_support_table_in_readme_matches_swap_attention():
+    """The table describes the installed timm; `python -m dcvision.families.support_table` prints it."""
     from dcvision.families.support_table import survey, table
 
     readme = (Path(__file__).parents[2] / "dcvision/families/README.md").read_text()

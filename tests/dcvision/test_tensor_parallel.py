@@ -1,4 +1,4 @@
-"""Tensor parallelism over head groups: the steps of one process."""
+"""Tensor parallelism over head groups: training matches one process."""
 
 import pytest
 import timm
@@ -24,7 +24,7 @@ MODEL = "depth: 2, num_groups: 2, reg_tokens: 2, init_values: 0.1"
         pytest.param(4, 2, ["--model.mixup_alpha=0", "qk_norm: true"], id="2x2", marks=pytest.mark.long),
     ],
 )
-def test_takes_the_steps_of_one_process(shards, tmp_path, devices, batch_size, random):
+def test_tensor_parallel_training_matches_one_process(shards, tmp_path, devices, batch_size, random):
     mixup, options = random
     model = [mixup, f"--model.model_kwargs={{{MODEL}, {options}}}", EXACT]
     few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
@@ -51,12 +51,12 @@ def test_takes_the_steps_of_one_process(shards, tmp_path, devices, batch_size, r
         ("resnet18", 2, "ResNet has no blocks to split"),
     ],
 )
-def test_what_cannot_be_split_is_refused(name, ranks, message):
+def test_model_that_cannot_be_split_raises_error(name, ranks, message):
     with pytest.raises(ValueError, match=message):
         split_vit(timm.create_model(name), ranks)
 
 
-def test_batch_norm_is_refused_where_ranks_would_differ(shards, tmp_path, capsys):
+def test_fsdp2_rejects_batch_norm(shards, tmp_path, capsys):
     model = ["--model.model=resnet10t", "--model.model_kwargs={}", "--trainer.strategy=fsdp2"]
     with pytest.raises(SystemExit):
         run("fit", *small(shards, tmp_path), *model)

@@ -1,4 +1,4 @@
-"""Each counterpart of timm's attention computes what the original does, with any of its arguments, at zero compose."""
+"""Composed counterparts of timm's attention modules equal the originals if all compose weights are zero."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PREFIX = 2
 
 
 def randomized(module: nn.Module) -> nn.Module:
-    """Leave no parameter at a value that would hide what it does."""
+    """Add noise to every parameter, so that no parameter has a value that hides its effect."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -37,7 +37,7 @@ def assert_adopted_equals(module: nn.Module, *args, **kwargs) -> None:
 
 
 def mask(kind: str) -> torch.Tensor | None:
-    """Masks that leave every query a key."""
+    """Return a mask of the given kind; in boolean masks every query can attend to at least one key."""
     visible = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(1)) > 0.4
     visible |= torch.eye(T, dtype=torch.bool)
     return {"none": None, "boolean": visible, "floating": torch.randn(B, H, T, T)}[kind]
@@ -48,7 +48,7 @@ NORMS = {"qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm}
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "floating"])
 @pytest.mark.parametrize("options", [{}, {"qkv_bias": True, **NORMS}, {"attn_head_dim": 12, "gated": True}], ids=str)
-def test_attention(options, kind):
+def test_attention_equals_timm_at_zero_compose_weights(options, kind):
     assert_adopted_equals(randomized(Attention(C, H, **options)), torch.randn(B, T, C), attn_mask=mask(kind))
 
 
@@ -63,7 +63,7 @@ ROTARY = [
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "floating", "causal"])
 @pytest.mark.parametrize(("cls", "options"), ROTARY, ids=str)
-def test_rotary_attention(cls, options, kind):
+def test_rotary_attention_equals_timm_at_zero_compose_weights(cls, options, kind):
     module = randomized(cls(C, H, num_prefix_tokens=PREFIX, **options))
     rope = torch.randn(T - PREFIX, 2 * D)
     masks = {"is_causal": True} if kind == "causal" else {"attn_mask": mask(kind)}
@@ -83,7 +83,7 @@ POOLING = [
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", POOLING, ids=str)
-def test_pooling(options, masked):
+def test_attention_pooling_equals_timm_at_zero_compose_weights(options, masked):
     module = randomized(AttentionPoolLatent(C, num_heads=H, **options))
     attn_mask = mask("boolean")[:, :, :1] if masked else None
     assert_adopted_equals(module, torch.randn(B, T, C), attn_mask=attn_mask)

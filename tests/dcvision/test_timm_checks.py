@@ -1,4 +1,4 @@
-"""What timm's own tests ask of every model it has, asked of ours, each small and some at their size."""
+"""Checks of timm's own test suite on the registered models, at a small size and at the default size."""
 
 import io
 
@@ -20,7 +20,7 @@ EXPORTED = ["dcvit_tiny_patch16_224", "mhavit_tiny_patch16_224"]
 
 
 def make(name: str, **kwargs) -> torch.nn.Module:
-    """Make a shallow model on small images, whose head is not zero."""
+    """Return a shallow model for small images with a nonzero head."""
     torch.manual_seed(0)
     model = timm.create_model(name, **{**SMALL, **kwargs})
     if isinstance(getattr(model, "head", None), torch.nn.Linear):
@@ -34,7 +34,7 @@ def images(batch: int = 2) -> torch.Tensor:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_at_its_own_size(name):
+def test_default_size_model_has_finite_logits_of_expected_shape(name):
     model = timm.create_model(name)
     cfg = model.default_cfg
     logits = model(torch.randn(1, *cfg["input_size"]))
@@ -43,14 +43,14 @@ def test_at_its_own_size(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_weight_has_a_gradient(name):
+def test_every_parameter_has_finite_gradient(name):
     model = make(name, num_classes=42).train()
     model(images()).mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_and_pools(name):
+def test_reset_classifier_and_global_pool_give_expected_shapes(name):
     model = make(name)
     features = model.forward_features(images())
     assert features.shape == (2, model.patch_embed.num_patches, model.num_features)
@@ -67,7 +67,7 @@ def test_heads_and_pools(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_features(name):
+def test_intermediate_features_have_expected_shapes(name):
     model = make(name, features_only=True, depth=4)
     maps = model(images())
     assert [x.shape[1] for x in maps] == model.feature_info.channels()
@@ -82,7 +82,7 @@ def test_features(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_traced_by_fx(name):
+def test_fx_feature_extractor_matches_model(name):
     model, x = make(name), images()
     traced = create_feature_extractor(model, {"blocks.1": "block", "head": "logits"})
     outputs = traced(x)
@@ -92,7 +92,7 @@ def test_traced_by_fx(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recomputing_changes_nothing(name):
+def test_activation_recomputation_preserves_gradients(name):
     model, x = make(name).train(), images()
     gradients = []
     for choice in ("none", "attention", "block"):
@@ -106,7 +106,7 @@ def test_recomputing_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_made_on_a_device_in_a_dtype(name):
+def test_model_is_created_with_dtype_and_from_meta_device(name):
     model = make(name, device="cpu", dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(images().bfloat16()).dtype == torch.bfloat16
@@ -116,7 +116,7 @@ def test_made_on_a_device_in_a_dtype(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_groups_of_parameters(name):
+def test_group_matcher_covers_all_parameters(name):
     model = make(name)
     assert model.no_weight_decay() <= {"pos_embed", "cls_token", "reg_token", "dist_token"}
     grouped = timm.models.group_parameters(model, model.group_matcher())
@@ -125,7 +125,7 @@ def test_groups_of_parameters(name):
 
 @pytest.mark.parametrize("name", ["dcvit_tiny_patch16_224", "mhavit_tiny_patch16_224"])
 @pytest.mark.parametrize("registers", [1, 4])
-def test_registers_stand_before_the_patches_and_are_not_pooled(name, registers):
+def test_registers_precede_patches_and_are_excluded_from_pooling(name, registers):
     model, x = make(name, reg_tokens=registers, num_classes=5), images()
     features = model.forward_features(x)
     assert features.shape[1] == registers + model.patch_embed.num_patches
@@ -145,13 +145,13 @@ def test_registers_stand_before_the_patches_and_are_not_pooled(name, registers):
     ("argument", "value"),
     [("class_token", True), ("pos_embed", "learn"), ("fc_norm", True), ("final_norm", False), ("qkv_bias", False)],
 )
-def test_what_the_models_are_by_definition_is_not_an_argument(name, argument, value):
+def test_arguments_that_change_fixed_architecture_are_rejected(name, argument, value):
     with pytest.raises(ValueError, match=f"{argument}={value!r}: dcvit_.* and mhavit_.* models have {argument}="):
         make(name, **{argument: value})
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_exported_programs_are_right(name):
+def test_exported_program_matches_model(name):
     model, x = make(name), images()
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
@@ -161,7 +161,7 @@ def test_exported_programs_are_right(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
-def test_onnx_models_are_right(name, tmp_path):
+def test_onnx_model_matches_model(name, tmp_path):
     import onnxruntime
 
     model, x = make(name), images()
@@ -180,6 +180,6 @@ TORCHSCRIPT = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", TORCHSCRIPT)
-def test_torchscript_is_refused_in_one_line(way):
+def test_torchscript_raises_error_that_suggests_torch_export(way):
     with pytest.raises(NotImplementedError, match=rf"{way}.* cannot take composed attention; use torch\.export"):
         TORCHSCRIPT[way](make("dcvit_tiny_patch16_224"), images())

@@ -1,4 +1,4 @@
-"""Pictures of what composition does, as files and in TensorBoard."""
+"""Images of attention and composition, as files and in TensorBoard."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def image(tmp_path):
     return str(path)
 
 
-def test_pictures_of_every_layer(tmp_path, image, capsys):
+def test_visualize_writes_images_of_all_layers_and_rejects_invalid_input(tmp_path, image, capsys):
     run("fit", *SHORT, f"--trainer.default_root_dir={tmp_path}")
     checkpoint, folder = str(tmp_path / "t/version_0"), tmp_path / "pictures"
     run("visualize", f"--checkpoint={checkpoint}", f"--image={image}", f"--out={folder}", "--query=3")
@@ -53,7 +53,7 @@ def test_pictures_of_every_layer(tmp_path, image, capsys):
         assert exit_info.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_model_without_composition_layers(tmp_path, image, capsys):
+def test_visualize_rejects_model_without_composed_attention(tmp_path, image, capsys):
     model = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     run("fit", *SHORT[:-2], *model, "--name=t", f"--trainer.default_root_dir={tmp_path}")
     with pytest.raises(SystemExit):
@@ -72,8 +72,8 @@ def read_run(folder) -> EventAccumulator:
         pytest.param(["--model.ema_decay=0.9"], marks=pytest.mark.slow, id="averaged"),
     ],
 )
-def test_pictures_during_training(tmp_path, image, more):
-    """At the start and after every epoch, of the weights evaluated; the steps are those of a run without them."""
+def test_callback_logs_images_and_does_not_change_training(tmp_path, image, more):
+    """Images of the evaluated weights are logged at the start and after every epoch; all losses are unchanged."""
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     root = [f"--trainer.default_root_dir={tmp_path}", "--trainer.log_every_n_steps=1", "--trainer.max_epochs=2"]
     run("fit", *SHORT, *root, *more, "--name=plain")
@@ -88,7 +88,7 @@ def test_pictures_during_training(tmp_path, image, more):
         assert len({event.encoded_image_string for event in events}) == 3
 
 
-def test_bad_input_during_training(tmp_path, image, capsys):
+def test_callback_rejects_invalid_input(tmp_path, image, capsys):
     other = ["--model.model=vit_tiny_patch16_224", "--model.model_kwargs={depth: 1, patch_size: 4}"]
     for arguments, message in (
         ([f"--trainer.callbacks.image={tmp_path}/none.png"], "none.png: No such file"),
@@ -108,7 +108,7 @@ def test_bad_input_during_training(tmp_path, image, capsys):
 
 
 @pytest.mark.slow
-def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
+def test_fast_dev_run_logs_no_images_and_predict_needs_no_image_file(tmp_path, image):
     callback = ["--trainer.callbacks+=AttentionImages", f"--trainer.callbacks.image={image}"]
     root = f"--trainer.default_root_dir={tmp_path}"
     run("fit", *SHORT, *callback, root, "--trainer.fast_dev_run=true")
@@ -120,8 +120,8 @@ def test_fast_dev_run_and_prediction_do_without_the_picture(tmp_path, image):
     assert len(list(tmp_path.rglob("predictions.csv"))) == 1
 
 
-def test_the_command_and_the_callback_see_the_same(tmp_path, image, monkeypatch):
-    """The image as the network is given it in training, of the weights that are evaluated."""
+def test_command_and_callback_draw_same_attention(tmp_path, image, monkeypatch):
+    """Both use the preprocessing of training and the weights that are evaluated."""
     seen, draw = [], visualize.draw_attention
 
     def spy(recorded, view):

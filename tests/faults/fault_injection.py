@@ -1,16 +1,16 @@
-"""What every drill uses: a mistake ends in one line and exit status 2."""
+"""Helpers of the fault tests. A user's mistake must end with one line and exit status 2."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-import lightning  # noqa: F401  its log is written to what stderr is at the import, which must outlive a test
+import lightning  # noqa: F401  its logger keeps the stderr at import, which must outlive a test
 import pytest
 
 from tests.conftest import numbered_samples
 
 
 def mistake(capsys: pytest.CaptureFixture, run: Callable[..., None], *args: str) -> str:
-    """Run a command line that must fail, and return the one line it says."""
+    """Run a command that must fail, and return its error line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_info:
         run(*args)
@@ -22,7 +22,7 @@ def mistake(capsys: pytest.CaptureFixture, run: Callable[..., None], *args: str)
 
 
 def image_folder(root: Path) -> Path:
-    """Two classes of two images each."""
+    """Write an image folder with two classes of two images each."""
     for label, sample in enumerate(numbered_samples(4)):
         folder = root / "ab"[label // 2]
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`python -m tests.faults.limited BYTES PROGRAM ARGUMENTS`: run a program whose files cannot grow beyond a size."""
+"""Run a program with a limit on the size of its files: `python -m tests.faults.limited BYTES PROGRAM ARGUMENTS`."""
 
 import resource
 import runpy

@@ -1,4 +1,4 @@
-"""What a user can get wrong on the command line, one row each: the arguments, and a part of the line that is said."""
+"""Invalid command-line arguments. Each row has the arguments and an expected part of the error line."""
 
 import json
 from pathlib import Path
@@ -73,29 +73,29 @@ FIT_TEXT = [
 
 @pytest.fixture(autouse=True)
 def no_interpreter(monkeypatch):
-    """The fused kernels cannot run on a CPU, as on a user's machine."""
+    """Make the fused kernels unavailable on the CPU, as on a user's machine."""
     monkeypatch.setattr("dcmha.dispatch._what_is_missing", lambda device: f"it needs an NVIDIA GPU, got q on {device}")
 
 
 @pytest.mark.parametrize(("wrong", "message"), FIT_IMAGES, ids=[wrong for wrong, _ in FIT_IMAGES])
-def test_fit_of_images(shards, tmp_path, capsys, wrong, message):
+def test_fit_of_images_rejects_invalid_argument(shards, tmp_path, capsys, wrong, message):
     assert message in mistake(capsys, run, "fit", *small(shards, tmp_path / "root"), wrong)
     assert not list((tmp_path / "root").rglob("*"))
 
 
 @pytest.mark.parametrize(("wrong", "message"), FIT_TEXT, ids=[wrong for wrong, _ in FIT_TEXT])
-def test_fit_of_text(corpus, tmp_path, capsys, wrong, message):
+def test_fit_of_text_rejects_invalid_argument(corpus, tmp_path, capsys, wrong, message):
     assert message in mistake(capsys, run_dclm, "fit", *small_lm(corpus, tmp_path / "root"), wrong)
     assert not list((tmp_path / "root").rglob("*"))
 
 
-def test_an_empty_prompt_of_a_sample(corpus, tmp_path, capsys):
+def test_text_sample_rejects_empty_prompt(corpus, tmp_path, capsys):
     sampling = ["--trainer.callbacks+=dclm.callbacks.TextSample", "--trainer.callbacks.prompt="]
     error = mistake(capsys, run_dclm, "fit", *small_lm(corpus, tmp_path), *sampling)
     assert error == "error: TextSample's prompt='': expected a text."
 
 
-def test_generation(trained_lm, tmp_path, capsys):
+def test_generate_rejects_invalid_arguments_and_nan_logits(trained_lm, tmp_path, capsys):
     asked = ["generate", f"--checkpoint={trained_lm}", "--temperature=1", "--seed=0"]
     for wrong, message in (
         (["--prompt=", "--max_new_tokens=3"], "prompt 0 has shape [0]; expected at least one token id"),
@@ -114,7 +114,7 @@ def test_generation(trained_lm, tmp_path, capsys):
         assert "the logits of new token 0 have NaN" in mistake(capsys, run_dclm, *wrong)
 
 
-def test_tokens(tmp_path, capsys):
+def test_tokens_rejects_unsupported_eos_and_damaged_records(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
     asked = ["tokens", f"--inputs={tmp_path}/a.txt"]
     error = mistake(capsys, run_dclm, *asked, f"--out={tmp_path}/out", "--eos=<end>")
@@ -130,7 +130,7 @@ def test_tokens(tmp_path, capsys):
         (tmp_path / "out" / name).write_text(before)
 
 
-def test_corpora_and_shards_are_verified(tmp_path, capsys):
+def test_verify_rejects_changed_and_missing_files(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
     run_dclm("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus", "--val_fraction=0")
     run_dclm("verify", f"--tokens={tmp_path}/corpus")
@@ -154,7 +154,7 @@ def test_corpora_and_shards_are_verified(tmp_path, capsys):
 
 
 def validation_tar(tmp_path: Path) -> list[str]:
-    """The official layout: a tar of images, ground truth and class names."""
+    """Write a validation set in the official layout: a tar, ground truth and class names. Return its arguments."""
     write_shard(
         tmp_path / "val.tar", [{"__key__": f"v{i}", "png": s["png"]} for i, s in enumerate(numbered_samples(2))]
     )
@@ -164,7 +164,7 @@ def validation_tar(tmp_path: Path) -> list[str]:
     return [f"--{path.replace('=', f'={tmp_path}/')}" for path in paths]
 
 
-def test_ground_truth(tmp_path, capsys):
+def test_shards_rejects_invalid_ground_truth(tmp_path, capsys):
     asked = ["shards", *validation_tar(tmp_path), f"--out={tmp_path}/out", "--num_shards=1"]
     run(*asked, "--prefix=val")
     labels, meta = tmp_path / "labels.txt", tmp_path / "meta.mat"
@@ -188,7 +188,7 @@ def test_ground_truth(tmp_path, capsys):
     assert "class number 7 is not in" in mistake(capsys, run, *asked, "--prefix=x", f"--devkit_meta={meta}")
 
 
-def test_folders_and_prefixes_of_shards(tmp_path, capsys):
+def test_shards_rejects_invalid_arguments_and_damaged_plan(tmp_path, capsys):
     image_folder(tmp_path / "images")
     asked = ["shards", f"--folder={tmp_path}/images", "--num_shards=2"]
     for wrong, message in (

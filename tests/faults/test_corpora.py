@@ -1,4 +1,4 @@
-"""Corpora whose files were changed, and models of another tokenizer."""
+"""Corpora with changed files, and models of another tokenizer."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from .fault_injection import mistake
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A corpus of subwords, its run, and a run's folder for evaluations."""
+    """Folder with a subword corpus and a short run on this corpus."""
     root = tmp_path_factory.mktemp("subwords")
     for number in range(12):
         (root / f"{number}.txt").write_text(f"some words of text {number}, and some more. " * 20)
@@ -32,7 +32,7 @@ def corpus(made, tmp_path):
     return shutil.copytree(made / "corpus", tmp_path / "corpus")
 
 
-def test_the_tokenizer_of_a_corpus_is_kept(corpus, tmp_path, capsys):
+def test_changed_or_missing_tokenizer_is_rejected(corpus, tmp_path, capsys):
     path, manifest = corpus / "tokenizer.json", corpus / "manifest.json"
     words = path.read_text()
     content = json.loads(words)
@@ -45,7 +45,7 @@ def test_the_tokenizer_of_a_corpus_is_kept(corpus, tmp_path, capsys):
     path.unlink()
     assert "the tokenizer of the corpus, is missing" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
     known = json.loads(manifest.read_text())
-    del known["tokenizer_sha256"]  # as of corpora that were made before
+    del known["tokenizer_sha256"]  # as in corpora of earlier versions
     manifest.write_text(json.dumps(known))
     said = mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
     assert "tokenizer.json is missing: the tokens have a vocabulary of" in said
@@ -54,14 +54,14 @@ def test_the_tokenizer_of_a_corpus_is_kept(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     "change", [lambda c: c[:1], lambda c: 2 * c, lambda c: -c, lambda c: c[:, ::-1], lambda c: c > 0, lambda c: c[:, 0]]
 )
-def test_counts_of_documents_must_sum_up(corpus, tmp_path, capsys, change):
+def test_invalid_document_counts_are_rejected(corpus, tmp_path, capsys, change):
     path = corpus / "val-0000-documents.npy"
     np.save(path, change(np.load(path)))
     assert f"{path} is damaged" in mistake(capsys, run, "fit", *subwords(corpus, tmp_path))
 
 
 @pytest.mark.parametrize("entry", [{"documents_file": None}, {"documents_file": -1}, {"bytes": "x"}])
-def test_malformed_manifests(corpus, capsys, entry):
+def test_malformed_manifest_is_rejected(corpus, capsys, entry):
     path = corpus / "manifest.json"
     content = json.loads(path.read_text())
     content["splits"]["val"][0] |= entry
@@ -71,7 +71,7 @@ def test_malformed_manifests(corpus, capsys, entry):
     assert "dtype []" in mistake(capsys, run, "verify", f"--tokens={corpus}")
 
 
-def test_a_model_of_another_tokenizer_is_not_evaluated(made, tmp_path, capsys):
+def test_checkpoint_of_another_tokenizer_is_rejected(made, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("plain bytes " * 200)
     run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/bytes")
     for command in ("validate", "test"):
@@ -84,7 +84,7 @@ def test_a_model_of_another_tokenizer_is_not_evaluated(made, tmp_path, capsys):
     assert f"its tokenizer differs from init={made}/t/version_0's" in said
 
 
-def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
+def test_resume_rejects_other_tokens_and_reports_changed_settings(made, corpus, tmp_path, capsys):
     shutil.copytree(made / "t", tmp_path / "t")
     resume = [*subwords(corpus, tmp_path), "--resume=latest", "--trainer.max_steps=4"]
     path = corpus / "manifest.json"
@@ -99,19 +99,19 @@ def test_a_run_goes_on_with_its_own_tokens(made, corpus, tmp_path, capsys):
     assert "resumed with changed settings: data.val_tokens 1048576 -> 48" in capsys.readouterr().out
 
 
-def test_a_model_is_not_written_into_a_run(made, capsys):
+def test_export_into_run_folder_is_rejected(made, capsys):
     error = mistake(capsys, run, "export", f"--checkpoint={made}/t/version_0", f"--out={made}/t/version_0")
     assert "is the folder of a run; expected a separate folder" in error
 
 
-def test_a_long_prompt_is_told(made, capsys):
+def test_prompt_longer_than_context_prints_warning(made, capsys):
     asked = ["generate", f"--checkpoint={made}/t/version_0", f"--prompt={'words ' * 30}", "--max_new_tokens=1"]
     run(*asked)
     assert "tokens is longer than the training context of 24" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_other_precisions_are_validated(made, tmp_path, capsys, precision):
+def test_validate_supports_other_precisions(made, tmp_path, capsys, precision):
     asked = [*subwords(made / "corpus", tmp_path), f"--checkpoint={made}/t/version_0"]
     run("validate", *asked, f"--trainer.precision={precision}")
     assert "val/loss" in capsys.readouterr().out

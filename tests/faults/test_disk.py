@@ -1,7 +1,7 @@
-"""A disk that is full: one line that says so and where, nothing half-written is left, and the next start works.
+"""Full disk: the error is one line that names the file, no partial file is left, and the next start succeeds.
 
-Files that cannot grow beyond a size stand for the disk: the system says "File too large" where it would say "No space
-left on device".
+A limit on the file size simulates the full disk. The system reports "File too large" instead of "No space left on
+device".
 """
 
 import json
@@ -18,7 +18,7 @@ from .fault_injection import image_folder
 
 
 def fail(program: str, limit: int, *args: str) -> str:
-    """Run a program on a full disk; return its last line."""
+    """Run a program with a file size limit that makes it fail, and return its last line."""
     result = start(program, limit, *args)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     line = result.stderr.strip().splitlines()[-1]
@@ -42,7 +42,7 @@ def leftovers(root: Path) -> list[Path]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("limit", "where"), [(50, ""), (20_000, "last-step=0.ckpt")])
-def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
+def test_full_disk_at_start_of_run_leaves_no_files(shards, tmp_path, limit, where):
     arguments = ["fit", *small(shards, tmp_path / "root"), "--trainer.max_epochs=1"]
     assert where in fail("dcvision", limit, *arguments)
     assert not list((tmp_path / "root").rglob("*"))
@@ -51,8 +51,8 @@ def test_at_the_start_of_a_run(shards, tmp_path, limit, where):
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
-def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
-    """The optimizer's state makes later checkpoints larger than the first, which stays."""
+def test_full_disk_in_middle_of_run_preserves_first_checkpoint(shards, tmp_path, strategy):
+    """Later checkpoints include optimizer state and exceed the limit; the first checkpoint is kept."""
     common = [*small(shards, tmp_path / "root"), f"--trainer.strategy={strategy}"]
     arguments = ["fit", *common, "--checkpoint_every_n_steps=3"]
     assert "last-step=3.ckpt" in fail("dcvision", 900_000, *arguments)
@@ -63,7 +63,7 @@ def test_in_the_middle_of_a_run(shards, tmp_path, strategy):
 
 
 @pytest.mark.long
-def test_while_data_is_prepared(tmp_path, monkeypatch):
+def test_full_disk_during_data_preparation_leaves_no_partial_files(tmp_path, monkeypatch):
     folder = image_folder(tmp_path / "images")
     shards = ["shards", f"--folder={folder}", f"--out={tmp_path}/shards", "--num_shards=2", "--num_workers=1"]
     assert "train-0000.tar" in fail("dcvision", 1000, *shards)
@@ -76,7 +76,7 @@ def test_while_data_is_prepared(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_in_the_caches(shards, tmp_path, monkeypatch):
+def test_full_disk_for_caches_leaves_no_partial_files(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = ["fit", *small(shards, tmp_path / "root"), "--trainer.max_epochs=1"]
     assert ".npz" in fail("dcvision", 300, *arguments)
@@ -87,7 +87,7 @@ def test_in_the_caches(shards, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_while_exporting(shards, corpus, tmp_path):
+def test_full_disk_during_export_leaves_no_partial_files(shards, corpus, tmp_path):
     succeed("dcvision", "fit", *small(shards, tmp_path), "--trainer.max_steps=3")
     export = ["export", f"--checkpoint={tmp_path}/t/version_0", f"--out={tmp_path}/exported"]
     fail("dcvision", 20_000, *export)

@@ -1,4 +1,4 @@
-"""Arguments of public functions that would give a wrong result without a word."""
+"""Arguments of public functions that could silently give a wrong result."""
 
 import copy
 
@@ -38,16 +38,16 @@ IDS = torch.arange(12).view(2, 6)
 
 
 @pytest.mark.parametrize("weights", [GATE, None], ids=["composed", "plain"])
-def test_documents_written_behind_torch_are_read_anew(q, weights):
+def test_document_ids_modified_through_numpy_are_read_again(q, weights):
     numbers = np.zeros((2, 6), np.int64)
     document_ids = torch.from_numpy(numbers)
     composed_attention(q, q, q, weights, document_ids=document_ids)
-    numbers[:, 3:] = 1  # which torch does not see
+    numbers[:, 3:] = 1  # torch does not detect this change
     got = composed_attention(q, q, q, weights, document_ids=document_ids)
     torch.testing.assert_close(got, composed_attention(q, q, q, weights, document_ids=document_ids.clone()))
 
 
-def test_documents_under_vmap(q):
+def test_document_ids_under_vmap_match_batched_call(q):
     document_ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
     def one(q, document_ids):
@@ -58,7 +58,7 @@ def test_documents_under_vmap(q):
 
 
 @pytest.mark.parametrize("impl", ["cpu", "compiled", "reference"])
-def test_expanded_masks(q, impl):
+def test_expanded_mask_matches_copied_mask_and_has_gradients_of_all_heads(q, impl):
     mask = torch.randn(2, 1, 1, 6).masked_fill(torch.rand(2, 1, 1, 6) < 0.3, -torch.inf)
     expected = composed_attention(q, q, q, GATE, attn_mask=mask.expand(2, 4, 6, 6).clone(), impl=impl)
     torch.testing.assert_close(
@@ -67,10 +67,10 @@ def test_expanded_masks(q, impl):
     pairs = mask.nan_to_num(neginf=0.0).requires_grad_().expand(2, 4, 6, 6)
     out = composed_attention(q, q, q, GATE, attn_mask=pairs, impl=impl)
     (gradient,) = torch.autograd.grad(out.square().sum(), pairs)
-    assert (gradient != 0).all(dim=1).any()  # of each head, not of the one in memory
+    assert (gradient != 0).all(dim=1).any()  # gradient of every head, although the memory is shared
 
 
-def test_tensors_whose_memory_holds_other_numbers(q):
+def test_negative_view_and_efficient_zero_tensor_match_plain_tensors(q):
     negative = torch._neg_view(q)
     assert torch.equal(
         composed_attention(negative, q, q, GATE, impl="cpu"), composed_attention(-q, q, q, GATE, impl="cpu")
@@ -82,14 +82,14 @@ def test_tensors_whose_memory_holds_other_numbers(q):
 
 @pytest.mark.parametrize("length_penalty", [0, 1, 19.0])
 @pytest.mark.parametrize("steps", [1, 3, 40])
-def test_beams_of_any_length_end(decoder, length_penalty, steps):
+def test_beam_search_returns_requested_length_for_any_length_penalty(decoder, length_penalty, steps):
     found = dclm.beam_search(decoder, IDS, steps, 2, length_penalty=length_penalty)
     assert [len(tokens) for tokens in found] == [6 + steps] * 2
     with pytest.raises(ValueError, match="length_penalty"):
         dclm.beam_search(decoder, IDS, 2, 2, length_penalty=81.0)
 
 
-def test_pairs_that_are_read_once_are_refused(decoder):
+def test_iterators_and_malformed_pairs_are_rejected(decoder):
     pairs = [("a", "b")]
     assert len(dclm.encode_pairs(ByteTokenizer(), pairs)) == 1
     for wrong in (iter(pairs), zip(["a"], ["b"], strict=True), None, [("a", "b", "c")]):
@@ -100,7 +100,7 @@ def test_pairs_that_are_read_once_are_refused(decoder):
             dclm.log_likelihoods(decoder, wrong)
 
 
-def test_arguments_of_generation(decoder):
+def test_invalid_generation_arguments_raise_error(decoder):
     for wrong in (None, 5, "text", {1: 2}):
         with pytest.raises(ValueError, match="input_ids"):
             dclm.generate(decoder, wrong, 1)
@@ -116,7 +116,7 @@ def test_arguments_of_generation(decoder):
         dclm.Decoder(decoder.config, dtype="float32")
 
 
-def test_log_likelihoods_of_damaged_weights(decoder):
+def test_log_likelihoods_with_nan_weights_raise_error(decoder):
     damaged = copy.deepcopy(decoder)
     with torch.no_grad():
         damaged.norm.weight.fill_(torch.nan)
@@ -124,7 +124,7 @@ def test_log_likelihoods_of_damaged_weights(decoder):
         dclm.log_likelihoods(damaged, [((1,), (0,))])
 
 
-def test_swapped_decoders_keep_what_is_frozen():
+def test_swap_attention_preserves_frozen_parameters_and_grad_checkpointing():
     plain = dclm.Decoder(dclm.decoder_config("transformer_pp_debug")).requires_grad_(False)
     plain.set_grad_checkpointing()
     swapped = dclm.swap_attention(plain)
@@ -138,7 +138,7 @@ def make_pairs(**changes) -> ContrastiveBatch:
     return ContrastiveBatch(unit, unit, torch.arange(8).view(4, 2), torch.ones(4, dtype=torch.bool))._replace(**changes)
 
 
-def test_contrastive_arguments():
+def test_contrastive_loss_rejects_invalid_arguments_and_accepts_empty_batch():
     scale = torch.tensor(10.0)
     for kind in ("sigmiod", "Sigmoid", None):
         with pytest.raises(ValueError, match="kind"):
@@ -153,14 +153,14 @@ def test_contrastive_arguments():
     assert contrastive_loss("sigmoid", nothing, scale, None) == 0
 
 
-def test_embeddings_that_are_nan_are_not_found():
+def test_retrieval_is_nan_without_data_and_with_nan_embeddings():
     metric = RetrievalAt1()
     assert all(value.isnan() for value in metric.compute().values())
     metric.update(torch.full((4, 8), torch.nan), torch.randn(4, 8), torch.arange(8).view(4, 2), torch.arange(4))
     assert all(value.isnan() for value in metric.compute().values())
 
 
-def test_logits_that_are_nan_are_wrong():
+def test_nan_logits_count_as_errors_and_predict_step_raises_error():
     class Damaged(nn.Module):
         def forward(self, x):
             return x.new_full((len(x), 3), torch.nan)
@@ -174,12 +174,12 @@ def test_logits_that_are_nan_are_wrong():
         model.predict_step(batch, 0)
 
 
-def test_images_of_one_channel_are_refused():
+def test_one_channel_images_are_rejected():
     with pytest.raises(ValueError, match=r"expected \[B, 3"):
         ImageClassifier().eval()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
 
 
-def test_text_towers_that_see_both_ways_are_refused():
+def test_bidirectional_text_tower_and_invalid_image_features_are_rejected():
     image = timm.create_model("vit_tiny_patch16_224", num_classes=0)
     text = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", is_causal=False))
     with pytest.raises(ValueError, match="is_causal"):
@@ -189,7 +189,7 @@ def test_text_towers_that_see_both_ways_are_refused():
             as_tokens(torch.zeros(shape), 7)
 
 
-def test_layers_in_several_places_are_not_swapped():
+def test_swap_attention_rejects_shared_layers_and_unknown_options():
     model = timm.create_model("vit_tiny_patch16_224", depth=2)
     model.blocks[0].attn = model.blocks[1].attn
     with pytest.raises(ValueError, match=r"blocks\.0\.attn and blocks\.1\.attn"):
@@ -198,7 +198,7 @@ def test_layers_in_several_places_are_not_swapped():
         dcvision.swap_attention(timm.create_model("vit_tiny_patch16_224"), foo=None)
 
 
-def test_positions_and_contexts_of_other_shapes(q):
+def test_invalid_positions_contexts_and_masks_raise_error(q):
     with pytest.raises(ValueError, match="positions"):
         rotary_embedding(torch.arange(18).view(3, 6), 8)(q, q)
     for positions in (torch.zeros(1, 2, 3, dtype=torch.long), torch.arange(3.0), [1, 2]):
@@ -221,7 +221,7 @@ def hub_model() -> DCLMForCausalLM:
     return DCLMForCausalLM(DCLMConfig.from_decoder_config(config)).eval()
 
 
-def test_logits_to_keep(hub_model):
+def test_logits_to_keep_returns_last_logits_and_rejects_invalid_values(hub_model):
     whole = hub_model(IDS).logits
     for count in (1, np.int64(2), 6, 0):
         torch.testing.assert_close(hub_model(IDS, logits_to_keep=count).logits, whole[:, -int(count) :])
@@ -231,12 +231,12 @@ def test_logits_to_keep(hub_model):
 
 
 @pytest.mark.parametrize("wrong", [0, torch.tensor(0), torch.tensor(-3), 0.0])
-def test_items_of_a_batch_are_at_least_one(hub_model, wrong):
+def test_num_items_in_batch_below_one_raises_error(hub_model, wrong):
     with pytest.raises(ValueError, match="num_items_in_batch"):
         hub_model(IDS, labels=IDS, num_items_in_batch=wrong)
 
 
-def test_token_ids_of_the_library(hub_model):
+def test_invalid_token_ids_and_labels_raise_error(hub_model):
     for wrong in (None, [[1, 2]], IDS[0], IDS.float()):
         with pytest.raises(ValueError, match="input_ids"):
             hub_model(wrong)
@@ -245,7 +245,7 @@ def test_token_ids_of_the_library(hub_model):
     torch.testing.assert_close(hub_model(IDS, labels=IDS.int()).loss, hub_model(IDS, labels=IDS).loss)
 
 
-def test_families_are_not_mixed_up(hub_model, tmp_path):
+def test_config_or_checkpoint_of_another_family_raises_error(hub_model, tmp_path):
     with pytest.raises(ValueError, match="DCLMConfig"):
         DCFormerForCausalLM(hub_model.config)
     model = DCFormerForCausalLM(DCFormerConfig.from_decoder_config(dclm.decoder_config("dcformer_pp_debug")))
@@ -260,18 +260,18 @@ def test_families_are_not_mixed_up(hub_model, tmp_path):
             kind.from_pretrained(tmp_path / folder)
 
 
-def test_positions_of_models_built_on_the_meta_device():
+def test_model_built_on_meta_device_restores_positions():
     trained = timm.create_model("dcvit_digits_patch2_8").eval()
     with torch.device("meta"):
         model = timm.create_model("dcvit_digits_patch2_8").eval()
     model.to_empty(device="cpu")
-    model.positions.fill_(torch.nan)  # what the memory may hold
+    model.positions.fill_(torch.nan)  # uninitialized memory can contain NaN
     model.load_state_dict(trained.state_dict())
     x = torch.randn(1, 3, 8, 8)
     assert torch.equal(model(x), trained(x))
 
 
-def test_batches_of_other_loaders(decoder):
+def test_malformed_batches_and_targets_raise_error(decoder):
     images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     for batch in ({"images": images}, (images, [0, 1]), (images, torch.zeros(2).long(), 3)):
         with pytest.raises(UserError, match="the batch is .*: expected"):

@@ -1,4 +1,4 @@
-"""Files that run code when they are unpickled: each command that reads a checkpoint or a model folder refuses them."""
+"""Files that execute code when unpickled. Every command that reads a checkpoint or a model folder rejects them."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from .fault_injection import mistake
 
 
 def pickle_that_touches(path: Path, module: str, name: str) -> bytes:
-    """Pickle a call of `module.name("touch PATH")`, by protocol 4, whose names may have dots."""
+    """Return a pickle that calls `module.name("touch PATH")`, in protocol 4, which allows dotted names."""
     command = f"touch {path}".encode()
     short = [b"\x8c" + bytes([len(text)]) + text for text in (module.encode(), name.encode())]
     return b"\x80\x04" + b"".join(short) + b"\x93X" + len(command).to_bytes(4, "little") + command + b"\x85R."
@@ -35,7 +35,7 @@ CALLS = [
 
 
 def as_archive(content: bytes, path: Path) -> None:
-    """Write a pickle as `torch.save` would."""
+    """Write a pickle in the archive format of `torch.save`."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{path.stem}/data.pkl", content)
         file.writestr(f"{path.stem}/version", "3\n")
@@ -43,7 +43,7 @@ def as_archive(content: bytes, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> Path:
-    """A checkpoint of a sharded run of dclm."""
+    """Sharded checkpoint of a short dclm run."""
     root = tmp_path_factory.mktemp("sharded")
     corpus = numbered_corpus(root / "corpus", 41 * 24 + 1, 7 * 24 + 1)
     run_dclm(
@@ -55,7 +55,7 @@ def sharded(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=CALLS, ids=".".join)
 def payload(request, tmp_path) -> bytes:
-    """A pickle that makes the file `pwned`."""
+    """Pickle that creates the file `pwned`."""
     return pickle_that_touches(tmp_path / "pwned", *request.param)
 
 
@@ -93,7 +93,7 @@ def doors_of_dcvision(checkpoint: Path, shards: str, image: str, root: Path) -> 
 
 
 def kinds_of(payload: bytes, sharded: Path, folder: Path) -> list[Path]:
-    """Write hostile checkpoints: files of both formats of torch, and folders of which one file is hostile."""
+    """Write malicious checkpoints: files in both formats of torch, and folders with one malicious file each."""
     made = [folder / name for name in ("legacy.ckpt", "archive.ckpt", "torch_index.ckpt", "meta.ckpt", "data.ckpt")]
     made[0].write_bytes(payload)
     as_archive(payload, made[1])
@@ -111,22 +111,22 @@ def kinds_of(payload: bytes, sharded: Path, folder: Path) -> list[Path]:
     return made
 
 
-def test_no_command_of_dclm_runs_code_of_a_checkpoint(payload, sharded, corpus, tmp_path, capsys):
+def test_dclm_commands_do_not_execute_code_of_checkpoint(payload, sharded, corpus, tmp_path, capsys):
     for path in kinds_of(payload, sharded, tmp_path):
         for door in doors_of_dclm(path, corpus, tmp_path / "root"):
             assert path.name in mistake(capsys, run_dclm, *door), door
             assert not (tmp_path / "pwned").exists(), door
 
 
-def test_no_command_of_dcvision_runs_code_of_a_checkpoint(payload, sharded, shards, tmp_path, capsys):
-    image = Path(__file__)  # the checkpoint is refused before it is read
+def test_dcvision_commands_do_not_execute_code_of_checkpoint(payload, sharded, shards, tmp_path, capsys):
+    image = Path(__file__)  # not an image; the checkpoint is rejected before this file is read
     for path in kinds_of(payload, sharded, tmp_path):
         for door in doors_of_dcvision(path, shards, str(image), tmp_path / "root"):
             assert path.name in mistake(capsys, run_dcvision, *door), door
             assert not (tmp_path / "pwned").exists(), door
 
 
-def test_no_command_of_dcvl_runs_code_of_a_checkpoint(payload, sharded, tmp_path, capsys):
+def test_dcvl_export_does_not_execute_code_of_checkpoint(payload, sharded, tmp_path, capsys):
     for path in kinds_of(payload, sharded, tmp_path):
         door = ["export", f"--checkpoint={path}", f"--out={tmp_path / 'out'}"]
         assert path.name in mistake(capsys, lambda *args: dcvl.cli.main(list(args)), *door)
@@ -134,7 +134,7 @@ def test_no_command_of_dcvl_runs_code_of_a_checkpoint(payload, sharded, tmp_path
 
 
 @pytest.mark.parametrize("module", [LanguageModel, ImageClassifier])
-def test_load_from_checkpoint_runs_no_code(payload, tmp_path, module):
+def test_load_from_checkpoint_does_not_execute_code(payload, tmp_path, module):
     for name, write in (("a.ckpt", as_archive), ("b.ckpt", lambda content, path: path.write_bytes(content))):
         write(payload, tmp_path / name)
         with pytest.raises(Exception):  # noqa: B017 - Lightning and torch choose the type
@@ -142,7 +142,7 @@ def test_load_from_checkpoint_runs_no_code(payload, tmp_path, module):
         assert not (tmp_path / "pwned").exists()
 
 
-def test_weights_of_model_folders_run_no_code(payload, tmp_path, capsys):
+def test_loading_model_folder_does_not_execute_code_of_weights(payload, tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}

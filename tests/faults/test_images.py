@@ -1,4 +1,4 @@
-"""Real and broken images, shards as webdataset reads them, class names, and limits of what may be unreadable."""
+"""Valid and broken images, shards compared with webdataset, class names, and limits of unreadable images."""
 
 import csv
 import gzip
@@ -32,7 +32,7 @@ PLAIN = {"image_size": 8, "min_crop_area": 1.0, "horizontal_flip": False, "crop_
 
 
 def picture() -> Image.Image:
-    """A photo-like image, 40 x 30."""
+    """Photo-like image of 40 x 30 pixels."""
     rows, columns = np.mgrid[0:30, 0:40]
     return Image.fromarray(np.stack([rows * 8, columns * 6, (rows + columns) * 3], -1).astype(np.uint8))
 
@@ -45,12 +45,12 @@ def saved(image: Image.Image, kind: str, **options) -> bytes:
 
 def rotated() -> bytes:
     exif = Image.Exif()
-    exif[274] = 6  # to be shown turned by a quarter
+    exif[274] = 6  # orientation: rotated by 90 degrees when displayed
     return saved(picture(), "JPEG", exif=exif)
 
 
 def wide() -> bytes:
-    """A PNG of 16 bits a channel."""
+    """PNG with 16 bits per channel."""
     return saved(Image.fromarray((np.mgrid[0:30, 0:40][0] * 2000).astype(np.uint16)), "PNG")
 
 
@@ -72,10 +72,10 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_pictures_of_every_kind_are_read_as_stored(name):
+def test_decode_of_all_image_formats_matches_pillow(name):
     encoded = GOOD[name]()
     got = decode(encoded)
-    assert got.dtype == torch.uint8 and got.shape == (3, 30, 40)  # turned by EXIF too, as torchvision and timm have it
+    assert got.dtype == torch.uint8 and got.shape == (3, 30, 40)  # EXIF is ignored, as in torchvision and timm
     expected = torch.from_numpy(np.array(Image.open(io.BytesIO(encoded)).convert("RGB"))).permute(2, 0, 1).int()
     if name == "16 bits":
         expected = (torch.from_numpy(np.mgrid[0:30, 0:40][0].copy()) * 2000 // 257).expand(3, -1, -1)
@@ -92,12 +92,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_images_are_told(name):
+def test_invalid_image_raises_error(name):
     with pytest.raises(BadImage):
         decode(BAD[name] if isinstance(BAD[name], bytes) else BAD[name]())
 
 
-def test_a_huge_image_costs_nothing():
+def test_image_above_max_pixels_raises_error_within_seconds():
     encoded = saved(Image.new("1", (20_000, 20_000)), "PNG")
     start = time.monotonic()
     with pytest.raises(BadImage, match="20000 x 20000 are more than max_pixels=134,217,728|more than max_pixels"):
@@ -107,7 +107,7 @@ def test_a_huge_image_costs_nothing():
         decode(GOOD["JPEG"](), max_pixels=1000)
 
 
-def test_it_is_skipped_as_an_unreadable_image(tmp_path, capsys):
+def test_image_above_max_pixels_is_skipped_and_reported(tmp_path, capsys):
     samples = numbered_samples(8)
     samples[3]["png"] = encode(np.zeros((40, 40, 3), np.uint8))
     write_shard(tmp_path / "a.tar", samples)
@@ -144,7 +144,7 @@ READABLE = {
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_local_shards_are_read_as_webdataset_reads_them(tmp_path, name):
+def test_local_shards_match_webdataset(tmp_path, name):
     members, fields = READABLE[name]
     path = tar_of(tmp_path / "a.tar", members)
     source = ShardSource([str(path)], Fields(**fields))
@@ -169,7 +169,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("name", UNREADABLE)
 @pytest.mark.parametrize("way", ["local", "stream"])
-def test_unreadable_shards_are_told(tmp_path, name, way):
+def test_malformed_shard_raises_error(tmp_path, name, way):
     members, message = UNREADABLE[name]
     path = tar_of(tmp_path / "a.tar", members)
     if way == "local":
@@ -181,19 +181,19 @@ def test_unreadable_shards_are_told(tmp_path, name, way):
     data.setup("validate")
     data.trainer = L.Trainer(logger=False, accelerator="cpu")
     if name == "a key twice":
-        assert sum(len(batch.labels) for batch in data.val_dataloader()) == 3  # a stream cannot know
+        assert sum(len(batch.labels) for batch in data.val_dataloader()) == 3  # a stream cannot detect duplicate keys
         return
     with pytest.raises(UserError, match="duplicate file name" if name == "a name twice" else message):
         list(data.val_dataloader())
 
 
-def test_compressed_shards_are_named(tmp_path):
+def test_compressed_shard_raises_error(tmp_path):
     path = tar_of(tmp_path / "a.tar.gz", READABLE["plain"][0], "w:gz")
     with pytest.raises(UserError, match="a.tar.gz is compressed; decompress it first"):
         index_shard(str(path))
 
 
-def test_relabeled_shards_of_equal_size_and_time(tmp_path):
+def test_relabeled_shard_of_equal_size_and_time_is_indexed_again(tmp_path):
     path = tar_of(tmp_path / "a.tar", READABLE["plain"][0])
     assert ShardSource([str(path)]).labels().tolist() == [1, 2]
     times = path.stat()
@@ -204,7 +204,7 @@ def test_relabeled_shards_of_equal_size_and_time(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04" + b"x" * 50])
-def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, content):
+def test_damaged_index_is_rebuilt(tmp_path, monkeypatch, content):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tar_of(tmp_path / "a.tar", READABLE["plain"][0])
     ShardSource([str(path)])
@@ -216,8 +216,8 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, content):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("way", ["removed", "replaced"])
-def test_shards_that_go_in_mid_run(shards, tmp_path, capsys, way, workers):
-    """Removed ones are skipped under the limit; changed ones, whose samples cannot be told, end the run."""
+def test_shard_removed_or_replaced_during_run_ends_run_with_error(shards, tmp_path, capsys, way, workers):
+    """Images of a removed shard count toward the limit; a changed shard, with unknown samples, ends the run."""
     Vandal.path, Vandal.way = shards.replace("{0..4}", "3"), way
     spoiling = ["--trainer.callbacks+=tests.faults.test_images.Vandal", f"--data.num_workers={workers}"]
     error = mistake(capsys, run, "fit", *small(shards, tmp_path), *spoiling, "--data.max_bad_images=2")
@@ -227,7 +227,7 @@ def test_shards_that_go_in_mid_run(shards, tmp_path, capsys, way, workers):
         assert f"shard {Vandal.path} has changed since the run began" in error
 
 
-def test_a_loader_process_that_dies_is_told(shards, tmp_path, capsys):
+def test_killed_loader_worker_ends_run_with_error(shards, tmp_path, capsys):
     Vandal.path, Vandal.way = "", "kill"
     spoiling = ["--trainer.callbacks+=tests.faults.test_images.Vandal", "--data.num_workers=1"]
     error = mistake(capsys, run, "fit", *small(shards, tmp_path), *spoiling)
@@ -235,7 +235,7 @@ def test_a_loader_process_that_dies_is_told(shards, tmp_path, capsys):
 
 
 class Vandal(L.Callback):
-    """Removes or replaces a shard, or kills the loader's processes, after the first step."""
+    """Remove or replace a shard, or kill the loader's processes, after the first step."""
 
     path, way = "", ""
 
@@ -257,7 +257,7 @@ def folders(root: Path, names: list[str]) -> Path:
     return root
 
 
-def test_sets_that_number_their_classes_differently(tmp_path, capsys):
+def test_train_and_val_with_different_class_numbers_are_rejected(tmp_path, capsys):
     train, val = folders(tmp_path / "train", ["ant", "bee", "cat"]), folders(tmp_path / "val", ["bee", "cat"])
     arguments = [*small("unused", tmp_path / "root"), f"--data.train=folder:{train}", "--data.num_classes=3"]
     error = mistake(capsys, run, "fit", *arguments, f"--data.val=folder:{val}")
@@ -267,7 +267,7 @@ def test_sets_that_number_their_classes_differently(tmp_path, capsys):
     assert not list((tmp_path / "root").rglob("*"))
 
 
-def test_class_names_go_with_checkpoints_predictions_and_exports(tmp_path, capsys):
+def test_class_names_are_kept_in_checkpoints_predictions_and_exports(tmp_path, capsys):
     names = ["ant", "bee", "cat"]
     train = folders(tmp_path / "train", names)
     run("shards", f"--folder={train}", f"--out={tmp_path}/shards", "--prefix=val", "--num_shards=2")
@@ -295,8 +295,8 @@ def test_class_names_go_with_checkpoints_predictions_and_exports(tmp_path, capsy
     ("limit", "bad", "is_allowed"),
     [(0.001, 10, True), (0.001, 11, False), (0.5, 20, True), (100, 21, False), (3, 3, True), (3, 4, False)],
 )
-def test_limits_of_unreadable_images(tmp_path, limit, bad, is_allowed):
-    """Of forty: a fraction allows ten in any case, and no limit more than half."""
+def test_max_bad_images_limits_unreadable_images(tmp_path, limit, bad, is_allowed):
+    """Of 40 images, any fraction allows at least 10, and no limit allows more than half."""
     samples = numbered_samples(40)
     for sample in samples[:bad]:
         sample["png"] = b"broken"
@@ -315,7 +315,7 @@ def test_limits_of_unreadable_images(tmp_path, limit, bad, is_allowed):
             read()
 
 
-def test_a_set_of_which_nothing_can_be_read(tmp_path, capsys):
+def test_set_without_readable_images_is_rejected(tmp_path, capsys):
     write_shard(tmp_path / "a.tar", [sample | {"png": b"broken"} for sample in numbered_samples(8)])
     error = mistake(capsys, run, "fit", *small(str(tmp_path / "a.tar"), tmp_path), "--data.max_bad_images=100")
     assert "images could not be read; at most 4 of this set are allowed" in error
@@ -330,7 +330,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_streams_that_fail_end_in_one_line(tmp_path, capfd, name):
+def test_failing_stream_exits_without_traceback(tmp_path, capfd, name):
     path = write_shard(tmp_path / "a.tar", numbered_samples(12))
     url = STREAMS[name][0].format(path=path)
     arguments = [*small("unused", tmp_path), f"--data.train=shards:{url}", "--data.val=digits"]
@@ -339,7 +339,7 @@ def test_streams_that_fail_end_in_one_line(tmp_path, capfd, name):
     assert exit_info.value.code == 2 and "Traceback" not in capfd.readouterr().err
 
 
-def test_gzip_is_streamed(tmp_path):
+def test_gzip_stream_is_decompressed(tmp_path):
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(write_shard(tmp_path / "a.tar", numbered_samples(12)).read_bytes()))
     spec = f"shards:pipe:cat {path}"

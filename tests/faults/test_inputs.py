@@ -1,4 +1,4 @@
-"""Inputs that are empty, endless, or not what the project wrote."""
+"""Inputs that are empty, endless, or not written by the project."""
 
 import json
 import os
@@ -35,14 +35,14 @@ NAMED = [
 
 
 @pytest.mark.parametrize(("program", "given", "options"), NAMED, ids=[" ".join(given) for _, given, _ in NAMED])
-def test_empty_names_are_refused(capsys, program, given, options):
+def test_empty_names_are_rejected(capsys, program, given, options):
     for option in options:
         assert f"{option}='': expected a name or a path" in mistake(capsys, program, *given, f"--{option}=")
 
 
 @pytest.fixture(params=["a device", "a pipe"])
 def endless(request, tmp_path) -> Path:
-    """What is no file, and has no end or is never written to; it has the name of a picture."""
+    """Path with the name of an image: a link to an endless device, or a pipe without a writer."""
     path = tmp_path / "a.png"
     if request.param == "a device":
         path.symlink_to("/dev/zero")
@@ -51,7 +51,7 @@ def endless(request, tmp_path) -> Path:
     return path
 
 
-def test_what_has_no_end_is_not_read(tmp_path, capsys, endless, trained_lm):
+def test_devices_and_pipes_are_rejected(tmp_path, capsys, endless, trained_lm):
     given = f"--checkpoint={trained_lm}"
     pair = ["retrieve", given, f"--images={tmp_path}"]
     for program, asked in (
@@ -72,7 +72,7 @@ def test_what_has_no_end_is_not_read(tmp_path, capsys, endless, trained_lm):
             read()
 
 
-def test_unreadable_images_of_a_folder_are_no_files(tmp_path, endless):
+def test_image_folder_with_device_or_pipe_raises_error(tmp_path, endless):
     image_folder(tmp_path / "images")
     os.replace(endless, tmp_path / "images/a/endless.png")
     source = FolderSource(str(tmp_path / "images"))
@@ -91,7 +91,7 @@ def test_unreadable_images_of_a_folder_are_no_files(tmp_path, endless):
         ("std", "zz", "std='zz'; expected positive"),
     ],
 )
-def test_exported_folders_whose_values_were_changed(tmp_path, capsys, field, value, message):
+def test_exported_config_with_invalid_value_is_rejected(tmp_path, capsys, field, value, message):
     model = timm.create_model("dcvit_digits_patch2_8", num_classes=10)
     timm.models.save_for_hf(model, tmp_path / "model", safe_serialization=True)
     path = tmp_path / "model/config.json"
@@ -103,12 +103,12 @@ def test_exported_folders_whose_values_were_changed(tmp_path, capsys, field, val
     assert message in mistake(capsys, run, *asked)
 
 
-def test_a_context_without_bound_is_not_planned(capsys):
+def test_plan_rejects_huge_context_length(capsys):
     asked = ["plan", "--config=lm/stdlib", "--data.context_length=1000000000"]
     assert "context_length=1000000000 must be at least 1 and at most 16777216" in mistake(capsys, run_dclm, *asked)
 
 
-def test_a_configuration_nested_too_deeply(tmp_path, capsys):
+def test_deeply_nested_config_is_rejected(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[" * 100_000)
     asked = ["generate", f"--checkpoint={tmp_path}", "--prompt=a"]
     assert "config.json is not JSON" in mistake(capsys, run_dclm, *asked)
@@ -130,7 +130,7 @@ def test_a_configuration_nested_too_deeply(tmp_path, capsys):
         ("--data.batch_size=1000000000000000", "batch_size=1000000000000000: expected a whole number from 1 to"),
     ],
 )
-def test_plan_takes_what_fit_takes(shards, tmp_path, capsys, wrong, message):
+def test_plan_rejects_invalid_arguments(shards, tmp_path, capsys, wrong, message):
     assert message in mistake(capsys, run, "plan", *small(shards, tmp_path), wrong)
 
 
@@ -142,11 +142,11 @@ def test_plan_takes_what_fit_takes(shards, tmp_path, capsys, wrong, message):
         ("--trainer.callbacks+=dcvl.callbacks.ExactCaptions", "ExactCaptions requires a captioner"),
     ],
 )
-def test_fit_refuses(shards, tmp_path, capsys, wrong, message):
+def test_fit_rejects_invalid_arguments(shards, tmp_path, capsys, wrong, message):
     assert message in mistake(capsys, run, "fit", *small(shards, tmp_path), wrong)
 
 
-def test_models_and_workers_are_counted(capsys):
+def test_duplicate_models_and_invalid_num_workers_are_rejected(capsys):
     twice = ["compare", "--config=vision/digits", "--models", "mhavit_digits_patch2_8", "mhavit_digits_patch2_8"]
     assert "models: 'mhavit_digits_patch2_8' is given twice" in mistake(capsys, run, *twice)
     for asked in (["evaluate"], ["explain", "ablate"]):
@@ -158,32 +158,32 @@ def test_models_and_workers_are_counted(capsys):
 @pytest.mark.parametrize(
     "content", ["texts: {a: 1}\n", "texts: x\n", "texts: null\n", "checkpoint: null\ntexts: [a]\n"]
 )
-def test_lists_of_a_file_are_lists(tmp_path, capsys, content):
+def test_config_file_with_invalid_list_is_rejected(tmp_path, capsys, content):
     (tmp_path / "a.yaml").write_text(content)
     said = mistake(capsys, run_dclm, "evaluate", f"--config={tmp_path}/a.yaml")
     assert "expected a list" in said or "the arguments cannot be read" in said or "texts" in said, said
 
 
-def test_a_message_has_an_end(tmp_path, capsys):
+def test_error_message_length_is_limited(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("some words, and no settings " * 1000)
     said = mistake(capsys, run_dclm, "fit", f"--config={tmp_path}/a.yaml")
     assert len(said) < 2500
 
 
-def test_a_users_checkpoints_do_not_hide_the_best(shards, tmp_path, capsys):
+def test_best_metric_is_printed_with_additional_model_checkpoint(shards, tmp_path, capsys):
     mine = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=mine"]
     run("fit", *small(shards, tmp_path), *mine, "--trainer.max_epochs=1")
     assert capsys.readouterr().out.splitlines()[-1].startswith("best val/top1 ")
 
 
-def test_a_model_is_not_written_into_a_run(shards, tmp_path, capsys):
+def test_export_into_run_folder_is_rejected(shards, tmp_path, capsys):
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
     version = tmp_path / "t/version_0"
     error = mistake(capsys, run, "export", f"--checkpoint={version}", f"--out={version}")
     assert "is the folder of a run; expected a separate folder" in error
 
 
-def test_arguments_of_python_functions():
+def test_invalid_values_of_function_arguments_raise_error():
     layer = DCAttention(8, 4)
     for ranks in (-1, 0, 1.5):
         with pytest.raises(ValueError, match="ranks=.* must be an integer of at least 1"):
@@ -199,7 +199,7 @@ def test_arguments_of_python_functions():
         dclm.TokenDataModule(batch_size=1.5)
 
 
-def test_types_of_arguments():
+def test_invalid_types_of_module_arguments_raise_error():
     for make, wrong in (
         (dclm.LanguageModel, {"compile": "x", "decay_all": "x", "lr": "1", "warmup_fraction": None}),
         (dclm.TokenDataModule, {"num_workers": 1.5, "seed": "0", "tokens": None, "val_tokens": 1.5}),
@@ -213,7 +213,7 @@ def test_types_of_arguments():
                 make(**{name: value})
 
 
-def test_parts_of_an_analysis():
+def test_invalid_arguments_of_analysis_raise_error():
     layer = DCAttention(8, 4)
     model = torch.nn.Sequential(layer)
     for head in (None, True, 4, -1):

@@ -1,4 +1,4 @@
-"""What users of Lightning do with its modules, without our data or command line."""
+"""Direct use of the modules with Lightning, without the project's data or command line."""
 
 import lightning as L
 import pytest
@@ -17,24 +17,24 @@ def trainer(root, **kwargs) -> L.Trainer:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_any_loader_of_images_and_labels(tmp_path, dtype):
+def test_classifier_trains_with_any_loader_of_images_and_labels(tmp_path, dtype):
     images = torch.randint(0, 256, (20, 3, 8, 8)).to(dtype)
     loader = DataLoader(TensorDataset(images, torch.arange(20) % 10), batch_size=5)
     module, run = ImageClassifier(model_kwargs={"depth": 1}, warmup_steps=2), trainer(tmp_path)
     run.fit(module, loader, loader)
     assert run.global_step == 8 and 0 <= run.callback_metrics["val/top1"] <= 1
-    assert module.lr_schedulers().get_last_lr()[0] < 1e-6  # the cosine has come to its end
+    assert module.lr_schedulers().get_last_lr()[0] < 1e-6  # the cosine schedule has ended
     assert len(run.predict(module, loader)) == 4
 
 
-def test_floating_images_are_taken_as_they_are():
+def test_floating_point_images_are_not_normalized():
     module = ImageClassifier(model_kwargs={"depth": 1}).eval()
     torch.nn.init.normal_(module.model.head.weight)
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     torch.testing.assert_close(module(images / 127.5 - 1), module(images))
 
 
-def test_any_loader_of_tokens(tmp_path):
+def test_language_model_trains_with_any_loader_of_tokens(tmp_path):
     tokens = torch.arange(200).view(8, 25)
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2)
     module, run = LanguageModel(context_length=24), trainer(tmp_path)
@@ -44,7 +44,7 @@ def test_any_loader_of_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["timm", "torch"])
-def test_a_module_in_place_of_a_name(tmp_path, model):
+def test_classifier_accepts_module_instead_of_model_name(tmp_path, model):
     def build() -> torch.nn.Module:
         if model == "timm":
             return timm.create_model("mhavit_digits_patch2_8", depth=1)
@@ -58,7 +58,7 @@ def test_a_module_in_place_of_a_name(tmp_path, model):
     assert "model" not in loaded.hparams
 
 
-def test_modules_of_images_are_loaded_from_checkpoints(tmp_path):
+def test_image_modules_load_from_checkpoint(tmp_path):
     module, run = (
         ImageClassifier(model_kwargs={"depth": 1}, ema_decay=0.5),
         trainer(tmp_path, max_steps=1),
@@ -73,7 +73,7 @@ def test_modules_of_images_are_loaded_from_checkpoints(tmp_path):
     assert (data.batch_size, data.eval_transform.transforms[0].size) == (32, [8])
 
 
-def test_modules_of_text_are_loaded_from_checkpoints(tmp_path):
+def test_text_modules_load_from_checkpoint(tmp_path):
     corpus = numbered_corpus(tmp_path / "corpus")
     module, run = LanguageModel(context_length=24), trainer(tmp_path, max_steps=1)
     run.fit(module, TokenDataModule(str(corpus), context_length=24, batch_size=4))

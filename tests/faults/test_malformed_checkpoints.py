@@ -1,4 +1,4 @@
-"""Checkpoints that `torch.load` reads and that are malformed inside: each command refuses them with one line."""
+"""Checkpoints with malformed content that `torch.load` can read. Every command rejects them with one line."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,7 @@ HP, LOOPS = "hyper_parameters", "loops"
 
 
 def put(*keys_and_value: object) -> Change:
-    """Set `content[key][key]... = value`."""
+    """Return a change that sets `content[key][key]... = value`."""
     *keys, last, value = keys_and_value
 
     def change(content: dict) -> None:
@@ -36,7 +36,7 @@ def put(*keys_and_value: object) -> Change:
 
 
 def drop(*keys: object) -> Change:
-    """Remove `content[key][key]...`."""
+    """Return a change that removes `content[key][key]...`."""
 
     def change(content: dict) -> None:
         for key in keys[:-1]:
@@ -47,7 +47,7 @@ def drop(*keys: object) -> Change:
 
 
 def first_weight(change: Callable[[torch.Tensor], object]) -> Change:
-    """Change the first weight of the model."""
+    """Return a change of the first weight of the model."""
 
     def changed(content: dict) -> None:
         name = next(name for name in content["state_dict"] if name.startswith("model."))
@@ -130,7 +130,7 @@ def write(content: dict, change: Change, path: Path) -> Path:
 
 
 class Made:
-    """A short run, and the arguments of it."""
+    """Short run, its arguments and its checkpoint."""
 
     def __init__(self, root: Path, run: Callable[..., None], arguments: list[str]) -> None:
         self.run, self.arguments = run, arguments
@@ -160,22 +160,22 @@ def text(tmp_path_factory) -> Made:
 def check_refusal(made: Made, capsys, path: Path) -> None:
     error = made.refused(capsys, "fit", "--resume", path)
     assert path.name in error or "the checkpoint" in error
-    assert not list((path.parent / "refused").rglob("*.*"))  # a refused run leaves nothing
+    assert not list((path.parent / "refused").rglob("*.*"))  # a rejected run leaves no files
 
 
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_RESUME])
-def test_resume_refuses(images, tmp_path, capsys, name):
+def test_resume_rejects_malformed_checkpoint(images, tmp_path, capsys, name):
     check_refusal(images, capsys, write(images.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_RESUME])
-def test_resume_of_text_refuses(text, tmp_path, capsys, name):
+def test_resume_of_text_rejects_malformed_checkpoint(text, tmp_path, capsys, name):
     check_refusal(text, capsys, write(text.content, (EVERYWHERE | OF_RESUME)[name], tmp_path / "bad.ckpt"))
 
 
 @pytest.mark.parametrize("name", OF_DATA)
-def test_resume_refuses_an_unknown_position_in_the_data(images, text, tmp_path, capsys, name):
+def test_resume_rejects_invalid_position_in_data(images, text, tmp_path, capsys, name):
     for made, key in ((images, "ImageDataModule"), (text, "TokenDataModule")):
         change = partial(OF_DATA[name], name=key)
         check_refusal(made, capsys, write(made.content, change, tmp_path / "bad.ckpt"))
@@ -183,7 +183,7 @@ def test_resume_refuses_an_unknown_position_in_the_data(images, text, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_IMAGES])
-def test_commands_of_images_refuse(images, tmp_path, capsys, name):
+def test_image_commands_reject_malformed_checkpoint(images, tmp_path, capsys, name):
     path = write(images.content, (EVERYWHERE | OF_IMAGES)[name], tmp_path / "bad.ckpt")
     images.refused(capsys, "export", "--checkpoint", path, f"--out={tmp_path / 'out'}")
     images.refused(capsys, "evaluate", "--checkpoint", path, "--images=digits", f"--out={tmp_path / 'out'}")
@@ -194,7 +194,7 @@ def test_commands_of_images_refuse(images, tmp_path, capsys, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EVERYWHERE, *OF_TEXT])
-def test_commands_of_text_refuse(text, tmp_path, capsys, name):
+def test_text_commands_reject_malformed_checkpoint(text, tmp_path, capsys, name):
     path = write(text.content, (EVERYWHERE | OF_TEXT)[name], tmp_path / "bad.ckpt")
     text.refused(capsys, "generate", "--checkpoint", path, "--prompt=a")
     text.refused(capsys, "export", "--checkpoint", path, f"--out={tmp_path / 'out'}")
@@ -204,15 +204,15 @@ def test_commands_of_text_refuse(text, tmp_path, capsys, name):
         text.refused(capsys, "validate", "--checkpoint", path)
 
 
-def test_the_unchanged_checkpoint_is_taken(images, text, tmp_path):
+def test_resume_accepts_unchanged_checkpoint(images, text, tmp_path):
     for made in (images, text):
         path = write(made.content, lambda content: None, tmp_path / "good.ckpt")
         made.run("fit", *made.arguments, f"--resume={path}", f"--trainer.default_root_dir={tmp_path / 'a'}",
                  "--trainer.max_epochs=-1", "--trainer.max_steps=4")  # fmt: skip
 
 
-def test_steps_that_a_gradient_scaler_skipped_need_no_state_of_the_optimizer(images, tmp_path):
-    """It skips the first ones, for its factor begins too large, and does not count them."""
+def test_missing_optimizer_state_is_accepted_with_gradient_scaler(images, tmp_path):
+    """A gradient scaler skips the first steps, because its initial factor is too large, and does not count them."""
     content = copy.deepcopy(images.content)
     content["optimizer_states"][0]["state"] = {}
     torch.save(content, tmp_path / "plain.ckpt")
@@ -223,7 +223,7 @@ def test_steps_that_a_gradient_scaler_skipped_need_no_state_of_the_optimizer(ima
     assert check_resumable(tmp_path / "scaled.ckpt") == 3
 
 
-def test_sharded_checkpoint_of_before_is_named_as_such(tmp_path):
+def test_sharded_checkpoint_of_earlier_version_raises_error(tmp_path):
     (tmp_path / "last.ckpt").mkdir()
     (tmp_path / "last.ckpt/.metadata").write_bytes(b"")
     with pytest.raises(UserError, match="by an earlier version"):

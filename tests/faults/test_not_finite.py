@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: a few are skipped, many end the run, and what was good is kept."""
+"""Non-finite losses and gradients: a few steps are skipped, many end the run, and finite checkpoints are kept."""
 
 import math
 import signal
@@ -20,13 +20,13 @@ ARGUMENTS = ["--trainer.max_epochs=2", "--checkpoint_every_n_steps=1", "--traine
 
 
 class NotFinite(Callback):
-    """Puts a number into the losses of some steps.
+    """Add a number to the losses of some steps.
 
     Args:
-        first: The first of these steps.
-        last: The last.
-        value: The number.
-        rank: The rank whose losses they are.
+        first: First of these steps.
+        last: Last of these steps.
+        value: Number to add.
+        rank: Rank whose losses are changed.
     """
 
     def __init__(self, first: int, last: int, value: float = math.nan, rank: int = 0) -> None:
@@ -43,7 +43,7 @@ class NotFinite(Callback):
 
 
 def poison(**options) -> list[str]:
-    """Arguments that add the callback."""
+    """Return arguments that add the callback."""
     options = [f"--trainer.callbacks.{name}={value}" for name, value in options.items()]
     return ["--trainer.callbacks+=tests.faults.test_not_finite.NotFinite", *options]
 
@@ -59,7 +59,7 @@ def is_finite(checkpoint: dict) -> bool:
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf"])
-def test_a_few_steps_are_skipped_counted_and_told(shards, tmp_path, capsys, value):
+def test_few_nonfinite_steps_are_skipped_counted_and_reported(shards, tmp_path, capsys, value):
     skipped = poison(first=3, last=3 + MAX_SKIPPED - 1, value=value)
     run("fit", *small(shards, tmp_path), *ARGUMENTS, *skipped)
     assert (
@@ -71,7 +71,7 @@ def test_a_few_steps_are_skipped_counted_and_told(shards, tmp_path, capsys, valu
 
 
 class Watch(Callback):
-    """Keeps the weights and moments of the start of every step."""
+    """Record the weights and optimizer moments at the start of every step."""
 
     seen: ClassVar[dict[int, list[torch.Tensor]]] = {}
 
@@ -80,7 +80,7 @@ class Watch(Callback):
         self.seen[trainer.global_step] = [value.detach().clone() for value in (*pl_module.parameters(), *moments)]
 
 
-def test_a_skipped_step_changes_nothing(shards, tmp_path):
+def test_skipped_step_preserves_weights_and_optimizer_state(shards, tmp_path):
     watching = ["--trainer.callbacks+=tests.faults.test_not_finite.Watch"]
     run("fit", *small(shards, tmp_path), *ARGUMENTS, *poison(first=4, last=4), *watching)
     assert all(torch.equal(*pair) for pair in zip(Watch.seen[4], Watch.seen[5], strict=True))
@@ -88,7 +88,7 @@ def test_a_skipped_step_changes_nothing(shards, tmp_path):
 
 
 @pytest.mark.parametrize("extra", [[], ["--trainer.accumulate_grad_batches=2"]], ids=["", "accumulated"])
-def test_many_end_the_run_and_the_last_good_checkpoint_is_named(shards, tmp_path, capsys, extra):
+def test_many_nonfinite_steps_end_run_and_last_finite_checkpoint_is_named(shards, tmp_path, capsys, extra):
     with pytest.raises(SystemExit) as exit_info:
         run("fit", *small(shards, tmp_path), *ARGUMENTS, *extra, *poison(first=3, last=99))
     assert exit_info.value.code == 2
@@ -98,7 +98,7 @@ def test_many_end_the_run_and_the_last_good_checkpoint_is_named(shards, tmp_path
     assert last(tmp_path)["global_step"] == 3 and is_finite(last(tmp_path))
 
 
-def test_an_absurd_learning_rate_ends_the_run(shards, tmp_path, capsys):
+def test_too_large_learning_rate_ends_run(shards, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("fit", *small(shards, tmp_path), *ARGUMENTS, "--model.lr=1e6", "--model.warmup_steps=0")
     assert "The last finite checkpoint: " in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_an_absurd_learning_rate_ends_the_run(shards, tmp_path, capsys):
 
 
 class InfiniteWeight(Callback):
-    """Makes a weight infinite after three steps."""
+    """Set a weight to infinity after three steps."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3:
@@ -122,7 +122,7 @@ def test_infinite_weights_are_not_saved(shards, tmp_path, capsys):
     assert last(tmp_path)["global_step"] == 2 and is_finite(last(tmp_path))
 
 
-def test_the_count_survives_a_resume(shards, tmp_path, capsys):
+def test_skipped_step_count_is_preserved_on_resume(shards, tmp_path, capsys):
     skipping = poison(first=2, last=99)
     run("fit", *small(shards, tmp_path), *skipping, *record(tmp_path / "a", signum=int(signal.SIGTERM), at=4))
     assert last(tmp_path)["skipped_steps"] == [3, 3]
@@ -132,7 +132,7 @@ def test_the_count_survives_a_resume(shards, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_all_ranks_decide_alike(shards, tmp_path):
+def test_all_ranks_skip_the_same_steps(shards, tmp_path):
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2"]
     some = spawn("fit", *small(shards, tmp_path / "some"), *ARGUMENTS, *two, *poison(first=3, last=5, rank=1))
     assert some.returncode == 0, some.stderr
@@ -143,7 +143,7 @@ def test_all_ranks_decide_alike(shards, tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "counted"), [(2.0, 0), (1.0, 1)])
-def test_steps_that_a_gradient_scaler_skips_do_not_count(shards, tmp_path, scale, counted):
+def test_steps_skipped_by_gradient_scaler_are_not_counted(shards, tmp_path, scale, counted):
     class Scaler:
         def get_scale(self) -> float:
             return scale

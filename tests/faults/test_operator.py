@@ -1,4 +1,4 @@
-"""Whatever is wrong with one argument of the operator, the answer is one sentence that names it."""
+"""Error messages of the operator for one invalid argument, which must name an argument."""
 
 import random
 
@@ -14,7 +14,7 @@ WRONG_VALUES = (-1, 3, 2.5, "x", [1], {}, torch.tensor([1, 2]))
 
 
 def good_arguments() -> dict:
-    """Make arguments that fit, the weights in lists."""
+    """Return valid arguments, with compose weights as lists."""
 
     def composition() -> list:
         sides = [[torch.randn(B, n, R, H), torch.randn(B, n, R, H), torch.randn(B, n, H)] for n in (T, S)]
@@ -25,7 +25,7 @@ def good_arguments() -> dict:
 
 
 def damage(x: Tensor, dice: random.Random) -> object:
-    """Return a tensor of another shape, dtype or device, or no tensor."""
+    """Return a tensor of a different shape, dtype or device, or an object that is not a tensor."""
     axis = dice.randrange(x.dim())
     larger = [size + (i == axis) for i, size in enumerate(x.shape)]
     return dice.choice(
@@ -53,7 +53,7 @@ def call(arguments: dict, impl: str) -> Tensor:
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "compiled", "cpu"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "pre", "post"])
-def test_a_damaged_tensor_is_named(name, impl):
+def test_error_names_invalid_tensor(name, impl):
     dice = random.Random(f"{name} {impl}")
     for _ in range(60):
         arguments = good_arguments()
@@ -64,13 +64,13 @@ def test_a_damaged_tensor_is_named(name, impl):
             holder, place = arguments, name
         holder[place] = damage(holder[place], dice)
         if name == "attn_mask" and isinstance(holder[place], Tensor) and holder[place].dtype.is_floating_point:
-            continue  # masks broadcast: another shape may fit
+            continue  # masks broadcast, so another shape can be valid
         with pytest.raises((ValueError, TypeError), match=rf"\b({name}|q|pre|attn_mask)\b"):
             call(arguments, impl)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_wrong_option_is_named(option):
+def test_error_names_invalid_option(option):
     for value in WRONG_VALUES:
         if option == "scale" and isinstance(value, int | float) or option == "window_size" and value is WRONG_VALUES[1]:
             continue

@@ -1,4 +1,4 @@
-"""Outputs and settings of commands that would be lost or ignored without a word."""
+"""Outputs and settings of commands that could be lost or ignored silently."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
     return arguments, f"--checkpoint={root}/t/version_0"
 
 
-def test_predictions_are_written_through_links(trained, tmp_path, capsys):
+def test_predictions_are_written_through_symlink(trained, tmp_path, capsys):
     arguments, checkpoint = trained
     target, link = tmp_path / "target.csv", tmp_path / "link.csv"
     target.write_text("old")
@@ -28,7 +28,7 @@ def test_predictions_are_written_through_links(trained, tmp_path, capsys):
     assert link.is_symlink() and target.read_text().startswith("name,class")
 
 
-def test_outputs_are_checked_before_the_work(trained, tmp_path, capsys):
+def test_predict_rejects_invalid_output_path(trained, tmp_path, capsys):
     arguments, checkpoint = trained
     (tmp_path / "file").touch()
     (tmp_path / "device").symlink_to("/dev/null")
@@ -41,12 +41,12 @@ def test_outputs_are_checked_before_the_work(trained, tmp_path, capsys):
     ("command", "option"),
     [("validate", "limit_val_batches"), ("test", "limit_test_batches"), ("predict", "limit_predict_batches")],
 )
-def test_an_evaluation_of_nothing_is_refused(trained, capsys, command, option):
+def test_evaluation_without_batches_is_rejected(trained, capsys, command, option):
     arguments, checkpoint = trained
     assert f"trainer.{option}=0" in mistake(capsys, run, command, *arguments, checkpoint, f"--trainer.{option}=0")
 
 
-def test_initial_weights_are_of_fit_alone(trained, capsys):
+def test_validate_rejects_init(trained, capsys):
     arguments, checkpoint = trained
     assert "init=other" in mistake(capsys, run, "validate", *arguments, checkpoint, "--init=other")
 
@@ -58,12 +58,12 @@ def test_initial_weights_are_of_fit_alone(trained, capsys):
         ("--trainer.default_root_dir=s3://bucket/runs", "trainer.default_root_dir=s3://bucket/runs"),
     ],
 )
-def test_settings_that_lightning_would_take_otherwise(trained, capsys, option, message):
+def test_settings_that_lightning_would_misinterpret_are_rejected(trained, capsys, option, message):
     assert message in mistake(capsys, run, "fit", *trained[0], option)
 
 
 @pytest.mark.parametrize("first", [[], ["--trainer.callbacks=EMAWeightAveraging"]], ids=["plain", "averaged"])
-def test_weight_averaging_cannot_begin_or_end_at_a_resume(corpus, tmp_path, capsys, first):
+def test_resume_rejects_added_or_removed_weight_averaging(corpus, tmp_path, capsys, first):
     second = [] if first else ["--trainer.callbacks=EMAWeightAveraging"]
     run_dclm("fit", *small_lm(corpus, tmp_path), *first, "--trainer.max_steps=2")
     resume = [f"--resume={tmp_path}/t/version_0", "--trainer.max_steps=4"]
@@ -72,7 +72,7 @@ def test_weight_averaging_cannot_begin_or_end_at_a_resume(corpus, tmp_path, caps
     run_dclm("fit", *small_lm(corpus, tmp_path), *first, *resume)
 
 
-def test_comparisons_alone_are_written_where_they_are_asked_for(trained_lm, tmp_path, capsys, monkeypatch):
+def test_comparison_is_written_only_to_given_folder(trained_lm, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a text of some words")
     run_dclm("evaluate", f"--checkpoint={trained_lm}", "--texts=a.txt", "--out=first")
@@ -86,7 +86,7 @@ def test_comparisons_alone_are_written_where_they_are_asked_for(trained_lm, tmp_
 @pytest.mark.parametrize(
     "variables", [{"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": "2"}], ids=str
 )
-def test_variables_of_launchers(trained_lm, tmp_path, capsys, monkeypatch, variables):
+def test_incomplete_or_invalid_launcher_variables_are_rejected(trained_lm, tmp_path, capsys, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     error = mistake(
@@ -97,7 +97,7 @@ def test_variables_of_launchers(trained_lm, tmp_path, capsys, monkeypatch, varia
         assert "RANK='x'" in mistake(capsys, run_dclm, "fit")
 
 
-def test_tokenizers_that_cannot_be_read(trained_lm, tmp_path, capsys):
+def test_unreadable_tokenizer_and_binary_text_are_rejected(trained_lm, tmp_path, capsys):
     for content in (b"", b"\xb2\x00"):
         (tmp_path / "tokenizer.json").write_bytes(content)
         given = [f"--checkpoint={trained_lm}", "--prompt=a", f"--tokenizer={tmp_path}/tokenizer.json"]
@@ -107,5 +107,5 @@ def test_tokenizers_that_cannot_be_read(trained_lm, tmp_path, capsys):
     assert "1 of 1 files are not UTF-8" in error
 
 
-def test_an_experiment_is_no_configuration(capsys):
+def test_experiment_is_rejected_as_config(capsys):
     assert "config=experiments/digits is an experiment" in mistake(capsys, run, "fit", "--config", "experiments/digits")

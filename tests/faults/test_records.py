@@ -1,4 +1,4 @@
-"""What runs and evaluations have written, changed by hand."""
+"""Files of runs and evaluations that were damaged or edited."""
 
 import json
 
@@ -23,7 +23,7 @@ CONTENT = {
 }
 
 
-def test_whole_results_are_read(tmp_path):
+def test_valid_results_are_read(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps(CONTENT))
     assert read_results(path).measures[0].value == 1.0
@@ -41,7 +41,7 @@ def test_whole_results_are_read(tmp_path):
         *({"identity": []}, {"identity": None}, {"environment": {}}, {"model": None}),
     ],
 )
-def test_changed_results_are_refused(tmp_path, change):
+def test_malformed_results_are_rejected(tmp_path, change):
     path = tmp_path / "m.json"
     path.write_text(json.dumps(CONTENT | change))
     with pytest.raises(UserError, match="m.json is not a result of `evaluate`"):
@@ -49,7 +49,7 @@ def test_changed_results_are_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize("line", ['{"a": 1}', "5", '["a", 1, 2]', '[["a"], [1]]', '["a", null]', "\udcff"])
-def test_a_damaged_line_of_a_journal_ends_it(tmp_path, line):
+def test_answer_cache_is_read_up_to_damaged_line(tmp_path, line):
     lines = ['{"model": 1}', '["first", [1, 2]]', line, '["last", "text"]']
     (tmp_path / "m.partial-0.jsonl").write_text("\n".join(lines) + "\n", errors="surrogateescape")
     journal = AnswerCache(tmp_path, "m", {"model": 1}, Ranks(0, 1, 0))
@@ -58,7 +58,7 @@ def test_a_damaged_line_of_a_journal_ends_it(tmp_path, line):
 
 
 @pytest.mark.parametrize("content", ["5", "{", "[5]", '{"a": 1}'])
-def test_a_damaged_record_of_environments_begins_anew(tmp_path, content):
+def test_damaged_environment_record_is_replaced(tmp_path, content):
     path = tmp_path / "environment.json"
     path.write_text(content)
     add_environment(path, {"device": "cpu"})
@@ -66,7 +66,7 @@ def test_a_damaged_record_of_environments_begins_anew(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"WandbLogger": 5}'])
-def test_damaged_ids_of_loggers_are_told(tmp_path, content):
+def test_damaged_logger_ids_raise_error(tmp_path, content):
     path = tmp_path / "loggers.json"
     path.write_text(content)
     with pytest.raises(UserError, match="loggers.json is damaged"):
@@ -76,7 +76,7 @@ def test_damaged_ids_of_loggers_are_told(tmp_path, content):
 @pytest.mark.parametrize(
     "rows", ["loss\n1\n", "loss,step\n1,x\n", "loss,step\n1,1.5\n", "loss,step\n1,1,7\n", "a,step\n\udcff,1\n"]
 )
-def test_damaged_curves_are_told_and_kept(tmp_path, rows):
+def test_damaged_metrics_file_raises_error_and_is_preserved(tmp_path, rows):
     path = tmp_path / "metrics.csv"
     path.write_text(rows, errors="surrogateescape")
     before = path.read_bytes()
@@ -94,7 +94,7 @@ def test_damaged_curves_are_told_and_kept(tmp_path, rows):
         ("data: []\n", "data must be a mapping of settings"),
     ],
 )
-def test_settings_that_a_parser_would_drop(tmp_path, text, message):
+def test_duplicate_keys_and_non_mapping_sections_raise_error(tmp_path, text, message):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):

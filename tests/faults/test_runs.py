@@ -1,4 +1,4 @@
-"""Folders of runs, their locks, what a resume may change, and damaged checkpoints."""
+"""Run folders and their locks, settings changed on resume, and damaged checkpoints."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ def stop_at(file: Path, at: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_runs_that_start_together_get_folders_of_their_own(shards, tmp_path):
+def test_concurrent_runs_get_separate_folders(shards, tmp_path):
     command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--trainer.max_epochs=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) for _ in range(3)]
@@ -45,11 +45,11 @@ def test_runs_that_start_together_get_folders_of_their_own(shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_held_by_one_process_and_a_dead_one_holds_nothing(shards, tmp_path, capsys):
+def test_run_is_locked_by_one_process_until_it_ends_or_dies(shards, tmp_path, capsys):
     arguments = small(shards, tmp_path)
     run("fit", *arguments, *stop_at(tmp_path / "a", 3))
     folder = tmp_path / "t/version_0"
-    assert (folder / LOCK).exists()  # as a killed process leaves it
+    assert (folder / LOCK).exists()  # the lock file remains, as after a kill
     holding = (
         "import sys, time; from pathlib import Path; from dctrain.run_dir import locked_run\n"
         "with locked_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -70,12 +70,12 @@ def test_a_run_is_held_by_one_process_and_a_dead_one_holds_nothing(shards, tmp_p
     "wrong",
     ["--model.lr=-1", "--data.num_classes=3", "--model.model=nothing", "--data.train=folder:nowhere"],
 )
-def test_a_refused_run_leaves_no_folder(shards, tmp_path, capsys, wrong):
+def test_rejected_run_leaves_no_folder(shards, tmp_path, capsys, wrong):
     mistake(capsys, run, "fit", *small(shards, tmp_path / "root"), wrong)
     assert not list((tmp_path / "root").rglob("*"))
 
 
-def test_a_claim_that_fails_leaves_older_runs_alone(tmp_path):
+def test_failed_new_run_is_removed_and_older_runs_are_preserved(tmp_path):
     (tmp_path / "t/version_7").mkdir(parents=True)
     with pytest.raises(UserError), new_run(tmp_path / "t") as folder:
         assert folder.name == "version_8" and not FileLock(folder / LOCK).is_locked
@@ -83,7 +83,7 @@ def test_a_claim_that_fails_leaves_older_runs_alone(tmp_path):
     assert [path.name for path in (tmp_path / "t").iterdir()] == ["version_7"]
 
 
-def test_settings_that_may_change_on_a_resume_hold_and_are_recorded(shards, tmp_path, capsys):
+def test_changed_settings_apply_and_are_recorded_on_resume(shards, tmp_path, capsys):
     arguments = [*small(shards, tmp_path), "--model.mixup_alpha=0", "--model.warmup_steps=0"]
     run("fit", *arguments, *stop_at(tmp_path / "a", 9))
     folder = tmp_path / "t/version_0"
@@ -108,7 +108,7 @@ def test_settings_that_may_change_on_a_resume_hold_and_are_recorded(shards, tmp_
         ("--data.train=digits", "was trained with num_samples=40, this run has 1437"),
     ],
 )
-def test_settings_that_may_not_change_are_refused(shards, tmp_path, capsys, wrong, message):
+def test_resume_rejects_settings_that_cannot_change(shards, tmp_path, capsys, wrong, message):
     run("fit", *small(shards, tmp_path), *stop_at(tmp_path / "a", 3))
     before = {path: path.read_bytes() for path in (tmp_path / "t").rglob("*.ckpt")}
     error = mistake(capsys, run, "fit", *small(shards, tmp_path), wrong, f"--resume={tmp_path}/t/version_0")
@@ -117,7 +117,7 @@ def test_settings_that_may_not_change_are_refused(shards, tmp_path, capsys, wron
 
 
 @pytest.mark.slow
-def test_a_resume_from_the_best_leaves_one_last_and_one_best(shards, tmp_path):
+def test_resume_from_best_leaves_one_last_and_one_best_checkpoint(shards, tmp_path):
     arguments = small(shards, tmp_path)
     run("fit", *arguments, "--trainer.max_epochs=2")
     (best,) = (tmp_path / "t/version_0/checkpoints").glob("best-*")
@@ -159,14 +159,14 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The checkpoint of a stopped run on the digits."""
+    """Checkpoint of a short run on the digits."""
     root = tmp_path_factory.mktemp("stopped")
     run("fit", *small("unused", root), "--data.train=digits", "--data.val=digits", "--trainer.max_steps=3")
     return newest_checkpoint(root)
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_checkpoints_are_refused(stopped, tmp_path, capsys, how):
+def test_damaged_checkpoint_is_rejected(stopped, tmp_path, capsys, how):
     path = tmp_path / "damaged.ckpt"
     path.write_bytes(stopped.read_bytes())
     damage(path, how)
@@ -177,7 +177,7 @@ def test_damaged_checkpoints_are_refused(stopped, tmp_path, capsys, how):
         assert not (tmp_path / "out").exists()
 
 
-def test_an_export_without_a_tensor_is_refused(stopped, tmp_path, capsys):
+def test_export_with_missing_tensor_is_rejected(stopped, tmp_path, capsys):
     content = torch.load(stopped, weights_only=True)
     del content["state_dict"]["model.head.weight"]
     torch.save(content, tmp_path / "a.ckpt")
@@ -201,8 +201,8 @@ TWO_SHARDS = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_s
         for strategy in ([], TWO_SHARDS)
     ],
 )
-def test_killed_at_a_random_moment(shards, tmp_path, seed, strategy):
-    """Wherever a kill falls, every checkpoint that is left loads, and the run goes on to the same end."""
+def test_killed_run_resumes_and_matches_uninterrupted_run(shards, tmp_path, seed, strategy):
+    """After a kill at any time, all remaining checkpoints load, and the resumed run ends with the same weights."""
     arguments = [*small(shards, tmp_path), *strategy]
     command = [sys.executable, "-m", "dcvision", "fit", *arguments, "--checkpoint_every_n_steps=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -228,7 +228,7 @@ def test_killed_at_a_random_moment(shards, tmp_path, seed, strategy):
     assert all(torch.equal(value, ends[1]["state_dict"][name]) for name, value in ends[0]["state_dict"].items())
 
 
-def test_environments_and_events_of_a_resumed_run_lie_in_one_folder(shards, tmp_path):
+def test_resumed_run_keeps_environments_and_events_in_one_folder(shards, tmp_path):
     run("fit", *small(shards, tmp_path), *stop_at(tmp_path / "a", 3))
     run("fit", *small(shards, tmp_path), f"--resume={tmp_path}/t/version_0")
     folder = tmp_path / "t/version_0"
@@ -236,7 +236,7 @@ def test_environments_and_events_of_a_resumed_run_lie_in_one_folder(shards, tmp_
     assert len(EventAccumulator(str(folder)).Reload().Scalars("train/loss")) == 30
 
 
-def test_what_a_kill_left_half_written_goes_with_the_next_of_its_kind(shards, tmp_path):
+def test_partial_checkpoints_of_killed_run_are_removed_on_resume(shards, tmp_path):
     run("fit", *small(shards, tmp_path), *stop_at(tmp_path / "a", 3))
     (last,) = tmp_path.glob("t/version_0/checkpoints/last-*.ckpt")
     folder = last.parent
@@ -249,8 +249,8 @@ def test_what_a_kill_left_half_written_goes_with_the_next_of_its_kind(shards, tm
 
 
 @pytest.mark.slow
-def test_checkpoints_of_others_are_left_alone(shards, tmp_path):
-    """A run without a logger has a folder of its own; a user's copies in a run stay."""
+def test_checkpoints_of_other_runs_and_of_users_are_preserved(shards, tmp_path):
+    """A run without a logger has a separate folder. Copies that a user adds to a run are kept."""
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=1")
     before = {path.name for path in (tmp_path / "t/version_0/checkpoints").iterdir()}
     run("fit", *small(shards, tmp_path), "--trainer.logger=false", "--trainer.max_steps=3")
@@ -270,10 +270,10 @@ def test_checkpoints_of_others_are_left_alone(shards, tmp_path):
     assert not (folder / "last-step=10.ckpt").exists()
 
 
-def test_predictions_need_neither_labels_nor_all_names(shards, tmp_path):
+def test_predict_works_without_known_labels_and_with_missing_class_names(shards, tmp_path):
     train = folders(tmp_path / "train", ["ant", "bee", "cat"])
     arguments = [*small("unused", tmp_path), f"--data.train=folder:{train}", f"--data.val=folder:{train}"]
-    run("fit", *arguments, "--trainer.max_steps=3")  # ten classes, of which three have names
+    run("fit", *arguments, "--trainer.max_steps=3")  # 10 classes, 3 of them with names
     path = find_checkpoint(str(tmp_path / "t/version_0"))
     content = torch.load(path, weights_only=True)
     content["state_dict"]["model.head.bias"][9] = 100
@@ -291,12 +291,12 @@ def test_predictions_need_neither_labels_nor_all_names(shards, tmp_path):
         (["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=foo"], "foo"),
     ],
 )
-def test_what_lightning_says_of_its_arguments_is_one_line(shards, tmp_path, capsys, wrong, message):
+def test_lightning_errors_about_arguments_are_one_line(shards, tmp_path, capsys, wrong, message):
     assert message in mistake(capsys, run, "fit", *small(shards, tmp_path), *wrong)
 
 
 @pytest.mark.long
-def test_fsdp2_goes_on(shards, tmp_path):
+def test_fsdp2_run_resumes_and_finishes(shards, tmp_path):
     arguments = ["fit", *small(shards, tmp_path), *TWO_SHARDS, "--checkpoint_every_n_steps=5"]
     stopped = spawn(*arguments, "--trainer.max_steps=10")
     assert stopped.returncode == 0, stopped.stderr

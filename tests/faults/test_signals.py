@@ -1,4 +1,4 @@
-"""SIGTERM in every phase of a run: it ends soon, with status 0, and the resumed run ends as one never stopped."""
+"""SIGTERM in every phase of a run: the run ends soon, and the resumed run matches an uninterrupted run."""
 
 import csv
 import os
@@ -21,11 +21,11 @@ from tests.dcvision.commands import run, small, spawn
 
 
 class Tell(Callback):
-    """Sends this process SIGTERM in the middle of something.
+    """Send SIGTERM to this process in a phase of the run.
 
     Args:
         phase: "sanity check", "start", "validation", "step" or "saving".
-        step: Not before this many steps.
+        step: Minimum number of steps before the signal.
     """
 
     def __init__(self, phase: str, step: int = 0) -> None:
@@ -73,7 +73,7 @@ MORE_STOPS += [("saving", 6, ["--checkpoint_every_n_steps=3", *BY_EPOCHS])]
 @pytest.mark.parametrize(
     ("phase", "step", "extra"), [*STOPS, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in MORE_STOPS)]
 )
-def test_stopped_and_resumed_validates_as_uninterrupted(shards, tmp_path, capsys, phase, step, extra):
+def test_stopped_and_resumed_run_matches_uninterrupted_run(shards, tmp_path, capsys, phase, step, extra):
     whole, parts = (small(shards, tmp_path / name) + extra for name in ("whole", "parts"))
     run("fit", *whole, *record(tmp_path / "whole"))
     run("fit", *parts, *told(phase, step), *record(tmp_path / "parts"))
@@ -82,7 +82,7 @@ def test_stopped_and_resumed_validates_as_uninterrupted(shards, tmp_path, capsys
 
 
 class Crash(Callback):
-    """Ends the run, with nothing saved any more, in the validation behind step 8."""
+    """End the run in the validation after step 8, without saving."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
         if trainer.global_step == 8:
@@ -90,7 +90,7 @@ class Crash(Callback):
 
 
 @pytest.mark.slow
-def test_killed_in_a_validation_takes_it_again(shards, tmp_path):
+def test_validation_is_repeated_after_crash_in_validation(shards, tmp_path):
     whole, parts = (
         [*small(shards, tmp_path / name), *IN_STEPS, "--checkpoint_every_n_steps=4"] for name in ("whole", "parts")
     )
@@ -101,7 +101,7 @@ def test_killed_in_a_validation_takes_it_again(shards, tmp_path):
 
 
 def check_resumed(parts: list[str], tmp_path: Path) -> None:
-    """Resume the run in `parts`, and compare it with that in `whole`."""
+    """Resume the run in `parts` and compare it with the run in `whole`."""
     folder = tmp_path / "parts/t/version_0"
     run("fit", *parts, f"--resume={folder}", *record(tmp_path / "parts"))
     assert read(tmp_path / "parts") == read(tmp_path / "whole")
@@ -113,7 +113,7 @@ def check_resumed(parts: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["sanity check", "start"])
-def test_before_the_first_step_a_run_ends_at_once(shards, tmp_path, capsys, phase):
+def test_sigterm_before_first_step_ends_run_without_folder(shards, tmp_path, capsys, phase):
     run("fit", *small(shards, tmp_path), *told(phase), *record(tmp_path / "steps"))
     assert "stopped by SIGTERM; nothing has been trained yet" in capsys.readouterr().out
     assert not list(tmp_path.glob("steps*")) and not (tmp_path / "t").exists()
@@ -121,8 +121,8 @@ def test_before_the_first_step_a_run_ends_at_once(shards, tmp_path, capsys, phas
 
 @pytest.mark.long
 @pytest.mark.parametrize("wait", range(0, 30, 3))
-def test_it_ends_soon_whenever_it_is_told(shards, tmp_path, wait):
-    """Compiled, so that it is told while it prepares, compiles, trains and validates."""
+def test_sigterm_at_any_time_ends_run_within_30_seconds(shards, tmp_path, wait):
+    """The model is compiled; the signals arrive during preparation, compilation, training and validation."""
     command = [sys.executable, "-m", "dcvision", "fit", *small(shards, tmp_path), "--model.compile=true"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -135,7 +135,7 @@ def test_it_ends_soon_whenever_it_is_told(shards, tmp_path, wait):
 
 
 def _validated(root: Path) -> tuple[list[str], dict[str, str]]:
-    """The names of a run's checkpoints, and the validations in its curve, by step."""
+    """Return the names of a run's checkpoints, and its logged validation results by step."""
     (version,) = (root / "t").iterdir()
     rows = csv.DictReader((version / "metrics.csv").open())
     curve = {row["step"]: row["val/top1"] for row in rows if row.get("val/top1")}
@@ -143,8 +143,8 @@ def _validated(root: Path) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("length", [["--trainer.max_steps=8", "--trainer.max_epochs=-1"], ["--trainer.max_epochs=1"]])
-def test_run_killed_in_its_last_validation_has_it_after_a_resume(shards, tmp_path, length):
-    """The last step is a multiple of the steps between checkpoints."""
+def test_run_killed_in_last_validation_repeats_it_on_resume(shards, tmp_path, length):
+    """The last step is a multiple of the number of steps between checkpoints."""
     often = ["--trainer.val_check_interval=2", "--checkpoint_every_n_steps=2", "--trainer.logger=CSVLogger"]
     last = 8 if "max_steps" in length[0] else 10
     fit = ["fit", *small(shards, tmp_path / "killed"), *often, *length]
@@ -159,7 +159,7 @@ def test_run_killed_in_its_last_validation_has_it_after_a_resume(shards, tmp_pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on the digits."""
+    """Folder of a short run on the digits."""
     root = tmp_path_factory.mktemp("signals")
     run("fit", *digits(root), "--trainer.max_epochs=-1", "--trainer.max_steps=2")
     return root / "t/version_0"
@@ -176,7 +176,7 @@ ENDING += [f"--trainer.callbacks.signum={int(signal.SIGTERM)}"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["validate", "predict"])
-def test_an_evaluation_ended_by_sigterm_has_no_result(trained, tmp_path, command):
+def test_evaluation_ended_by_sigterm_has_no_result(trained, tmp_path, command):
     out = [f"--out={tmp_path}/p.csv"] if command == "predict" else []
     ended = spawn(command, *digits(tmp_path), f"--checkpoint={trained}", *out, *ENDING)
     assert ended.returncode == -signal.SIGTERM and "stopped by SIGTERM; there is no result" in ended.stderr
@@ -185,7 +185,7 @@ def test_an_evaluation_ended_by_sigterm_has_no_result(trained, tmp_path, command
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["validate", "predict"])
-def test_an_evaluation_ends_when_one_of_its_processes_does(trained, tmp_path, command):
+def test_evaluation_ends_when_one_of_its_processes_ends(trained, tmp_path, command):
     out = [f"--out={tmp_path}/p.csv"] if command == "predict" else []
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.callbacks.rank=1"]
     ended = spawn(command, *digits(tmp_path), f"--checkpoint={trained}", *out, *ENDING, *two)
@@ -193,8 +193,8 @@ def test_an_evaluation_ends_when_one_of_its_processes_does(trained, tmp_path, co
     assert "another process of this run has died" in ended.stderr and not list(tmp_path.glob("p*.csv"))
 
 
-def test_epochs_are_counted_after_a_kill_behind_a_validation_made_up_for(shards, tmp_path, monkeypatch):
-    """Killed when the best checkpoint of the validation that was due is saved, and the run's own is not."""
+def test_epochs_are_counted_after_kill_at_end_of_postponed_validation(shards, tmp_path, monkeypatch):
+    """The kill occurs after the best checkpoint of the postponed validation is saved, before the last checkpoint."""
     fit = ["fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=20", "--resume=latest"]
     fit.append("--trainer.logger=CSVLogger")
     run(*fit, *record(tmp_path / "steps", signum=int(signal.SIGTERM), at=9))

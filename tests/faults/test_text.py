@@ -1,4 +1,4 @@
-"""Bytes of text that tokenizers lose, and corpora made before they were counted."""
+"""Byte counts of text with lossy tokenizers, and corpora of earlier versions without document counts."""
 
 import json
 
@@ -16,7 +16,7 @@ DOCUMENTS = [f"Some   WORDS {'and   spaces   ' * i}\n\n" for i in range(60)]
 
 @pytest.fixture
 def lossy(tmp_path):
-    """A tokenizer that drops case and white space, as WordPiece ones do."""
+    """Path of a tokenizer that drops case and white space, as WordPiece tokenizers do."""
     words = ["[UNK]", "</s>", "some", "words", "and", "spaces"]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -31,7 +31,7 @@ def evaluation(folder, **options) -> TokenDataModule:
     return data
 
 
-def test_bits_per_byte_count_the_bytes_of_the_source(tmp_path, lossy):
+def test_bytes_per_token_counts_bytes_of_source_text(tmp_path, lossy):
     documents = list(dict.fromkeys(f"{i} {text}" for i, text in enumerate(DOCUMENTS)))
     manifest = prepared(
         [*write_texts(tmp_path / "in", documents)], tmp_path / "corpus", tokenizer=lossy, val_fraction=0.5
@@ -48,7 +48,7 @@ def test_bits_per_byte_count_the_bytes_of_the_source(tmp_path, lossy):
     assert some.num_val_samples == 10 and some.bytes_per_token * 40 == pytest.approx(halves[0], rel=0.3)
 
 
-def test_corpora_from_before_documents_were_counted_load(tmp_path, lossy):
+def test_corpus_without_document_counts_uses_decoded_bytes(tmp_path, lossy):
     prepared(write_texts(tmp_path / "in", DOCUMENTS[:20]), tmp_path / "corpus", tokenizer=lossy, val_fraction=0.5)
     path = tmp_path / "corpus/manifest.json"
     manifest = json.loads(path.read_text())
@@ -60,14 +60,14 @@ def test_corpora_from_before_documents_were_counted_load(tmp_path, lossy):
     assert data.bytes_per_token * seen == data.corpus.tokenizer().num_bytes(data.val_samples.row[1 : seen + 1])
 
 
-def test_counts_of_documents_are_verified(tmp_path, lossy, capsys):
+def test_verify_rejects_changed_document_counts(tmp_path, lossy, capsys):
     prepared(write_texts(tmp_path / "in", DOCUMENTS[:20]), tmp_path / "corpus", tokenizer=lossy, val_fraction=0.5)
     run("verify", f"--tokens={tmp_path}/corpus")
     (tmp_path / "corpus/val-0000-documents.npy").write_bytes(b"damaged")
     assert "val-0000-documents.npy has changed" in mistake(capsys, run, "verify", f"--tokens={tmp_path}/corpus")
 
 
-def test_a_plan_that_nothing_came_of_may_be_mended(tmp_path, capsys):
+def test_preparation_without_output_can_be_repeated_with_other_settings(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n' * 3)
     asked = ["tokens", f"--inputs={tmp_path}/a.jsonl", f"--out={tmp_path}/corpus"]
     assert "no text with key 'text'" in mistake(capsys, run, *asked)
@@ -77,7 +77,7 @@ def test_a_plan_that_nothing_came_of_may_be_mended(tmp_path, capsys):
     assert "train-0000.bin is missing; remove " in mistake(capsys, run, *asked, "--text_key=body")
 
 
-def test_a_corpus_too_small_to_validate_says_so_at_once(tmp_path, capsys):
+def test_fit_rejects_corpus_without_validation_tokens(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text " * 30)
     run("tokens", f"--inputs={tmp_path}/a.txt", f"--out={tmp_path}/corpus", "--val_fraction=0")
     assert "warning: there are no validation tokens" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`dcvision explain`: ablations and diversity of classifiers."""
+"""`dcvision explain`: ablation, diversity, attribution, mixing, breakdown, circuits and reports of classifiers."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ from ..commands import run
 
 
 def made(folder, name: str = "dcvit_digits_patch2_8", scale: float = 3.0, **options):
-    """A random classifier of digits in a folder."""
+    """Save a random classifier of digits to a folder and return it."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, **options).eval()
     torch.nn.init.normal_(model.get_classifier().weight)
@@ -47,7 +47,7 @@ def losses(path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_without_a_part_is_with_weights_of_zero(here):
+def test_disabled_branch_equals_branch_with_zero_weights(here):
     model = made(here / "model", depth=2)
     asked = ["--images=digits", "--limit=64"]
     run("explain", "ablate", "--checkpoint=model", *asked, "--off", "branches", "heads", "--out=out")
@@ -65,7 +65,7 @@ def test_without_a_part_is_with_weights_of_zero(here):
     assert found["post query gate"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_diversity_of_any_vision_transformer(here, capsys):
+def test_diversity_supports_vision_transformers_and_rejects_convnets(here, capsys):
     made(here / "composed", depth=2), made(here / "plain", "test_vit")
     run("explain", "diversity", "--checkpoint", "composed", "plain", "--out=out")
     with open("out/diversity.csv") as file:
@@ -78,7 +78,7 @@ def test_diversity_of_any_vision_transformer(here, capsys):
 
 
 @pytest.mark.slow
-def test_a_class_is_credited_to_patches(here, capsys):
+def test_patch_attributions_sum_to_change_of_log_probability(here, capsys):
     model = made(here / "model", scale=1.0, depth=2)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save("image.png")
@@ -102,8 +102,8 @@ def test_a_class_is_credited_to_patches(here, capsys):
         assert message in mistake(capsys, run, *asked[: 3 if "image" in arguments[0] else 4], *arguments)
 
 
-def test_credits_of_many_images(here, capsys):
-    """What is lost without a layer's head alone is what `ablate` says of the loss."""
+def test_attribution_over_images_matches_ablation(here, capsys):
+    """The decrease without a single head equals the increase of the loss reported by `ablate`."""
     made(here / "model", scale=1.0, depth=2)
     pixels = torch.randint(256, (10, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     for number, image in enumerate(pixels):
@@ -123,7 +123,7 @@ def test_credits_of_many_images(here, capsys):
         top1 = [row for row in csv.DictReader(file) if row["metric"] == "top1"]
     whole, *others = (float(row["value"]) for row in top1)
     assert not top1[0]["stderr"] and len(others) == 8
-    for value, row in zip(others, top1[1:], strict=True):  # of ten images each
+    for value, row in zip(others, top1[1:], strict=True):  # each value is the mean over ten images
         expected = ((value * (1 - value) + whole * (1 - whole)) / 10) ** 0.5
         assert float(row["stderr"]) == pytest.approx(expected)
     for row in rows:
@@ -137,7 +137,7 @@ def test_credits_of_many_images(here, capsys):
         assert message in mistake(capsys, run, *asked[:3], *arguments)
 
 
-def test_compositions_over_images(here, capsys):
+def test_mixing_over_images_matches_direct_measurement(here, capsys):
     model = made(here / "model", depth=2)
     run("explain", "mixing", "--checkpoint=model", "--images=digits", "--limit=5", "--batch_size=2", "--out=out")
     assert "compositions over 5 images of digits" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_compositions_over_images(here, capsys):
     assert (here / "out/mixing.png").stat().st_size > 10_000
 
 
-def test_a_pair_of_patches_is_broken_down(here, capsys):
+def test_breakdown_of_patch_pair_matches_recorded_weights(here, capsys):
     model = made(here / "model", depth=2)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save("image.png")
@@ -172,10 +172,10 @@ def test_a_pair_of_patches_is_broken_down(here, capsys):
         assert message in mistake(capsys, run, *asked, *arguments)
 
 
-def test_a_head_that_writes_the_class_is_found(here, capsys):
+def test_circuits_find_head_that_writes_class(here, capsys):
     model = made(here / "plain", depth=2)
     images = list(readable_images(load_classifier("plain"), "digits", 40))
-    with torch.no_grad():  # head 1 of the last layer writes the classifier's own reading of the pixels
+    with torch.no_grad():  # head 1 of the last layer writes a label prediction in the basis of the classifier
         tokens = {}
         hook = model.blocks[1].attn.register_forward_pre_hook(lambda _, args: tokens.update(x=args[0].mean(1)))
         model(torch.stack([image for _, image in images]))
@@ -195,7 +195,7 @@ def test_a_head_that_writes_the_class_is_found(here, capsys):
 
 
 @pytest.mark.slow
-def test_a_page_of_an_image(here):
+def test_report_has_expected_figures_and_no_external_links(here):
     made(here / "model", scale=1.0, depth=2), made(here / "plain", "test_vit", scale=1.0)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save("image.png")
@@ -210,7 +210,7 @@ def test_a_page_of_an_image(here):
 
 @pytest.mark.slow
 @needs_browser
-def test_patches_are_colored(here):
+def test_report_shows_composed_weights_of_selected_query(here):
     model = made(here / "model", scale=1.0, depth=2)
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save("image.png")
@@ -225,8 +225,8 @@ def test_patches_are_colored(here):
     )
 
 
-def test_layer_scale_and_windows_are_taken_into_account(here):
-    """A block's scale of 0 in all channels but one leaves what the classifier reads there."""
+def test_circuits_support_layer_scale_and_windowed_attention(here):
+    """If a layer scale is nonzero in only one channel, the classifier weights of that channel rank the classes."""
     torch.manual_seed(0)
     model = timm.create_model("test_vit", num_classes=10, init_values=1.0)
     torch.nn.init.normal_(model.head.weight)
@@ -249,7 +249,7 @@ def test_layer_scale_and_windows_are_taken_into_account(here):
     assert order in (reads.argsort().tolist(), reads.argsort(descending=True).tolist())
 
 
-def test_images_of_other_classes_are_refused(here, capsys):
+def test_images_with_out_of_range_classes_are_rejected(here, capsys):
     made(here / "model", depth=1)
     for number in range(11):
         (here / f"images/c{number:02}").mkdir(parents=True)
@@ -258,7 +258,7 @@ def test_images_of_other_classes_are_refused(here, capsys):
     assert "folder:images has a class 10; the model has 10" in mistake(capsys, run, *asked)
 
 
-def test_a_static_composition_is_broken_down(here):
+def test_breakdown_of_static_composition_has_only_base_term(here):
     made(here / "model", depth=1, rank=0, dynamic_gate=False, static_base=True)
     Image.new("RGB", (8, 8)).save("image.png")
     run("explain", "breakdown", "--checkpoint=model", "--image=image.png")
