@@ -1,7 +1,7 @@
-"""Shared fixtures: a private cache, small image shards and folders.
+"""Shared fixtures: private cache, environment variables, threads, and small image shards.
 
-Without a GPU the fused kernels run in Triton's interpreter, which must be chosen before anything imports Triton. What
-images need is imported where it is used: the operator's tests run without.
+Without a GPU, the fused kernels run in Triton's interpreter, which must be selected before Triton is imported. Image
+libraries are imported inside functions, so that the tests of the operator run without these libraries.
 """
 
 import io
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Keep every derived file of the tests out of the user's cache; what is compiled all workers share."""
+    """Redirect the user's cache to a temporary folder; all workers share compiled files."""
     cache, base = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
     compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     compiled.mkdir(exist_ok=True)
@@ -25,14 +25,14 @@ def cache(tmp_path_factory):
     (cache / "dcmha/cpu").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        patch.setenv("OMP_NUM_THREADS", "1")  # of processes that tests start; `threads` sets those of this one
-        torch.set_num_threads(1)  # fixtures of modules are made before `threads` is
+        patch.setenv("OMP_NUM_THREADS", "1")  # for subprocesses; `threads` sets the number of this process
+        torch.set_num_threads(1)  # module fixtures run before `threads`
         yield
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Forget what a process group of this process says of its ranks: processes that a test starts would believe it."""
+    """Remove the variables of a process group in this process, because subprocesses would inherit them."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -57,7 +57,7 @@ def write_shard(path: Path, samples: list[dict]) -> Path:
 
 
 def numbered_samples(count: int, start: int = 0, num_classes: int = 10) -> list[dict]:
-    """Tiny images whose pixels tell their number."""
+    """Return tiny images whose pixel values equal their number."""
     import numpy as np
 
     return [
@@ -72,7 +72,7 @@ def numbered_samples(count: int, start: int = 0, num_classes: int = 10) -> list[
 
 @pytest.fixture
 def shards(tmp_path) -> str:
-    """Five shards of 7, 9, 8, 10 and 6 numbered samples; their brace pattern."""
+    """Brace pattern of five shards with 7, 9, 8, 10 and 6 numbered samples."""
     start = 0
     for number, count in enumerate((7, 9, 8, 10, 6)):
         write_shard(tmp_path / f"s-{number}.tar", numbered_samples(count, start))
@@ -82,7 +82,7 @@ def shards(tmp_path) -> str:
 
 @pytest.fixture(autouse=True)
 def threads():
-    """One thread: the tests are small, and results must not depend on how a sum is split."""
+    """Use one thread: the tests are small, and results must not depend on the split of a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

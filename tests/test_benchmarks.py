@@ -1,4 +1,4 @@
-"""The commands of `benchmarks/gpu.sh`: scripts that there are, with options that they have."""
+"""The commands of `benchmarks/gpu.sh` run existing scripts with supported options."""
 
 import os
 import re
@@ -14,7 +14,7 @@ PARTS = ("default", "operator", "steps", "check", "tiles", "long", "cifar10")
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict[str, list[list[str]]]:
-    """Run each part with a `python` that only writes its arguments down."""
+    """Run each part with a `python` that only logs its arguments; return the logged commands."""
     folder = tmp_path_factory.mktemp("gpu")
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {folder}/log\necho >> {folder}/log\n')
@@ -29,13 +29,13 @@ def commands(tmp_path_factory) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_the_default_measures_the_operator_and_steps(commands):
+def test_default_runs_operator_and_steps(commands):
     assert commands["default"] == commands["operator"] + commands["steps"]
     assert all(commands.values())
 
 
 @pytest.mark.slow
-def test_scripts_have_the_options(commands):
+def test_scripts_support_all_used_options(commands):
     options = {}
     for script, *arguments in (command for part in commands.values() for command in part):
         if script == "-m":

@@ -1,7 +1,7 @@
-"""Dependencies: no version with a known vulnerability is accepted, and `constraints.txt` names what was tested.
+"""Dependencies: no accepted version has a known vulnerability, and `constraints.txt` pins the tested versions.
 
-`advisories.json` lists, for each direct dependency, the versions that fixed what is published about it; reviewing it is
-part of adding or raising a dependency.
+`advisories.json` lists the published advisories of each direct dependency and the versions that fix them. Review the
+file when you add or upgrade a dependency.
 """
 
 import json
@@ -21,7 +21,7 @@ FIXED = {canonicalize_name(name): fixes for name, fixes in ADVISORIES["fixed"].i
 
 
 def direct_requirements() -> list[Requirement]:
-    """The requirements of the project and of its extras, on other projects."""
+    """Return the requirements of the project and its extras, without the project itself."""
     listed = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
     return [one for one in map(Requirement, listed) if one.name != PROJECT["name"]]
 
@@ -43,7 +43,7 @@ def test_no_accepted_version_has_a_known_vulnerability(requirement):
 
 
 @pytest.mark.parametrize("requirement", direct_requirements(), ids=str)
-def test_constraints_name_a_version_that_is_accepted(requirement):
+def test_constraints_pin_accepted_versions(requirement):
     pinned = constraints()[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(pinned)
 

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, and the site builds."""
+"""Documentation: the code runs, the links are valid, and the site builds."""
 
 import os
 import re
@@ -22,18 +22,18 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 
 def code_blocks(text: str, language: str) -> list[str]:
-    """The fenced code blocks of a language."""
+    """Return the fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
-    """The lines of the shell code blocks, without comments."""
+    """Return the lines of the shell code blocks, without comments."""
     lines = "\n".join(code_blocks(text, "bash")).splitlines()
     return [command for line in lines if (command := line.partition("  #")[0].strip())]
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub and MkDocs name them."""
+    """Return the anchors of a page, as named by GitHub and MkDocs."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -51,7 +51,7 @@ def test_python_code_of_the_readme_runs():
 
 @pytest.mark.parametrize("command", commands(README))
 def test_command_of_the_readme_runs(command):
-    """Training only prints its configuration; `make` only prints what it would do; extras of an installation exist."""
+    """Training only prints its configuration, `make` does a dry run, and the extras of `pip install` exist."""
     program, *rest = command.split()
     if program == "pip":
         extras = set(re.findall(r"\[(\w+)\]", command))
@@ -68,7 +68,7 @@ def test_command_of_the_readme_runs(command):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page):
+def test_links_refer_to_existing_files_and_headings(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in (a or b for a, b in LINK.findall(text)):
         if link.startswith(("http:", "https:")):

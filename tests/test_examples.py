@@ -1,4 +1,4 @@
-"""The scripts and notebooks under `examples/` train something."""
+"""The scripts and notebooks under `examples/` train their models."""
 
 import os
 import re
@@ -36,9 +36,9 @@ def test_language_model_learns_bytes():
 
 
 def run_notebook(name: str, monkeypatch) -> str:
-    """Execute a notebook in a new kernel; return the text that it prints."""
+    """Execute a notebook in a new kernel; return its printed text."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait by spinning slow each other down
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # spinning threads slow each other down
     notebook = nbformat.read(ROOT / f"examples/{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(ROOT / "examples")}}).execute()
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))

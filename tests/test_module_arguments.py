@@ -1,4 +1,4 @@
-"""Every public function that takes a model says what it expects if it is given something else."""
+"""Public functions with a model argument raise an error that names the expected type."""
 
 import pytest
 import timm
@@ -39,7 +39,7 @@ def test_decoder_must_be_a_decoder(call):
         call(nn.Linear(2, 2))
 
 
-def test_compiled_modules_are_modules():
+def test_compiled_modules_are_accepted():
     model = torch.compile(timm.create_model("dcvit_tiny_patch16_224"), backend="eager")
     assert len(composition_branches(model)) > 0
     plain = dclm.Decoder(dclm.decoder_config("transformer_pp_debug"))

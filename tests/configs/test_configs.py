@@ -1,4 +1,4 @@
-"""Every YAML is parsed against the real signatures, names a model that exists, and has its header of facts."""
+"""Every YAML file is accepted by the real parser, names an existing model, and has a complete header."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_config_is_accepted_by_the_command_line(path, capsys):
     assert parsed["model"]["lr"] == config["model"]["lr"]
 
 
-LARGE = ("2b8", "6b9")  # in a name: models of billions of parameters, of which one is planned in the first tier
+LARGE = ("2b8", "6b9")  # in names of models with billions of parameters; the first tier plans one of them
 PLANNED = [
     pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "dcpythia_6b9" and any(n in path.stem for n in LARGE)))
     for path in CONFIGS
@@ -45,7 +45,7 @@ PLANNED = [
 
 @pytest.mark.parametrize("path", PLANNED, ids=lambda path: name(path))
 def test_config_is_planned_at_its_world_size(path, capsys):
-    """Its mesh exists and a rank has room: on the meta device, in a process group that does not exist."""
+    """The mesh is valid and the model fits into the memory of a rank (meta device, fake process group)."""
     MAINS[PROGRAMS[path.parent.name]](["plan", "--config", str(path), "--trainer.devices=8"])
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " ")
     config = yaml.safe_load(path.read_text())
@@ -56,7 +56,7 @@ def test_config_is_planned_at_its_world_size(path, capsys):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
-def test_config_has_its_facts(path):
+def test_config_header_is_complete(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for fact in ("command:", "hardware:", "time:", "result:"):
         assert any(line.startswith(f"# {fact}") for line in header), fact
@@ -65,15 +65,15 @@ def test_config_has_its_facts(path):
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "sbatch" in p.read_text()], ids=name)
-def test_a_queued_job_has_the_nodes_of_its_config(path):
+def test_slurm_job_has_node_count_of_config(path):
     nodes = re.search(r"#SBATCH --nodes=(\d+)", (ROOT / "configs/launch/slurm.sh").read_text())
     nodes = re.search(r"sbatch --nodes (\d+)", path.read_text()) or nodes
     assert int(nodes[1]) == yaml.safe_load(path.read_text())["trainer"]["num_nodes"]
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p.parent.name == "lm"], ids=name)
-def test_what_a_language_config_documents_exists(path):
-    """Models named in comments are there, and documented overrides make a valid model."""
+def test_documented_models_and_overrides_of_language_config_are_valid(path):
+    """Models named in comments exist, and documented overrides give valid models."""
     text = path.read_text()
     config = yaml.safe_load(text)
     stems = {config.stem for config in CONFIGS}
@@ -87,8 +87,8 @@ def test_what_a_language_config_documents_exists(path):
     assert len(rows) == {"405m.yaml": 13, "dcpythia_6b9_table10.yaml": 4}.get(path.name, 0)
 
 
-def test_a_step_of_a_paper_config_has_the_papers_tokens():
-    """0.5 M tokens for the scaling curves, 2 M for the large models."""
+def test_tokens_per_step_of_paper_config_match_paper():
+    """A step has 0.5 M tokens for the scaling curves and 2 M tokens for the large models."""
     for path in (ROOT / "configs/lm").glob("*.yaml"):
         config = yaml.safe_load(path.read_text())
         if config["data"]["context_length"] != 2048:
@@ -104,7 +104,7 @@ EXPERIMENTS = sorted((ROOT / "configs/experiments").glob("*.yaml"))
 
 
 def runs_of(path: Path) -> list[tuple[str, list[str]]]:
-    """The trainer of an experiment, and the arguments of `fit` of each of its models."""
+    """Return the program and the arguments of `fit` for each model of an experiment."""
     program = re.search(r"command:  python -m (\w+) compare --experiment configs/experiments/(\S+)", path.read_text())
     assert program[2] == path.name
     experiment = read_experiment(str(path), {"val/loss": "min"})
@@ -115,8 +115,8 @@ def runs_of(path: Path) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=name)
-def test_experiments_differ_in_what_they_say(path, capsys, monkeypatch):
-    """The command line takes every run's arguments, and no two runs come to the same configuration."""
+def test_runs_of_experiment_have_distinct_configurations(path, capsys, monkeypatch):
+    """The command line accepts the arguments of every run, and all configurations are distinct."""
     monkeypatch.chdir(ROOT)
     parsed = set()
     for program, args in runs_of(path):
@@ -130,7 +130,7 @@ def test_experiments_differ_in_what_they_say(path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=name)
-def test_runs_of_experiments_are_planned(path, capsys, monkeypatch):
+def test_last_model_of_experiment_is_planned(path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     program, args = runs_of(path)[-1]
     MAINS[program](["plan", *args, "--trainer.devices=8"])

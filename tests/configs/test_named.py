@@ -1,4 +1,4 @@
-"""Configurations by name, from any folder; YAML without bound is refused before a parser copies it."""
+"""Configurations are found by name from any folder, and unbounded YAML is rejected before it is expanded."""
 
 from pathlib import Path
 
@@ -29,21 +29,21 @@ HOSTILE = {
 def test_names_are_found_from_any_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert Path(find_config(name)).read_text() == (FOLDER / "vision/digits.yaml").read_text()
-    (tmp_path / "vision/digits").mkdir(parents=True)  # a folder is no configuration
+    (tmp_path / "vision/digits").mkdir(parents=True)  # a folder is not a configuration
     assert Path(find_config("vision/digits")).parent == FOLDER / "vision"
     (tmp_path / "vision/digits").rmdir()
     (tmp_path / "vision/digits").write_text("own")
-    assert find_config("vision/digits") == "vision/digits"  # a file of the user's comes first
+    assert find_config("vision/digits") == "vision/digits"  # a file of the user takes precedence
 
 
 @pytest.mark.parametrize(
     "name", ["nothing", "{a: " + "x" * 300 + "}", "../cli.py", "vision/../../cli.py", "/etc/passwd"]
 )
-def test_other_names_are_left_as_they_are(name):
+def test_other_names_are_unchanged(name):
     assert find_config(name) == name
 
 
-def test_commands_take_names(tmp_path, monkeypatch, capsys):
+def test_commands_accept_config_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_dcvision("plan", "--config", "vision/digits")
     assert "planned for one" in capsys.readouterr().out
@@ -52,16 +52,16 @@ def test_commands_take_names(tmp_path, monkeypatch, capsys):
     assert "results.json" in mistake(capsys, run_dcvision, "compare", "--experiment=experiments/digits", "--report")
 
 
-def test_configs_are_listed(capsys):
+def test_configs_command_lists_configurations(capsys):
     dcvision.cli.main(["configs"])
     lines = capsys.readouterr().out.splitlines()
     listed = {line.split()[0] for line in lines if "/" in line.split(" ")[0]}
     assert {f"vision/{path.stem}" for path in (FOLDER / "vision").glob("*.yaml")} <= listed
-    assert "experiments/table8" in listed and "experiments/table9" not in listed  # which is of dclm
+    assert "experiments/table8" in listed and "experiments/table9" not in listed  # table9 belongs to dclm
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_yaml_without_bound_is_refused(tmp_path, capsys, name):
+def test_unbounded_yaml_is_rejected(tmp_path, capsys, name):
     (tmp_path / "x.yaml").write_text(HOSTILE[name])
     with pytest.raises(UserError, match="x.yaml"):
         check_yaml_file(tmp_path / "x.yaml")
@@ -72,5 +72,5 @@ def test_yaml_without_bound_is_refused(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_own_configurations_are_safe(path):
+def test_project_configurations_pass_yaml_check(path):
     check_yaml_file(path)

@@ -1,4 +1,4 @@
-"""Running the command line of dclm."""
+"""Helpers that run the command line of dclm."""
 
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,12 @@ SMALL = [
 
 
 def small(corpus: Path, root: Path) -> list[str]:
-    """Arguments of a tiny run on the numbered corpus: ten batches of four in an epoch."""
+    """Return the arguments of a tiny run on the numbered corpus, with ten batches of four sequences per epoch."""
     return [*SMALL, f"--data.tokens={corpus}", f"--trainer.default_root_dir={root}"]
 
 
 def run(*args: str) -> None:
-    """Run the command line here."""
+    """Run the command line in the current process."""
     main(list(args))
 
 

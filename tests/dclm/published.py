@@ -1,4 +1,4 @@
-"""The published models in float64, written plainly from their description: one position and one head at a time."""
+"""Plain float64 implementation of the published models that computes one position and one head at a time."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def random_weights(config: dict, seed: int = 0, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """Draw the tensors of a model, compose weights large enough to matter."""
+    """Draw the tensors of a model with compose weights that are large enough to affect the logits."""
     generator = torch.Generator().manual_seed(seed)
     E, H, V = config["dim"], config["n_head"], config["vocab_size"]
     F_, D, pythia = config["intermediate_size"], E // H, config["model_type"] == "dcpythia"
@@ -56,7 +56,7 @@ def local_layers(config: dict) -> list[bool]:
 
 
 def logits(config: dict, w: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
-    """Next-token logits [T, V] of one text."""
+    """Return the next-token logits [T, V] of one text."""
     pythia = config["model_type"] == "dcpythia"
     x = w["tok_embeddings.weight"][ids]
     for i, is_local in enumerate(local_layers(config)):
@@ -97,7 +97,7 @@ def mlp(config, w, name, x):
 
 
 def turn(config, vector: torch.Tensor, position: int) -> torch.Tensor:
-    """Rotary embedding of one head's vector, pair by pair."""
+    """Apply the rotary embedding to the vector of one head, pair by pair."""
     D = len(vector)
     turning = int(D * config["rotary_pct"]) if config["model_type"] == "dcpythia" else D
     out = vector.clone()
@@ -133,7 +133,7 @@ def attention(config, w, name, x, window):
 
 
 def token_matrices(config, w, name, x, c):
-    """What every position adds to the identity in slot c, as matrices [T, H, H] that act on a row of heads."""
+    """Return the matrices [T, H, H] that each position adds to the identity in slot c; they act on a row of heads."""
     H = config["n_head"]
     if config["query_wise"] and c in (1, 3):
         return torch.zeros(len(x), H, H, dtype=x.dtype)

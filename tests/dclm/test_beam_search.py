@@ -1,4 +1,4 @@
-"""Beam search: against all continuations there are, and greedy decoding."""
+"""Beam search: agreement with exhaustive search, and comparison with greedy decoding."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ def prompts(rows: int) -> torch.Tensor:
 
 
 def every_continuation(stops: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Those that end with their first stop token, or are as long as they may be."""
+    """Return all continuations that end with their first stop token or have the maximum length."""
     found = dict.fromkeys(product(range(V), repeat=LONGEST))
     cut = (
         next((tokens[: number + 1] for number, token in enumerate(tokens) if token in stops), tokens)
@@ -33,7 +33,7 @@ def every_continuation(stops: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def log_probabilities(decoder: dclm.Decoder, prompt: torch.Tensor, rows: list[tuple[int, ...]], context) -> list[float]:
-    """Of each row of tokens after the prompt; all at once, padded."""
+    """Return the log-probability of each row of tokens after the prompt, computed in one padded batch."""
     lengths = torch.tensor([len(tokens) for tokens in rows])
     ids = torch.tensor([[*prompt.tolist(), *tokens, *[0] * (LONGEST - len(tokens))] for tokens in rows])
     if context is not None:
@@ -45,7 +45,7 @@ def log_probabilities(decoder: dclm.Decoder, prompt: torch.Tensor, rows: list[tu
 
 @torch.no_grad()
 @pytest.mark.parametrize(("penalty", "stops"), [(0.0, (2,)), (1.0, (2,)), (0.7, (1, 3)), (1.0, ())])
-def test_many_beams_find_the_best_of_all(penalty, stops):
+def test_wide_beam_matches_exhaustive_search(penalty, stops):
     decoder = made(context_dim=12, cross_layers=1)
     ids, context = prompts(3), CrossContext(torch.randn(3, 7, 12, dtype=torch.float64))
     found = dclm.beam_search(decoder, ids, LONGEST, V**3, length_penalty=penalty, stop_tokens=stops, context=context)
@@ -58,7 +58,7 @@ def test_many_beams_find_the_best_of_all(penalty, stops):
 
 
 @torch.no_grad()
-def test_it_is_never_worse_than_greedy():
+def test_beam_search_is_never_worse_than_greedy_decoding():
     decoder, ids = made(), prompts(6)
 
     def scores(found):
@@ -81,7 +81,7 @@ def test_it_is_never_worse_than_greedy():
         ((LONGEST, 2), {"stop_tokens": (V,)}, "stop_tokens has 5"),
     ],
 )
-def test_mistakes_are_named(arguments, options, message):
+def test_invalid_arguments_raise_value_error(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.beam_search(made(), prompts(1), *arguments, **options)
     with pytest.raises(ValueError, match="the cache is empty"):

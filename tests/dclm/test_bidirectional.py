@@ -1,4 +1,4 @@
-"""Decoders that see both ways: what a token sees, documents, scores, and what they refuse."""
+"""Bidirectional decoders: receptive field, documents, scores, and rejection of causal functions."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ NAMES = ["transformer_debug", "dcformer_debug", "dcformer_pp_debug", "dcpythia_d
 
 
 def reach(decoder: dclm.Decoder, T: int = 12) -> torch.Tensor:
-    """Which inputs [T, T] each position's logits depend on."""
+    """Return a mask [T, T] of the inputs on which the logits of each position depend."""
     embedded = decoder.embed(ids(1, T)).detach().requires_grad_()
     decoder.embed.register_forward_hook(lambda *_: embedded)
     logits = decoder(ids(1, T))
@@ -31,7 +31,7 @@ def reach(decoder: dclm.Decoder, T: int = 12) -> torch.Tensor:
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_see_both_ways_within_their_window(name, impl):
+def test_tokens_attend_in_both_directions_within_window(name, impl):
     places = torch.arange(12)
     within = (places[:, None] - places).abs() < 4
     assert torch.equal(reach(small(name, is_causal=False, num_layers=1, windows=[4], impl=impl).float()), within)
@@ -40,7 +40,7 @@ def test_tokens_see_both_ways_within_their_window(name, impl):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_documents_are_as_alone(name):
+def test_packed_documents_match_separate_documents(name):
     decoder = small(name, is_causal=False)
     first, second = ids(1, 9), ids(1, 14, seed=2)
     document_ids = torch.tensor([[0] * 9 + [1] * 14])
@@ -48,8 +48,8 @@ def test_documents_are_as_alone(name):
     torch.testing.assert_close(together, torch.cat([decoder(first), decoder(second)], 1), rtol=1e-12, atol=1e-12)
 
 
-def test_the_plain_one_equals_torchs_encoder_layer():
-    """LayerNorm first, GELU, biases: `nn.TransformerEncoderLayer` is the independent reference."""
+def test_plain_block_matches_torch_encoder_layer():
+    """`nn.TransformerEncoderLayer` with pre-LayerNorm, GELU and biases is the independent reference."""
     decoder = small("transformer_debug", is_causal=False, num_layers=1)
     block, config = decoder.blocks[0], decoder.config
     theirs = torch.nn.TransformerEncoderLayer(
@@ -69,7 +69,7 @@ def test_the_plain_one_equals_torchs_encoder_layer():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_and_scores_are_of_masked_tokens_alone(name):
+def test_loss_and_scores_cover_masked_tokens_only(name):
     decoder = small(name, is_causal=False)
     inputs, targets = ids(3, 11), torch.full((3, 11), IGNORED)
     targets[0, 2], targets[0, 7], targets[2, 10] = 5, 6, 7
@@ -88,7 +88,7 @@ def test_loss_and_scores_are_of_masked_tokens_alone(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_texts_score_as_alone(name):
+def test_padded_texts_match_individual_scores(name):
     decoder = small(name, is_causal=False)
     texts = []
     for length in (5, 1, 9):
@@ -111,12 +111,12 @@ def test_padded_texts_score_as_alone(name):
         lambda decoder: dclm.log_likelihoods(decoder, [([1], [2])]),
     ],
 )
-def test_what_takes_a_causal_model(use):
+def test_causal_functions_reject_bidirectional_model(use):
     with pytest.raises(ValueError, match="the model is bidirectional"):
         use(small("dcformer_pp_debug", is_causal=False))
 
 
-def test_scores_ask_for_targets_and_keep_no_graph():
+def test_scores_require_targets_and_save_no_graph():
     decoder = small("dcformer_pp_debug", is_causal=False)
     with pytest.raises(ValueError, match="per_token=True requires targets"):
         decoder(ids(1, 4), per_token=True)
@@ -127,12 +127,12 @@ def test_scores_ask_for_targets_and_keep_no_graph():
 
 
 @pytest.mark.parametrize("callback", [BigramBaseline(), TextSample("a text")])
-def test_callbacks_of_causal_models_are_refused(callback):
+def test_causal_callbacks_reject_bidirectional_model(callback):
     with pytest.raises(UserError, match=f"{type(callback).__name__}: the model is bidirectional"):
         callback.setup(None, LanguageModel("transformer_debug", 258, 16, {"is_causal": False}), "fit")
 
 
-def test_a_token_that_is_not_finite_shows_in_validation():
+def test_non_finite_token_makes_validation_loss_nan():
     model = LanguageModel("transformer_debug", 61, 16)
     with torch.no_grad():
         model.model.embed.weight[3] = float("nan")
@@ -142,12 +142,12 @@ def test_a_token_that_is_not_finite_shows_in_validation():
     assert model.val_loss.compute().isnan()
 
 
-def test_swapping_keeps_the_direction():
+def test_swap_attention_preserves_bidirectional_attention():
     swapped = swap_attention(small("transformer_pp_debug", is_causal=False))
     assert swapped.config.is_composed and not swapped.config.is_causal and not swapped.blocks[0].is_causal
 
 
-def test_the_mask_has_a_row():
+def test_mask_token_has_embedding_row():
     data = TokenDataModule("stdlib", mask_fraction=0.15)
     assert data.vocab_size == ByteTokenizer.vocab_size + 1
     model = LanguageModel("transformer_debug", data.vocab_size, 16, {"is_causal": False})

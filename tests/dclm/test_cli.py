@@ -1,4 +1,4 @@
-"""The command line of dclm: runs, evaluation, generation, strategies, and one message for each mistake."""
+"""Command line of dclm: training runs, validation, generation, export, strategies and error messages."""
 
 import math
 import shutil
@@ -34,7 +34,7 @@ def scalars(folder: Path) -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A short run on repetitive text; its folder and corpus."""
+    """Return the folder that contains a short run on repetitive text and its corpus."""
     root = tmp_path_factory.mktemp("trained")
     for i in range(40):
         (root / f"{i:02d}.txt").write_text(TEXT * (1 + i % 3) + f"# {i}\n")
@@ -49,7 +49,7 @@ def trained(tmp_path_factory):
     return root
 
 
-def test_fit_learns_and_logs(trained):
+def test_fit_reduces_loss_and_logs_metrics(trained):
     log = scalars(trained / "t/version_0")
     losses = [event.value for event in log["val/loss"]]
     assert len(losses) == 3 and losses[-1] < 1.5 < losses[0]
@@ -66,9 +66,9 @@ def test_fit_learns_and_logs(trained):
     assert lr[-1] == pytest.approx(0.003 * 0.1, rel=0.1) and max(lr) == pytest.approx(0.003, rel=0.05)
 
 
-def test_the_baseline_and_a_sample_are_shown(corpus, tmp_path, capsys):
+def test_bigram_baseline_and_text_sample_are_printed(corpus, tmp_path, capsys):
     callbacks = ["--trainer.callbacks+=dclm.callbacks.BigramBaseline", "--trainer.callbacks+=dclm.callbacks.TextSample"]
-    often = ["--trainer.max_epochs=1", "--trainer.val_check_interval=4"]  # the last of ten steps is no multiple
+    often = ["--trainer.max_epochs=1", "--trainer.val_check_interval=4"]  # ten steps, not a multiple of 4
     run("fit", *small(corpus, tmp_path), *callbacks, "--trainer.callbacks.prompt=ab", *often)
     out = capsys.readouterr().out
     logged = scalars(tmp_path / "t/version_0")["val/bits_per_byte"]
@@ -86,15 +86,15 @@ def test_the_baseline_and_a_sample_are_shown(corpus, tmp_path, capsys):
     assert "best val/loss" in out and "tensorboard --logdir" in out
 
 
-def test_bigram_baseline_by_hand():
+def test_bigram_bits_per_byte_matches_hand_calculation():
     text = b"abababac"
-    # after a: b three times, c once; after b: a three times; 0.1 added to each of 256 counts
+    # "a" precedes "b" three times and "c" once, "b" precedes "a" three times; 0.1 is added to each of 256 counts
     p_ab, p_ac, p_ba = 3.1 / 29.6, 1.1 / 29.6, 3.1 / 28.6
     expected = -(3 * math.log2(p_ab) + math.log2(p_ac) + 3 * math.log2(p_ba)) / 7
     assert ByteBigram(text).bits_per_byte(text) == pytest.approx(expected)
 
 
-def test_validate_gives_what_training_reported(trained, capsys):
+def test_validate_reproduces_best_loss_of_training(trained, capsys):
     config = trained / "t/version_0/config.yaml"
     checkpoint = next((trained / "t/version_0/checkpoints").glob("best*"))
     run("validate", f"--config={config}", f"--checkpoint={checkpoint}")
@@ -105,7 +105,7 @@ def test_validate_gives_what_training_reported(trained, capsys):
 
 def test_generate_continues_text(trained, capsys):
     checkpoint = trained / "t/version_0"
-    shutil.move(trained / "corpus", trained / "moved")  # the checkpoint has its own tokenizer
+    shutil.move(trained / "corpus", trained / "moved")  # the checkpoint contains the tokenizer
     run("generate", f"--checkpoint={checkpoint}", "--prompt=def main", "--temperature=0", "--max_new_tokens=30")
     shutil.move(trained / "moved", trained / "corpus")
     first = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_generate_continues_text(trained, capsys):
     assert a[: len(a) // 2] == a[len(a) // 2 :] and b == ""
 
 
-def test_exported_models_generate_the_same(trained, capsys, tmp_path):
+def test_exported_model_generates_same_text(trained, capsys, tmp_path):
     run("export", f"--checkpoint={trained / 't/version_0'}", f"--out={tmp_path / 'hub'}")
     assert "load with dclm.load_pretrained" in capsys.readouterr().out
     options = ["--prompt=def main", "--temperature=0", "--max_new_tokens=30"]
@@ -138,8 +138,8 @@ def test_exported_models_generate_the_same(trained, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_speed_leaves_validation_out(corpus, tmp_path):
-    """Rates of the windows with a validation in them are like the others'."""
+def test_speed_excludes_validation_time(corpus, tmp_path):
+    """The rate of each logging interval excludes the two seconds of each validation."""
     often = ["--trainer.max_epochs=2", "--trainer.val_check_interval=5", "--trainer.log_every_n_steps=5"]
     run("fit", *small(corpus, tmp_path), *often, "--trainer.callbacks+=tests.dctrain.recorder.SlowValidation")
     rates = [event.value for event in scalars(tmp_path / "t/version_0")["train/tokens_per_second"]]
@@ -147,7 +147,7 @@ def test_speed_leaves_validation_out(corpus, tmp_path):
 
 
 class Clock(Callback):
-    """A second a batch, and ten more for the optimizer."""
+    """Simulated clock that advances by 1 second per batch and by 10 seconds per optimizer step."""
 
     now = 0.0
 
@@ -158,8 +158,8 @@ class Clock(Callback):
         Clock.now += 10
 
 
-def test_speed_is_of_whole_steps(corpus, tmp_path, monkeypatch):
-    """Of accumulated ones too: four batches of 4 x 24 tokens in 14 seconds."""
+def test_speed_counts_whole_optimizer_steps(corpus, tmp_path, monkeypatch):
+    """With gradient accumulation, a step has four batches of 4 x 24 tokens and takes 14 seconds."""
     monkeypatch.setattr("dctrain.callbacks.speed.time", SimpleNamespace(perf_counter=lambda: Clock.now))
     often = ["--trainer.max_steps=4", "--trainer.accumulate_grad_batches=4", f"--trainer.callbacks+={__name__}.Clock"]
     run("fit", *small(corpus, tmp_path), *often)
@@ -177,8 +177,8 @@ def test_speed_is_of_whole_steps(corpus, tmp_path, monkeypatch):
     ],
     ids=lambda options: options[0],
 )
-def test_the_last_step_is_validated(corpus, tmp_path, options, steps):
-    """Once, wherever the interval ends; and a run that is done has nothing to validate."""
+def test_last_step_is_validated_once(corpus, tmp_path, options, steps):
+    """The last step is validated once, whether or not an interval ends there; a finished run is not validated again."""
     run("fit", *small(corpus, tmp_path), *options)
     assert [event.step for event in scalars(tmp_path / "t/version_0")["val/loss"]] == steps
     run("fit", *small(corpus, tmp_path), *options, "--resume=latest")
@@ -197,15 +197,15 @@ DDP = ["--trainer.strategy=ddp"]
         pytest.param(FSDP, "triton", 1e-5, id="fsdp2-triton", marks=pytest.mark.long),
     ],
 )
-def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, tolerance):
-    """A shrunken 405M: the losses of every step agree, in float64, or in float32 where the kernels know no other."""
+def test_two_processes_match_one_process(corpus, tmp_path, strategy, impl, tolerance):
+    """The losses of a shrunken 405M model agree at every step, in float64 or, for the Triton kernels, in float32."""
     few = "" if impl == "auto" else "num_layers: 2, num_heads: 4, "
     overrides = f"{{dim: 64, mlp_dim: 96, windows: [8, null], {few}impl: {impl}}}"
     shrunk = ["--model.model=dcformer_pp_405m", f"--model.overrides={overrides}"]
     common = [*shrunk, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"]
     if impl == "auto":
         common.append("--trainer.callbacks+=tests.dctrain.recorder.InFloat64")
-    else:  # the interpreter is slow
+    else:  # the Triton interpreter is slow
         common += ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--data.context_length=12"]
     run("fit", *small(corpus, tmp_path / "one"), *common, *record(tmp_path / "one"))
     two = ["--trainer.devices=2", "--data.batch_size=2", *strategy]
@@ -226,7 +226,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
     values = [scalars(tmp_path / name / "t/version_0")["val/loss"][0].value for name in ("one", "two")]
     assert impl != "auto" or values[0] == pytest.approx(
         values[1], rel=1e-6
-    )  # seven sequences: ranks take four, one of them padding
+    )  # seven sequences: each rank validates four, and one of the eight is padding
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_two_processes_take_the_steps_of_one(corpus, tmp_path, strategy, impl, t
     ],
     ids=lambda extra: extra[0].split("=")[-1],
 )
-def test_variants_run(corpus, tmp_path, extra):
+def test_variants_train_to_finite_weights(corpus, tmp_path, extra):
     run("fit", *small(corpus, tmp_path), *extra)
     state = load_checkpoint(newest_checkpoint(tmp_path))["state_dict"]
     assert all(tensor.isfinite().all() for tensor in state.values())
@@ -258,7 +258,7 @@ def test_fabric_launches_several_processes(corpus, tmp_path):
 
 
 def mistake(capsys, *args: str) -> str:
-    """Run and return what was said, which must be short and without a stack trace."""
+    """Run a command that must fail with exit code 2, and return its error output, which must have no traceback."""
     with pytest.raises(SystemExit) as exit_info:
         run(*args)
     assert exit_info.value.code == 2
@@ -267,7 +267,7 @@ def mistake(capsys, *args: str) -> str:
     return error
 
 
-def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
+def test_invalid_options_report_error_without_traceback(corpus, tmp_path, capsys):
     arguments = small(corpus, tmp_path)
     for option, message in (
         ("--model.model=dcformer_pp_405", "model 'dcformer_pp_405' is unknown; expected transformer_debug"),
@@ -294,7 +294,7 @@ def test_mistakes_end_in_one_message(corpus, tmp_path, capsys):
     assert "--checkpoint: expected a checkpoint (NAME.ckpt)" in mistake(capsys, "validate", *arguments)
 
 
-def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
+def test_invalid_generate_options_report_error_without_traceback(trained, tmp_path, capsys):
     checkpoint = f"--checkpoint={trained / 't/version_0'}"
     for args, message in (
         ([checkpoint, "--prompt="], "prompt 0 has shape [0]; expected at least one token id"),
@@ -313,7 +313,7 @@ def test_mistakes_in_generation_end_in_one_message(trained, tmp_path, capsys):
     )
 
 
-def test_checkpoint_of_another_architecture(trained, capsys):
+def test_checkpoint_of_different_architecture_is_rejected(trained, capsys):
     error = mistake(
         capsys,
         *("validate", f"--config={trained / 't/version_0/config.yaml'}", f"--checkpoint={trained / 't/version_0'}"),
@@ -323,7 +323,7 @@ def test_checkpoint_of_another_architecture(trained, capsys):
 
 
 @pytest.mark.slow
-def test_the_token_script_runs(tmp_path, capsys):
+def test_make_tokens_script_prepares_corpus(tmp_path, capsys):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(TEXT + name)
     command = [sys.executable, "data/make_tokens.py", "--inputs", str(tmp_path), "--out", str(tmp_path / "out")]
@@ -333,7 +333,7 @@ def test_the_token_script_runs(tmp_path, capsys):
     assert "was prepared with different val_fraction" in mistake(capsys, "tokens", *command[2:])
 
 
-def test_export_takes_our_own_format_where_the_published_one_cannot_say_it(corpus, tmp_path, capsys):
+def test_export_uses_native_format_for_options_outside_published_format(corpus, tmp_path, capsys):
     llama = ["--model.model=transformer_pp_debug", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
     llama.append("--model.overrides={num_layers: 1, dim: 32, mlp_dim: 48, num_kv_heads: 2}")
     run("fit", *small(corpus, tmp_path), *llama)

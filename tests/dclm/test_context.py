@@ -1,4 +1,4 @@
-"""A decoder whose last layers look at another sequence."""
+"""Decoder whose last layers have cross-attention to a context sequence."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def inputs(rows: int = 2, tokens: int = 9) -> tuple[torch.Tensor, CrossContext]:
 
 @pytest.mark.parametrize("cross_compose", [False, True])
 @pytest.mark.parametrize("name", ["dcformer_pp_debug", "transformer_debug", "dcpythia_debug"])
-def test_decoding_is_the_whole_pass(name, cross_compose):
-    """In parts, with a context that is seen once, and with rows put in others' places in between."""
+def test_cached_decoding_matches_full_forward(name, cross_compose):
+    """The tokens are decoded in parts, the context is processed once, and rows are reordered between the parts."""
     decoder = made(name, **LOOKS, cross_compose=cross_compose)
     ids, context = inputs()
     expected = decoder(ids, context=context)
@@ -48,7 +48,7 @@ def test_decoding_is_the_whole_pass(name, cross_compose):
     torch.testing.assert_close(decoder(ids, context=hidden), expected)
 
 
-def test_without_what_it_adds_it_is_the_plain_decoder():
+def test_zero_cross_attention_output_equals_plain_decoder():
     decoder, plain = made(**LOOKS, cross_compose=True), made()
     with torch.no_grad():
         for block in decoder.blocks[1:]:
@@ -60,7 +60,7 @@ def test_without_what_it_adds_it_is_the_plain_decoder():
     torch.testing.assert_close(decoder(ids, context=context), plain(ids))
 
 
-def test_states_before_the_context_do_not_know_it():
+def test_states_before_context_are_independent_of_context():
     decoder = made(**LOOKS)
     ids, context = inputs()
     before, after = decoder.hidden_and_final(ids, context=context)
@@ -74,7 +74,7 @@ def test_states_before_the_context_do_not_know_it():
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_gradients_reach_the_context(is_checkpointed):
+def test_context_gradients_match_finite_differences(is_checkpointed):
     decoder = made(**LOOKS, cross_compose=True)
     decoder.set_grad_checkpointing(is_checkpointed)
     ids, context = inputs()
@@ -89,7 +89,7 @@ def test_gradients_reach_the_context(is_checkpointed):
     assert not tokens.grad[1, 3:].any() and tokens.grad[1, :3].any()
 
 
-def test_generation_looks_at_the_context():
+def test_generation_with_context_matches_single_rows():
     decoder = made(**LOOKS, cross_compose=True)
     ids, context = inputs(rows=2, tokens=3)
     found = dclm.generate(decoder, ids, 5, context=context)
@@ -104,7 +104,7 @@ def test_generation_looks_at_the_context():
     assert torch.equal(padded[1], dclm.generate(decoder, ids[1:, 1:], 5, context=alone)[0])
 
 
-def test_it_is_written_in_our_own_format(tmp_path):
+def test_model_with_cross_attention_is_saved_in_native_format(tmp_path):
     decoder = made(**LOOKS, cross_compose=True, rank=3)
     with pytest.raises(ValueError, match="rank=3"):
         dclm.save_pretrained(decoder, tmp_path / "published")
@@ -130,12 +130,12 @@ def test_it_is_written_in_our_own_format(tmp_path):
         ({**LOOKS, "context_dim": "8"}, "context_dim='8' must be of type int or None"),
     ],
 )
-def test_mistakes_in_the_configuration(overrides, message):
+def test_invalid_configuration_raises_value_error(overrides, message):
     with pytest.raises(ValueError, match=message):
         dclm.decoder_config("transformer_pp_debug", **OVERRIDES | overrides)
 
 
-def test_mistakes_in_calls():
+def test_invalid_calls_raise_value_error():
     looking, blind = made(**LOOKS), made()
     ids, context = inputs()
     with pytest.raises(ValueError, match="context=None: the last 2 layers require a context of width 12"):

@@ -1,4 +1,4 @@
-"""Decoder: the paper's totals, initialization, causality, documents, loss, recompute, groups."""
+"""Decoder: parameter totals of the paper, initialization, causality, documents, loss, recomputation and options."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ NAMES = [name for name in dclm.CONFIGS if name.endswith("debug")]
 
 
 def small(name: str, seed: int = 0, **overrides) -> dclm.Decoder:
-    """A tiny float64 decoder whose compose weights are large enough to matter."""
+    """Return a tiny float64 decoder whose compose weights are large enough to affect the logits."""
     torch.manual_seed(seed)
     overrides = SMALL | ({"windows": (4, None)} if name.startswith("dc") else {}) | overrides
     decoder = dclm.Decoder(dclm.decoder_config(name, **overrides)).double()
@@ -40,9 +40,10 @@ def ids(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
-# The ++ totals and dynamic parameters are the paper's architecture counted by hand; 2.8B is the published DCFormer-2.8B
-# (2,849,567,232 with composition), DCPythia-6.9B the published 6,941,859,840. GPT-3 style and Pythia totals are
-# 2VC + L(12C^2 + 13C) + 2C, with 2048C for learned positions.
+# The ++ totals and the dynamic parameters are counted by hand from the architecture of the paper. The 2.8B model is the
+# published DCFormer-2.8B (2,849,567,232 parameters with composition), and DCPythia-6.9B has the published total of
+# 6,941,859,840. The totals of GPT-3 style and Pythia models are 2VC + L(12C^2 + 13C) + 2C, plus 2048C for learned
+# positions.
 TOTALS = {
     "transformer_405m": 407_334_912,
     "transformer_834m": 837_494_784,
@@ -75,7 +76,7 @@ def count(config: dclm.DecoderConfig) -> int:
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_parameter_totals(name):
+def test_parameter_totals_match_paper(name):
     assert count(dclm.CONFIGS[name]) == TOTALS[name]
     composed = name.replace("transformer", "dcformer").replace("pythia", "dcpythia")
     assert count(dclm.CONFIGS[composed]) == TOTALS[name] + DYNAMIC[name.rsplit("_", 1)[1]]
@@ -83,7 +84,7 @@ def test_parameter_totals(name):
     assert twin == dclm.CONFIGS[name]
 
 
-def test_totals_follow_from_the_architecture():
+def test_parameter_totals_match_architecture_formula():
     for name, total in TOTALS.items():
         config = dclm.CONFIGS[name]
         V, C, L = config.vocab_size, config.dim, config.num_layers
@@ -94,7 +95,7 @@ def test_totals_follow_from_the_architecture():
         assert expected == total, name
 
 
-def test_every_named_model_has_its_pair_and_predicts():
+def test_debug_models_return_finite_logits_and_all_gradients():
     for name in NAMES:
         decoder = small(name)
         assert decoder.config.is_composed == name.startswith("dc")
@@ -106,7 +107,7 @@ def test_every_named_model_has_its_pair_and_predicts():
 
 
 @pytest.mark.parametrize("name", [name for name, config in dclm.CONFIGS.items() if config.is_composed])
-def test_every_named_model_takes_the_fused_kernels(name, monkeypatch):
+def test_every_composed_model_resolves_to_triton_kernels(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = dclm.CONFIGS[name]
     with FakeTensorMode():
@@ -114,7 +115,7 @@ def test_every_named_model_takes_the_fused_kernels(name, monkeypatch):
     assert resolve_impl("auto", q, is_composed=True, num_groups=config.num_groups).impl == "triton"
 
 
-def test_initialization():
+def test_initialization_has_expected_standard_deviations():
     torch.manual_seed(0)
     decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_405m", num_layers=1, vocab_size=2000))
     C, H = 1024, 16
@@ -144,7 +145,7 @@ def test_initialization():
 
 @pytest.mark.parametrize("impl", ["reference", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_later_tokens_change_nothing_before_them(name, impl):
+def test_later_tokens_do_not_change_earlier_logits(name, impl):
     decoder = small(name, impl=impl)
     a, b = ids(2, 17), ids(2, 17)
     b[:, 9:] = (b[:, 9:] + 1) % 61
@@ -155,8 +156,8 @@ def test_later_tokens_change_nothing_before_them(name, impl):
 
 @pytest.mark.parametrize("impl", ["reference", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_documents_do_not_see_each_other(name, impl):
-    """Each document's logits are those it has alone, and its loss has no gradient for another's tokens."""
+def test_packed_documents_are_independent(name, impl):
+    """The logits of a document equal those of the document alone, and other documents receive no gradient."""
     decoder = small(name, impl=impl)
     lengths = [[7, 1, 9], [4, 12, 1]]
     document_ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
@@ -178,7 +179,7 @@ def test_packed_documents_do_not_see_each_other(name, impl):
 
 @pytest.mark.parametrize("choice", ["attention", "block"])
 @pytest.mark.parametrize("name", ["dcformer_pp_debug", "dcpythia_debug", "pythia_debug"])
-def test_recomputing_changes_no_gradient(name, choice):
+def test_recomputation_does_not_change_gradients(name, choice):
     decoder = small(name)
     decoder(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
     expected = {key: p.grad for key, p in decoder.named_parameters()}
@@ -191,7 +192,7 @@ def test_recomputing_changes_no_gradient(name, choice):
 
 @pytest.mark.parametrize("chunk_logits", [50 * 7, 50 * 1000])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_loss_equals_the_plain_one_in_chunks(chunk_logits, is_compiled):
+def test_chunked_loss_equals_cross_entropy(chunk_logits, is_compiled):
     loss = partial(token_loss, chunk_logits=chunk_logits)
     if is_compiled:
         loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -209,7 +210,7 @@ def test_loss_equals_the_plain_one_in_chunks(chunk_logits, is_compiled):
     assert loss(hidden, output, torch.full_like(targets, -100)) == 0
 
 
-def test_loss_never_holds_all_logits(monkeypatch):
+def test_loss_computes_logits_in_chunks(monkeypatch):
     sizes = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w: sizes.append(len(x)) or linear(x, w))
@@ -219,7 +220,7 @@ def test_loss_never_holds_all_logits(monkeypatch):
 
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("chunk_logits", [300 * 50, 300 * 1000])
-def test_logits_of_halves_are_not_rounded(chunk_logits, is_autocast):
+def test_loss_does_not_round_logits_to_bfloat16(chunk_logits, is_autocast):
     torch.manual_seed(0)
     hidden, output = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((2, 64, 32), (300, 32)))
     targets = torch.randint(300, (2, 64))
@@ -235,7 +236,7 @@ def test_logits_of_halves_are_not_rounded(chunk_logits, is_autocast):
         assert relative_error(x.grad.double(), y.grad) < 4e-3
 
 
-def test_windows_are_a_pattern_over_the_layers():
+def test_windows_repeat_over_the_layers():
     config = dclm.decoder_config("dcformer_pp_debug", num_layers=9, windows=[256, 256, 256, None])
     assert config.layer_windows == [256, 256, 256, None, 256, 256, 256, None, 256]
     assert [b.attn.window for b in dclm.Decoder(config, device="meta").blocks] == config.layer_windows
@@ -255,8 +256,8 @@ def test_windows_are_a_pattern_over_the_layers():
     ],
     ids=str,
 )
-def test_options_reach_the_layers(overrides):
-    """Each changes the logits, and gradients still reach every parameter."""
+def test_options_change_logits_and_all_parameters_have_gradients(overrides):
+    """Each option changes the logits, and every parameter receives a gradient."""
     plain, changed = small("dcformer_pp_debug"), small("dcformer_pp_debug", **overrides)
     assert not torch.allclose(plain(ids(1, 9)), changed(ids(1, 9)))
     changed(ids(2, 9), targets=ids(2, 9, seed=2)).backward()
@@ -271,8 +272,8 @@ def test_options_reach_the_layers(overrides):
         pytest.param(300, True, "inductor", marks=pytest.mark.long, id="long-inductor"),
     ],
 )
-def test_compiles_whole_and_trains(tokens, recompute, backend):
-    """With attention in chunks where the sequence is long."""
+def test_fullgraph_compilation_matches_eager_loss_and_gradients(tokens, recompute, backend):
+    """Attention is computed in chunks for long sequences."""
     decoder = small("dcformer_pp_debug", num_layers=2, windows=(40, None)).float()
     text, targets = ids(2, tokens), ids(2, tokens, seed=2)
     expected = decoder(text, targets=targets)
@@ -291,8 +292,8 @@ def test_compiles_whole_and_trains(tokens, recompute, backend):
 
 
 @pytest.mark.slow
-def test_compiled_scores_are_the_eager_ones():
-    """However many targets count; and that number is compiled for once, not each time."""
+def test_compiled_scores_match_eager_scores():
+    """The scores match for any number of valid targets, and new numbers cause no further recompilation."""
     decoder = small("dcformer_pp_debug", num_layers=2).eval()
     text = ids(2, 30)
     rows = [ids(2, 30, seed=2).masked_fill(text % 5 < part, -100) for part in (1, 2, 3, 4, 0)]
@@ -335,13 +336,13 @@ def test_compiled_scores_are_the_eager_ones():
         ("dcpythia_2b8", {"windows": ["256"]}, r"windows=\['256'\] must be a list of numbers"),
     ],
 )
-def test_mistakes_are_named(name, overrides, message):
+def test_invalid_configuration_raises_value_error(name, overrides, message):
     with pytest.raises(ValueError, match=message):
         dclm.decoder_config(name, **overrides)
 
 
 @torch.no_grad()
-def test_input_that_does_not_fit_is_named():
+def test_invalid_input_raises_value_error():
     decoder = small("transformer_debug")
     with pytest.raises(ValueError, match="25 tokens exceed the position table of 24"):
         decoder(ids(1, 25))

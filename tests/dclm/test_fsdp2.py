@@ -1,4 +1,4 @@
-"""FSDP2: meshes, precision and accumulation; other strategies are refused."""
+"""FSDP2: meshes, precision and gradient accumulation; rejection of other strategies."""
 
 import json
 import signal
@@ -29,14 +29,14 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 
 def validated(folder) -> dict[str, float]:
-    """The last validation of a run, by the names of what was measured."""
+    """Return the metrics of the last validation of a run, keyed by name."""
     (events,) = folder.rglob("events.out.tfevents.*")
     curves = EventAccumulator(str(events)).Reload()
     return {tag: curves.Scalars(tag)[-1].value for tag in curves.Tags()["scalars"] if tag.startswith("val/")}
 
 
 def assert_four_took_the_steps_of_one(folder) -> None:
-    """Compare the losses, the last weights and the last validation of the runs `one`, of a process, and `four`."""
+    """Compare losses, final weights and last validation of the runs `one` (one process) and `four` (four processes)."""
     assert losses(folder / "four", 4) == pytest.approx(losses(folder / "one", 1), rel=1e-10)
     got = weights(folder / "four")
     for key, value in weights(folder / "one").items():
@@ -47,8 +47,8 @@ def assert_four_took_the_steps_of_one(folder) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_once_a_step(corpus, tmp_path):
-    """Two batches a step: the same as one process, and nothing is reduced behind the first."""
+def test_gradients_are_reduced_once_per_step(corpus, tmp_path):
+    """With two batches per step, the losses match one process, and nothing is reduced after the first batch."""
     accumulated = [*FEW, "--trainer.accumulate_grad_batches=2", EXACT]
     run("fit", *small(corpus, tmp_path / "one"), *accumulated, *record(tmp_path / "one"))
     shards = [
@@ -63,9 +63,10 @@ def test_gradients_are_reduced_once_a_step(corpus, tmp_path):
 
 
 @pytest.mark.long
-def test_parameters_are_gathered_in_half(corpus, tmp_path):
-    """Under bf16-mixed: in 16 bits, while shards and checkpoints stay in 32; the losses are those of DDP but for
-    rounding.
+def test_parameters_are_gathered_in_bfloat16(corpus, tmp_path):
+    """Under bf16-mixed, parameters are gathered in bfloat16, and shards and checkpoints stay in float32.
+
+    The losses match those of DDP up to rounding.
     """
     half = [*small(corpus, tmp_path), *FEW, "--trainer.precision=bf16-mixed"]
     shards = [
@@ -85,8 +86,8 @@ def test_parameters_are_gathered_in_half(corpus, tmp_path):
     "model",
     [pytest.param("dcformer_pp_debug", marks=pytest.mark.slow), pytest.param("dcpythia_debug", marks=pytest.mark.long)],
 )
-def test_shards_are_drawn_as_one_process_draws(corpus, tmp_path, model):
-    """Bit for bit, though no process ever holds the model; a learning rate of 0 leaves the weights as they are."""
+def test_sharded_initialization_equals_that_of_one_process(corpus, tmp_path, model):
+    """Weights are bitwise equal although no process stores the full model; a learning rate of 0 keeps them constant."""
     still = [f"--model.model={model}", "--model.lr=0", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
     run("fit", *small(corpus, tmp_path / "one"), *still)
     both = spawn("fit", *small(corpus, tmp_path / "two"), *still, *FSDP2)
@@ -97,16 +98,16 @@ def test_shards_are_drawn_as_one_process_draws(corpus, tmp_path, model):
 
 
 @pytest.mark.long
-def test_a_rank_needs_the_memory_of_its_shards():
-    """Of two and of eight layers: what is needed more is what the shards are larger by, and little beside."""
+def test_memory_of_a_rank_grows_with_its_shards():
+    """From two to eight layers, peak memory grows by less than 1.3 times the growth of the shards."""
     script = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/dctrain/host_memory.py")
     few, many = (json.loads(spawn_python(layers, prefix=script).stdout) for layers in ("2", "8"))
     assert many["most"] - few["most"] < 1.3 * (many["shard"] - few["shard"])
 
 
 @pytest.mark.long
-def test_replicas_of_shards(corpus, tmp_path):
-    """Four processes, two replicas of two shards each, take the steps of one."""
+def test_replicas_of_shards_match_one_process(corpus, tmp_path):
+    """Four processes, with two replicas of two shards each, match one process."""
     exact = [*FEW, "--trainer.callbacks+=tests.dctrain.recorder.InFloat64"]
     run("fit", *small(corpus, tmp_path / "one"), *exact, *record(tmp_path / "one"))
     mesh = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.replicas=2", "--trainer.devices=4"]
@@ -118,8 +119,8 @@ def test_replicas_of_shards(corpus, tmp_path):
 
 
 @pytest.mark.long
-def test_two_nodes_of_two_processes(corpus, tmp_path):
-    """Started by torchrun, they take the steps of one process."""
+def test_two_nodes_of_two_processes_match_one_process(corpus, tmp_path):
+    """Four processes that torchrun starts on two nodes match one process."""
     run("fit", *small(corpus, tmp_path / "one"), *FEW, EXACT, *record(tmp_path / "one"))
     nodes = [
         "--trainer.num_nodes=2",
@@ -144,7 +145,7 @@ def test_two_nodes_of_two_processes(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_told_and_loses_nothing(corpus, tmp_path):
+def test_killed_rank_is_reported_and_checkpoint_is_kept(corpus, tmp_path):
     killed = record(tmp_path / "a", signum=int(signal.SIGKILL), at=5, rank=1)
     done = spawn("fit", *small(corpus, tmp_path), *FSDP2, "--checkpoint_every_n_steps=2", *killed)
     assert done.returncode == 2
@@ -167,7 +168,7 @@ NOT_SUPPORTED = "is not supported; expected auto, ddp, fsdp2, or, with options, 
     ],
     ids=str,
 )
-def test_other_strategies_are_refused(corpus, tmp_path, capsys, strategy, message):
+def test_unsupported_strategies_are_rejected(corpus, tmp_path, capsys, strategy, message):
     with pytest.raises(SystemExit) as exit_info:
         run("fit", *small(corpus, tmp_path), f"--trainer.strategy={strategy[0]}", *strategy[1:])
     assert exit_info.value.code == 2

@@ -1,4 +1,4 @@
-"""Generation: the cache against recomputing everything, batches of unequal prompts, sampling, stops, compiling."""
+"""Generation: the cache, batches of prompts of unequal lengths, sampling, stop tokens and compilation."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def recomputed_greedy(decoder: dclm.Decoder, prompt: torch.Tensor, count: int) -
 @pytest.mark.parametrize("window", [1, 3, 4, 7, 20])
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 8, 11])
 @torch.no_grad()
-def test_cached_logits_equal_full_ones(prompt, window):
-    """Any prompt length against any window, token by token, few and many at once."""
+def test_cached_logits_match_full_forward(prompt, window):
+    """Covers prompt lengths and windows, with calls of one, few and many tokens."""
     decoder = small("dcformer_pp_debug", windows=(window, None))
     text = ids(2, 33)
     full = decoder(text)
@@ -33,7 +33,7 @@ def test_cached_logits_equal_full_ones(prompt, window):
         torch.testing.assert_close(got, full, rtol=1e-10, atol=1e-10)
 
 
-def test_ids_of_a_tokenizer_are_prompts():
+def test_numpy_token_ids_are_accepted_as_prompts():
     """Tokenizers return NumPy arrays of the smallest integer dtype."""
     decoder, prompt = small("dcformer_pp_debug"), ids(1, 5)
     expected = dclm.generate(decoder, prompt, 3)
@@ -57,7 +57,7 @@ def test_ids_of_a_tokenizer_are_prompts():
     ids=str,
 )
 @torch.no_grad()
-def test_unequal_prompts_continue_as_each_would_alone(name, overrides):
+def test_batch_of_unequal_prompts_matches_single_prompts(name, overrides):
     decoder = small(name, **overrides)
     prompts = [ids(length, seed=length) for length in (1, 6, 3, 11)]
     rows = dclm.generate(decoder, prompts, 9)
@@ -75,12 +75,12 @@ def test_unequal_prompts_continue_as_each_would_alone(name, overrides):
 
 
 @torch.no_grad()
-def test_the_cache_keeps_low_rank_factors_and_only_the_window():
+def test_cache_stores_low_rank_factors_and_only_the_window():
     decoder = small("dcformer_pp_debug")
     cache = decoder.make_cache(20)
     decoder.decode(ids(2, 5), cache)
     H, D, R = 4, 8, 2
-    for part, size in zip(cache.layers, (4 + 7, 20, 4 + 7), strict=True):  # and room for 8 tokens at once
+    for part, size in zip(cache.layers, (4 + 7, 20, 4 + 7), strict=True):  # windows have space for 8 tokens per call
         kept = sum(tensor[0].numel() for tensor in part.kept)
         assert kept == size * (2 * H * D + 2 * (2 * R + 1) * H)
     query_wise = small("dcformer_pp_debug", key_wise=False)
@@ -91,8 +91,8 @@ def test_the_cache_keeps_low_rank_factors_and_only_the_window():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_few_tokens_are_given_the_buffers_as_they_lie(monkeypatch):
-    """Nothing of the length of the cache is copied between calls, for the fused kernels least of all."""
+def test_few_tokens_use_cache_buffers_without_copy(monkeypatch):
+    """Tensors of the length of the cache are not copied between calls, in particular for the fused kernels."""
     seen = []
 
     def attend(q, k, v, pre, post, **options):
@@ -112,8 +112,8 @@ def test_few_tokens_are_given_the_buffers_as_they_lie(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_recorded_step_sees_the_tokens_that_come():
-    """A step that is recorded once (as in a CUDA graph), after a call to warm up, is right at all later tokens."""
+def test_recorded_step_matches_full_forward_at_later_tokens():
+    """A step that is recorded once after a warm-up call, as in a CUDA graph, is correct at all later tokens."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     decoder = small("dcformer_pp_debug", impl="compiled")
@@ -128,7 +128,7 @@ def test_a_recorded_step_sees_the_tokens_that_come():
         torch.testing.assert_close(got, full[:, number : number + 1], rtol=1e-10, atol=1e-10)
 
 
-def test_a_cache_takes_no_gradients():
+def test_cache_rejects_gradients_and_inference_tensors():
     decoder = small("dcformer_pp_debug")
     with pytest.raises(ValueError, match=r"require a gradient, which a cache does not support; .* torch.no_grad"):
         decoder.decode(ids(1, 3), decoder.make_cache(9))
@@ -141,7 +141,7 @@ def test_a_cache_takes_no_gradients():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
+def test_compiled_step_matches_eager_step_and_compiles_once():
     from torch._dynamo.testing import CompileCounter
 
     decoder = small("dcformer_pp_debug", num_layers=2).float()
@@ -161,8 +161,8 @@ def test_the_compiled_step_equals_the_eager_one_and_compiles_once():
 
 @pytest.mark.long
 @torch.no_grad()
-def test_compiled_steps_of_many_sizes():
-    """More prompts of other sizes and numbers in one process than torch would compile anew for."""
+def test_compiled_generation_of_many_sizes_matches_eager_generation():
+    """The number of prompt sizes in one process exceeds the recompilation limit of torch."""
     torch._dynamo.reset()
     decoder = small("dcformer_pp_debug", num_layers=2).float()
     for number, lengths in enumerate([[3], [5], [1, 4], [7], [9, 9, 2], [11], [12, 3], [13], [14], [2, 2], [6], [8]]):
@@ -173,7 +173,7 @@ def test_compiled_steps_of_many_sizes():
 
 
 @torch.no_grad()
-def test_a_call_that_fails_never_leaves_a_cache_silently_wrong():
+def test_failed_call_preserves_or_invalidates_cache():
     decoder = small("dcformer_pp_debug")
     text = ids(2, 12)
     cache = decoder.make_cache(12)
@@ -196,7 +196,7 @@ def test_a_call_that_fails_never_leaves_a_cache_silently_wrong():
 
 
 @torch.no_grad()
-def test_a_cache_of_another_dtype_is_refused():
+def test_cache_of_different_dtype_is_rejected():
     decoder = small("dcformer_pp_debug")
     cache = decoder.make_cache(9)
     decoder.decode(ids(2, 3), cache)
@@ -204,7 +204,7 @@ def test_a_cache_of_another_dtype_is_refused():
         decoder.float().decode(ids(2, 1), cache)
 
 
-def test_a_cache_of_another_model_is_refused():
+def test_cache_of_different_model_is_rejected():
     cache = small("dcformer_pp_debug").make_cache(9)
     with pytest.raises(ValueError, match="the cache does not match the model's layers or windows"):
         small("dcformer_pp_debug", windows=(None,)).decode(ids(1, 3), cache)
@@ -212,7 +212,7 @@ def test_a_cache_of_another_model_is_refused():
         small("dcformer_pp_debug").make_cache(0)
 
 
-def test_stop_tokens_end_rows_only_where_named():
+def test_stop_token_ends_each_row_at_its_first_occurrence():
     decoder = small("dcformer_pp_debug")
     prompts = ids(2, 4)
     free = dclm.generate(decoder, prompts, 12)
@@ -228,7 +228,7 @@ def test_stop_tokens_end_rows_only_where_named():
     assert (padded[0, first[0] :] == stop).all()
 
 
-def test_tokens_arrive_one_by_one():
+def test_stream_yields_one_token_per_forward_call():
     decoder = small("dcformer_pp_debug")
     calls = []
     decoder.embed.register_forward_hook(lambda *args: calls.append(1))
@@ -241,7 +241,7 @@ def test_tokens_arrive_one_by_one():
     assert torch.equal(dclm.generate(decoder, ids(1, 4), 0), ids(1, 4))
 
 
-def test_sampling_follows_its_distribution():
+def test_sampling_matches_temperature_top_k_and_top_p_distributions():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0]])
     p = Sampling(temperature=2.0).probabilities(logits)
     torch.testing.assert_close(p, (logits / 2).softmax(-1))
@@ -264,7 +264,7 @@ def test_sampling_follows_its_distribution():
     assert (frequency - full).abs().max() < 0.015
 
 
-def test_seeds_repeat():
+def test_equal_seeds_generate_equal_tokens():
     decoder = small("dcformer_pp_debug")
     a, b, c = (dclm.generate(decoder, ids(2, 4), 12, temperature=2.0, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(a, b) and not torch.equal(a, c)
@@ -289,13 +289,13 @@ def test_seeds_repeat():
         ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
     ],
 )
-def test_mistakes_are_named(prompts, options, message):
+def test_invalid_arguments_raise_value_error(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.generate(small("transformer_debug"), prompts, 5, **options)
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_that_change_places_go_on_as_those_rows():
+def test_reordered_cache_matches_cache_of_reordered_rows():
     decoder = small("dcformer_pp_debug", windows=(5, None))
     text, padding, rows = ids(3, 14), torch.tensor([2, 0, 5]), torch.tensor([2, 0, 0])
     cache, other = decoder.make_cache(20, padding.clone()), decoder.make_cache(20, padding[rows])

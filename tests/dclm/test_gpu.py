@@ -1,4 +1,4 @@
-"""Decoders on a GPU: a training step through the fused kernels, and a decode step in a CUDA graph."""
+"""Decoders on a GPU: training steps with the fused kernels, and a decode step in a CUDA graph."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from dclm import Decoder, decoder_config
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_a_405m_training_step():
-    """Two layers at full width and length, compiled, with and without recomputation: the compiled path's loss."""
+def test_405m_training_loss_matches_compiled_implementation():
+    """The loss of two layers at full width and length matches `impl="compiled"`, with and without recomputation."""
     losses = {}
     for impl, recompute in (("compiled", False), ("triton", False), ("triton", True)):
         torch.manual_seed(0)
@@ -30,8 +30,8 @@ def test_a_405m_training_step():
     assert all(loss == pytest.approx(expected, rel=2e-3) for loss in losses.values()), (expected, losses)
 
 
-def test_a_decode_step_in_a_cuda_graph():
-    """A captured step, replayed on new tokens and positions, gives the logits of the step itself."""
+def test_decode_step_in_cuda_graph_matches_eager_step():
+    """A captured step that is replayed on new tokens and positions returns the logits of the eager step."""
     config = decoder_config("dcformer_pp_debug", vocab_size=257)
     torch.manual_seed(0)
     decoder = Decoder(config, device="cuda", dtype=torch.bfloat16)
@@ -43,7 +43,7 @@ def test_a_decode_step_in_a_cuda_graph():
 
 @torch.no_grad()
 def decode_all(decoder, ids, graph):
-    """Logits of every token after the first eight, one by one, by the step or by a graph captured of it."""
+    """Return the logits of every token after the first eight, from eager steps or from a captured graph."""
     cache = decoder.make_cache(ids.shape[1])
     decoder.decode(ids[:, :8], cache)
     token, position, logits = ids[:, 8:9].clone(), torch.zeros(1, dtype=torch.long, device="cuda"), []

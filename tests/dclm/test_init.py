@@ -1,4 +1,4 @@
-"""Starting from weights: plain runs and Hugging Face's models continued with composition; what does not fit."""
+"""Initialization from weights of plain runs and of Hugging Face models; rejection of incompatible weights."""
 
 import json
 
@@ -28,12 +28,12 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def plain(corpus, tmp_path):
-    """A plain model that was trained a little."""
+    """Return the folder of a short run of a plain model."""
     run("fit", *small(corpus, tmp_path / "plain"), *PLAIN, "--trainer.max_epochs=1")
     return tmp_path / "plain" / "t" / "version_0"
 
 
-def test_a_plain_run_is_continued_with_composition(corpus, plain, tmp_path, capsys):
+def test_composed_run_starts_from_plain_weights(corpus, plain, tmp_path, capsys):
     run("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, f"--init={plain}")
     printed = capsys.readouterr().out
     assert f"initial weights from {plain}; 6 tensors are randomly initialized, the first is blocks.0." in printed
@@ -45,7 +45,7 @@ def test_a_plain_run_is_continued_with_composition(corpus, plain, tmp_path, caps
     assert f"init: {plain}" in config
 
 
-def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
+def test_resumed_run_ignores_init(corpus, plain, tmp_path, capsys):
     common = [*small(corpus, tmp_path / "new"), *COMPOSED, f"--init={plain}"]
     run("fit", *common, "--trainer.max_epochs=1")
     (before,) = [weights(tmp_path / "new")]
@@ -56,8 +56,8 @@ def test_a_resumed_run_does_not_start_again(corpus, plain, tmp_path, capsys):
     assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "new").items())
 
 
-def test_a_checkpoint_with_other_heads_is_refused(plain, capsys):
-    """Its tensors have the same shapes."""
+def test_checkpoint_with_different_num_heads_is_rejected(plain, capsys):
+    """The tensors of both models have the same shapes."""
     asked = ["validate", f"--config={plain / 'config.yaml'}", f"--checkpoint={plain}"]
     run(*asked)
     said = mistake(capsys, run, *asked, "--model.overrides.num_heads=2")
@@ -65,7 +65,7 @@ def test_a_checkpoint_with_other_heads_is_refused(plain, capsys):
 
 
 @pytest.mark.long
-def test_shards_start_from_the_same_weights(corpus, plain, tmp_path):
+def test_sharded_run_starts_from_the_same_weights(corpus, plain, tmp_path):
     two = ["--trainer.strategy=fsdp2", "--trainer.devices=2", "--data.batch_size=2"]
     done = spawn("fit", *small(corpus, tmp_path / "new"), *COMPOSED, *STILL, *two, f"--init={plain}")
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ def test_shards_start_from_the_same_weights(corpus, plain, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
-def test_a_model_of_hugging_faces_is_continued(corpus, tmp_path, model_type):
+def test_composed_run_starts_from_hugging_face_weights(corpus, tmp_path, model_type):
     (tmp_path / "theirs").mkdir()
     decoder = saved(tmp_path / "theirs", model_type)
     name = "pythia_debug" if model_type == "gpt_neox" else "transformer_pp_debug"
@@ -89,7 +89,7 @@ def test_a_model_of_hugging_faces_is_continued(corpus, tmp_path, model_type):
 
 
 def in_61(corpus):
-    """The corpus with a vocabulary of 61."""
+    """Reduce the vocabulary of the corpus to 61 tokens, and return its folder."""
     path = corpus / "manifest.json"
     manifest = json.loads(path.read_text()) | {"vocab_size": 61}
     for entry in (entry for entries in manifest["splits"].values() for entry in entries):
@@ -112,7 +112,7 @@ def in_61(corpus):
     ],
     ids=str,
 )
-def test_weights_of_another_model_are_refused(corpus, plain, tmp_path, capsys, changes, message):
+def test_weights_of_different_model_are_rejected(corpus, plain, tmp_path, capsys, changes, message):
     overrides = "{num_layers: 2, dim: 32, mlp_dim: 48, " + changes.get("overrides", "rank: 2") + "}"
     model = [f"--model.model={changes.get('model', 'transformer_pp_debug')}", f"--model.overrides={overrides}"]
     model += [changes["data"]] if "data" in changes else []
@@ -121,14 +121,14 @@ def test_weights_of_another_model_are_refused(corpus, plain, tmp_path, capsys, c
     assert not (tmp_path / "new" / "t").exists()
 
 
-def test_composition_must_be_the_same_where_there_is_some(corpus, tmp_path, capsys):
+def test_plain_model_rejects_composed_weights(corpus, tmp_path, capsys):
     run("fit", *small(corpus, tmp_path / "first"), *COMPOSED, *STILL)
     init = f"--init={tmp_path / 'first' / 't' / 'version_0'}"
     error = mistake(capsys, run, "fit", *small(corpus, tmp_path / "new"), *PLAIN, init)
     assert "pre_compose=True, here False, post_compose=True, here False" in error
 
 
-def test_swap_attention_begins_near_the_plain_decoder():
+def test_swap_attention_keeps_logits_close_to_plain_decoder():
     plain = small_decoder("transformer_pp_debug").eval()
     composed = dclm.swap_attention(plain, windows=(None,), impl="reference")
     assert composed.config.pre_compose and composed.config.post_compose and not composed.training
@@ -153,7 +153,7 @@ def test_swap_attention_begins_near_the_plain_decoder():
         ("transformer_pp_debug", {"rank": -1}, "rank=-1"),
     ],
 )
-def test_swaps_that_cannot_be(name, options, message):
+def test_invalid_swap_attention_options_raise_value_error(name, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.swap_attention(small_decoder(name), **options)
 
@@ -165,7 +165,7 @@ def without_model(arguments: list[str]) -> list[str]:
     return [one for one in arguments if not one.startswith(("--model.model", "--model.overrides"))]
 
 
-def test_the_model_is_taken_from_the_weights(corpus, plain, tmp_path, capsys):
+def test_model_configuration_is_read_from_weights(corpus, plain, tmp_path, capsys):
     fit = ["fit", *without_model(small(corpus, tmp_path / "new")), ADDED, *STILL, f"--init={plain}"]
     run("plan", *fit[1:], "--trainer.devices=2")
     assert "2 ranks" in capsys.readouterr().out
@@ -177,13 +177,13 @@ def test_the_model_is_taken_from_the_weights(corpus, plain, tmp_path, capsys):
     new = now.keys() - before.keys()
     assert {name.split(".")[4] for name in new} == {"compose", "q_norm", "k_norm"}
     config = tmp_path / "new/t/version_0/config.yaml"
-    run("validate", f"--config={config}", f"--checkpoint={tmp_path / 'new/t/version_0'}")  # it says what the model is
+    run("validate", f"--config={config}", f"--checkpoint={tmp_path / 'new/t/version_0'}")  # config includes the model
     run("fit", *without_model(small(corpus, tmp_path / "same")), *STILL, f"--init={plain}")
     assert weights(tmp_path / "same").keys() == before.keys()
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
-def test_the_model_is_taken_from_a_folder(corpus, tmp_path, model_type):
+def test_model_configuration_is_read_from_hugging_face_folder(corpus, tmp_path, model_type):
     (tmp_path / "theirs").mkdir()
     decoder = saved(tmp_path / "theirs", model_type)
     data = [f"--data.tokens={in_61(corpus)}", "--data.vocab_size=61"]
@@ -195,18 +195,18 @@ def test_the_model_is_taken_from_a_folder(corpus, tmp_path, model_type):
 
 
 @pytest.mark.parametrize("wrong", ["num_layers: 3", "num_heads: 2", "norm: layer", "position: learned"])
-def test_settings_that_contradict_the_weights_are_refused(corpus, plain, tmp_path, capsys, wrong):
+def test_settings_that_contradict_the_weights_are_rejected(corpus, plain, tmp_path, capsys, wrong):
     fit = [*without_model(small(corpus, tmp_path / "new")), *STILL, f"--init={plain}"]
     error = mistake(capsys, run, "fit", *fit, f"--model.overrides={{{wrong}}}")
     assert f"model.overrides.{wrong.split(':')[0]}=" in error and "contradicts init=" in error
 
 
-def test_data_of_more_tokens_than_the_weights_are_refused(corpus, plain, tmp_path, capsys):
+def test_larger_vocabulary_than_that_of_the_weights_is_rejected(corpus, plain, tmp_path, capsys):
     fit = [*without_model(small(corpus, tmp_path / "new")), *STILL, f"--init={plain}", "--data.vocab_size=300"]
     assert "300 embedding rows" in mistake(capsys, run, "fit", *fit)
 
 
-def test_configuration_of_a_run_from_padded_weights_is_complete(corpus, tmp_path):
+def test_run_from_padded_weights_writes_complete_configuration(corpus, tmp_path):
     run("fit", *small(corpus, tmp_path / "padded"), *PLAIN, *STILL, "--data.vocab_size=300")
     init = f"--init={tmp_path / 'padded/t/version_0'}"
     run("fit", *without_model(small(corpus, tmp_path / "new")), *STILL, init)

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations against the logits of whole texts, one by one."""
+"""Log-likelihoods of continuations, compared with the logits of one whole text at a time."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def random_pairs(*lengths, vocab_size=61):
 
 
 def one_by_one(decoder, pairs):
-    """What each pair gets by itself, from all logits."""
+    """Return the log-likelihoods and greedy flags of each pair alone, from the logits of the whole text."""
     found = []
     for context, continuation in pairs:
         logits = decoder(torch.tensor([[*context, *continuation]]))[0, len(context) - 1 : -1]
@@ -30,10 +30,10 @@ def one_by_one(decoder, pairs):
 @pytest.mark.parametrize("name", ["dcformer_pp_debug", "transformer_debug"])
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 @torch.no_grad()
-def test_equal_those_of_whole_logits(name, batch_size, monkeypatch):
+def test_log_likelihoods_match_full_logits(name, batch_size, monkeypatch):
     decoder = small(name)
     pairs = random_pairs((3, 4), (10, 1), (1, 1), (7, 13), (1, 20), (5, 2))
-    pairs += [(pairs[1][0], [7]), (pairs[1][0], [8]), (pairs[0][0], pairs[0][1])]  # which share what is read
+    pairs += [(pairs[1][0], [7]), (pairs[1][0], [8]), (pairs[0][0], pairs[0][1])]  # pairs with shared contexts
     greedy = decoder(torch.tensor([pairs[1][0]]))[0, -1].argmax().item()
     pairs.append((pairs[1][0], [greedy]))
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 5 * decoder.config.vocab_size)
@@ -45,7 +45,7 @@ def test_equal_those_of_whole_logits(name, batch_size, monkeypatch):
     assert bool(found[-1].is_greedy.all())
 
 
-def test_what_pairs_share_is_read_once_and_logits_are_made_of_targets_alone(monkeypatch):
+def test_shared_context_runs_once_and_logits_cover_targets_only(monkeypatch):
     decoder = small("dcformer_pp_debug")
     (context, _), *_ = pairs = random_pairs((9, 1))
     pairs = [(context, [token]) for token in range(6)]
@@ -57,7 +57,7 @@ def test_what_pairs_share_is_read_once_and_logits_are_made_of_targets_alone(monk
     assert rows == [(1, 9)] and made == [6]
 
 
-def test_of_16_bits_the_logits_are_not_rounded():
+def test_bfloat16_model_returns_unrounded_float32_log_likelihoods():
     decoder = small("dcformer_pp_debug").bfloat16()
     (found,) = dclm.log_likelihoods(decoder, random_pairs((4, 9)))
     assert found.log_likelihoods.dtype == torch.float32
@@ -75,12 +75,12 @@ def test_of_16_bits_the_logits_are_not_rounded():
         ([([1], [1])], {"batch_size": 0}, "batch_size=0"),
     ],
 )
-def test_mistakes_are_named(pairs, options, message):
+def test_invalid_arguments_raise_value_error(pairs, options, message):
     with pytest.raises(ValueError, match=message):
         dclm.log_likelihoods(small("dcformer_pp_debug"), pairs, **options)
 
 
-def test_pairs_are_encoded_together_and_spaces_belong_to_the_continuation():
+def test_encode_pairs_moves_space_to_continuation_and_adds_eos_to_empty_context():
     tokenizer = train_bpe(["a cat sat on a mat"] * 50, 300)
     encode = lambda text: tokenizer.encode([text])[0].tolist()  # noqa: E731
     (first, spaced, empty), (bare,) = (
@@ -92,7 +92,7 @@ def test_pairs_are_encoded_together_and_spaces_belong_to_the_continuation():
     assert bare == ([256], [97, 98])
 
 
-def test_a_tokenizer_that_begins_texts_itself_does_so():
+def test_encode_pairs_uses_begin_token_of_tokenizer():
     import json
 
     spec = json.loads(train_bpe(["a cat sat on a mat"] * 50, 300).spec)
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_begins_texts_itself_does_so():
     assert given[0] == [0, *tokenizer.encode(["a cat"])[0]] and empty[0] == [0]
 
 
-def test_the_beginning_is_cut():
+def test_cut_left_truncates_context():
     assert dclm.cut_left(([1, 2, 3, 4], [5, 6]), 5) == ([1, 2, 3, 4], [5, 6])
     assert dclm.cut_left(([1, 2, 3, 4], [5, 6]), 4) == ([2, 3, 4], [5, 6])
     assert dclm.cut_left(([1, 2], [5, 6]), 2) == ([2], [5, 6])

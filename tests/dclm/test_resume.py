@@ -1,4 +1,4 @@
-"""A language model's run that was stopped or killed goes on as if nothing had happened."""
+"""Stopped or killed runs of language models resume with the same results as uninterrupted runs."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ MORE_STOPS = [(17, []), (17, WORKERS), (9, []), (9, WORKERS), (4, [])]
 @pytest.mark.parametrize(
     ("at", "extra"), [*STOPS, *(pytest.param(*stop, marks=pytest.mark.slow) for stop in MORE_STOPS)], ids=str
 )
-def test_stopped_and_resumed_equals_uninterrupted(corpus, tmp_path, at, extra):
+def test_stopped_and_resumed_run_equals_uninterrupted_run(corpus, tmp_path, at, extra):
     run("fit", *small(corpus, tmp_path / "whole"), *extra, *record(tmp_path / "whole"))
     stopping = record(tmp_path / "parts", signum=int(signal.SIGTERM), at=at)
     run("fit", *small(corpus, tmp_path / "parts"), *extra, *stopping)
@@ -36,7 +36,7 @@ def test_stopped_and_resumed_equals_uninterrupted(corpus, tmp_path, at, extra):
         assert len(samples) == len(set(samples)) == 40
 
 
-def test_a_checkpoint_of_another_order_says_so(corpus, tmp_path):
+def test_checkpoint_with_different_sequence_order_causes_warning(corpus, tmp_path):
     run("fit", *small(corpus, tmp_path), *record(tmp_path / "a", at=4))
     path = newest_checkpoint(tmp_path)
     checkpoint = load_checkpoint(path)
@@ -47,7 +47,7 @@ def test_a_checkpoint_of_another_order_says_so(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_path):
+def test_killed_run_resumes_from_last_checkpoint(corpus, tmp_path):
     by_steps = ["--trainer.max_steps=25", "--trainer.max_epochs=-1"]
     by_steps += ["--trainer.val_check_interval=7", "--trainer.check_val_every_n_epoch=null"]
     arguments = [*small(corpus, tmp_path / "parts"), *by_steps, "--checkpoint_every_n_steps=4"]
@@ -66,13 +66,13 @@ def test_killed_at_any_moment_leaves_a_checkpoint_to_resume_from(corpus, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("by", "at"),  # before the first checkpoint but that of the start, and behind one
+    ("by", "at"),  # killed before and after the first periodic checkpoint
     [
         pytest.param("steps", 2, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.long) for case in (("steps", 6), ("epochs", 2), ("epochs", 6))),
     ],
 )
-def test_curves_go_on_at_their_steps(corpus, tmp_path, at, by):
+def test_logged_curves_of_resumed_run_equal_uninterrupted_run(corpus, tmp_path, at, by):
     common = [*small(corpus, tmp_path), "--checkpoint_every_n_steps=4", "--trainer.num_sanity_val_steps=0"]
     if by == "steps":
         common += ["--trainer.max_steps=12", "--trainer.max_epochs=-1"]
@@ -80,7 +80,7 @@ def test_curves_go_on_at_their_steps(corpus, tmp_path, at, by):
     run("fit", *common, "--name=whole")
     killed = spawn("fit", *common, "--name=parts", *record(tmp_path / "parts", signum=int(signal.SIGKILL), at=at))
     assert killed.returncode == -signal.SIGKILL
-    time.sleep(1)  # TensorBoard reads files of events in the order of the seconds in their names
+    time.sleep(1)  # TensorBoard orders event files by the seconds in their names
     run("fit", *common, "--name=parts", f"--resume={tmp_path}/parts/version_0")
     whole, parts = ({tag: curve(tmp_path / name / "version_0", tag) for tag in CURVES} for name in ("whole", "parts"))
     assert parts == whole
@@ -90,16 +90,16 @@ CURVES = ("train/loss", "train/lr", "val/loss")
 
 
 def curve(folder, tag: str) -> dict[int, float]:
-    """Read a curve by steps."""
+    """Return the logged values of a tag, keyed by step."""
     events = EventAccumulator(str(folder)).Reload().Scalars(tag)
     found = {event.step: event.value for event in events}
-    assert tag.startswith("val/") or len(found) == len(events)  # a validation may be taken again
+    assert tag.startswith("val/") or len(found) == len(events)  # a validation may be repeated
     return found
 
 
 @pytest.mark.long
-def test_two_processes_stop_together_and_one_goes_on(corpus, tmp_path):
-    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps in an epoch
+def test_two_processes_stop_together_and_one_process_resumes(corpus, tmp_path):
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=1"]  # twenty steps per epoch
     stopped = spawn("fit", *small(corpus, tmp_path), *two, *record(tmp_path / "a", at=25, rank=1))
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM; continue with --resume" in stopped.stdout

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks are read wherever others are; damaged ones are refused, and what fails leaves nothing."""
+"""Sharded checkpoints: loading by all commands, rejection of damaged checkpoints, and failed saves."""
 
 import errno
 import os
@@ -23,12 +23,12 @@ from .data.corpora import numbered_corpus
 
 SHARDED = "--trainer.strategy=fsdp2"
 FEW = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1"]
-STEADY = ["--model.warmup_fraction=0", "--model.final_lr_fraction=1"]  # whatever the number of steps
+STEADY = ["--model.warmup_fraction=0", "--model.final_lr_fraction=1"]  # constant lr for any number of steps
 
 
 @pytest.fixture(scope="module")
 def run_of_one_rank(tmp_path_factory) -> Path:
-    """An epoch."""
+    """Return the folder of a sharded run of one epoch."""
     root = tmp_path_factory.mktemp("sharded")
     corpus = numbered_corpus(root / "corpus", 41 * 24 + 1, 7 * 24 + 1)
     run("fit", *small(corpus, root), *FEW, *STEADY, "--trainer.max_epochs=1", SHARDED)
@@ -37,21 +37,21 @@ def run_of_one_rank(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(run_of_one_rank, tmp_path) -> Path:
-    """Its last checkpoint, to do with as one likes."""
+    """Return a modifiable copy of the last checkpoint of the run."""
     shutil.copytree(run_of_one_rank, tmp_path / "t")
     (last,) = tmp_path.glob("t/version_0/checkpoints/last-*.ckpt")
     return last
 
 
-def test_checkpoint_folder_holds_index_data_and_metadata_only(trained):
+def test_checkpoint_folder_contains_only_index_data_and_metadata(trained):
     assert find_checkpoint(str(trained)) == trained == find_checkpoint(str(trained.parents[1]))
     assert sorted(path.name for path in trained.iterdir()) == ["__0_0.distcp", "index.json", "meta.pt"]
     assert sorted(path.name.split("-")[0] for path in trained.parent.iterdir()) == ["best", "last"]
     check_resumable(trained)
 
 
-def test_one_process_goes_on_from_it_as_many_do(trained, corpus, tmp_path):
-    """And many from a file."""
+def test_sharded_and_single_file_checkpoints_resume_under_either_strategy(trained, corpus, tmp_path):
+    """A run without sharding resumes from a sharded checkpoint, and a sharded run resumes from a single file."""
     again = [*FEW, *STEADY, "--trainer.max_epochs=2"]
     run("fit", *small(corpus, tmp_path), *again, f"--resume={trained}", *record(tmp_path / "one"))
     run("fit", *small(corpus, tmp_path / "file"), *FEW, *STEADY, "--trainer.max_epochs=1")
@@ -66,7 +66,7 @@ def test_one_process_goes_on_from_it_as_many_do(trained, corpus, tmp_path):
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_commands_read_it(trained, corpus, tmp_path, capsys):
+def test_commands_load_sharded_checkpoint(trained, corpus, tmp_path, capsys):
     run("validate", *small(corpus, tmp_path), f"--checkpoint={trained}")
     validated = capsys.readouterr().out
     run("validate", *small(corpus, tmp_path), f"--checkpoint={trained}", SHARDED)
@@ -116,7 +116,7 @@ def _damage(trained: Path, kind: str) -> None:
         ("meta", "meta.pt cannot be read"),
     ],
 )
-def test_damaged_ones_are_refused(trained, corpus, tmp_path, capsys, kind, message, command):
+def test_damaged_checkpoints_are_rejected(trained, corpus, tmp_path, capsys, kind, message, command):
     _damage(trained, kind)
     more = ["--prompt=a"] if command[0] == "generate" else small(corpus, tmp_path)
     with pytest.raises(SystemExit) as exit_info:
@@ -126,7 +126,7 @@ def test_damaged_ones_are_refused(trained, corpus, tmp_path, capsys, kind, messa
     assert message in error and error.count("\n") < 3
 
 
-def test_other_models_are_refused(trained, corpus, tmp_path, capsys):
+def test_checkpoint_of_different_architecture_is_rejected(trained, corpus, tmp_path, capsys):
     other = "--model.overrides={num_layers: 3, dim: 32, mlp_dim: 48, windows: [8, null]}"
     for strategy in (SHARDED, "--trainer.strategy=auto"):
         with pytest.raises(SystemExit):
@@ -140,8 +140,8 @@ def test_other_models_are_refused(trained, corpus, tmp_path, capsys):
     [["fsdp2"], ["FSDP2Strategy", "--trainer.strategy.async_save=true"]],
     ids=["", "async"],
 )
-def test_a_full_disk_leaves_the_last_whole(corpus, tmp_path, capsys, monkeypatch, where, strategy):
-    """Of the second checkpoint nothing stays, and the first does."""
+def test_full_disk_keeps_previous_checkpoint(corpus, tmp_path, capsys, monkeypatch, where, strategy):
+    """The second checkpoint leaves no files, and the first checkpoint remains."""
     saved = []
 
     def full(*args, **kwargs):
@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_the_last_whole(corpus, tmp_path, capsys, monkeypatch
     assert load_checkpoint(folder / "last-step=0.ckpt")["global_step"] == 0
 
 
-def test_one_process_that_fails_to_replace_it_leaves_it(trained, monkeypatch):
+def test_failed_replacement_keeps_sharded_checkpoint(trained, monkeypatch):
     content = load_checkpoint(trained, with_optimizer=True)
 
     def full(*args):
@@ -185,7 +185,7 @@ def test_one_process_that_fails_to_replace_it_leaves_it(trained, monkeypatch):
     assert {path.name.split("-")[0] for path in trained.parent.iterdir()} == {"best", "last"}
 
 
-def test_one_of_weights_alone_is_read(corpus, tmp_path, capsys):
+def test_weights_only_checkpoint_loads_but_cannot_be_resumed(corpus, tmp_path, capsys):
     weights_alone = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_weights_only=true"]
     named = [f"--trainer.callbacks.dirpath={tmp_path}/alone", "--trainer.callbacks.filename=a"]
     run("fit", *small(corpus, tmp_path), *FEW, "--trainer.max_epochs=1", SHARDED, *weights_alone, *named)
@@ -196,8 +196,8 @@ def test_one_of_weights_alone_is_read(corpus, tmp_path, capsys):
         assert "cannot be resumed: it has no" in capsys.readouterr().err
 
 
-def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):
-    """However late it is written."""
+def test_background_save_stores_state_at_time_of_call(tmp_path, monkeypatch):
+    """Later changes of the state do not affect the checkpoint, even if the write is delayed."""
     go_on = threading.Event()
     begin = async_save._begin
     monkeypatch.setattr(async_save, "_begin", lambda *args: go_on.wait(30) and begin(*args))
@@ -216,7 +216,7 @@ def test_what_is_saved_in_the_background_is_that_of_its_step(tmp_path, monkeypat
     assert saved["best"] == {"a": 1} and saved["state_dict"]["x"].tolist() == [1, 1, 1]
 
 
-def test_an_unfinished_one_is_not_found(trained):
+def test_unfinished_checkpoint_is_not_found(trained):
     os.replace(trained, trained.with_name(f"{trained.name}.0.partial"))
     assert find_checkpoint(str(trained.parent)).name.startswith("best-")
     for best in trained.parent.glob("best-*"):

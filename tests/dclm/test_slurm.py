@@ -1,4 +1,4 @@
-"""A job of SLURM: its signal stops the run, `--resume latest` goes on, and Lightning's own checkpoints are kept out."""
+"""SLURM jobs: the signal stops a run, `--resume=latest` resumes it, and Lightning's own checkpoints are rejected."""
 
 import os
 import signal
@@ -20,13 +20,13 @@ JOB = {"NTASKS": 1, "JOB_ID": 7, "JOB_NAME": "train", "PROCID": 0, "LOCALID": 0,
 
 @pytest.fixture
 def job(monkeypatch):
-    """The environment that srun makes."""
+    """Set the environment variables of srun."""
     for name, value in JOB.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
 @pytest.mark.usefixtures("job")
-def test_a_requeued_job_goes_on_where_it_was_stopped(corpus, tmp_path):
+def test_requeued_job_resumes_where_it_stopped(corpus, tmp_path):
     run("fit", *small(corpus, tmp_path / "whole"), *record(tmp_path / "whole"))
     parts = ["fit", *small(corpus, tmp_path / "parts"), "--resume=latest"]
     run(*parts, *record(tmp_path / "parts", signum=int(signal.SIGUSR1), at=12))
@@ -40,8 +40,8 @@ def test_a_requeued_job_goes_on_where_it_was_stopped(corpus, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("job")
-def test_the_batch_script_queues_a_job_again_until_it_is_done(corpus, tmp_path):
-    """With programs in the place of srun and scontrol."""
+def test_batch_script_requeues_job_until_it_is_finished(corpus, tmp_path):
+    """Stub programs replace srun and scontrol."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("srun", 'exec "$@"'), ("scontrol", f'echo "$@" > {tmp_path}/said')):
@@ -64,7 +64,7 @@ def test_the_batch_script_queues_a_job_again_until_it_is_done(corpus, tmp_path):
 
 
 @pytest.mark.usefixtures("job")
-def test_a_checkpoint_of_lightnings_own_is_not_loaded_silently(corpus, tmp_path, capsys):
+def test_lightning_hpc_checkpoint_is_rejected_unless_resumed_explicitly(corpus, tmp_path, capsys):
     run("fit", *small(corpus, tmp_path), "--trainer.max_epochs=1")
     (tmp_path / "t/version_0/checkpoints/last-step=10.ckpt").rename(tmp_path / "hpc_ckpt_1.ckpt")
     with pytest.raises(SystemExit) as exit_info:

@@ -1,4 +1,4 @@
-"""What ends a text: tokens, and strings wherever they begin and end among the tokens."""
+"""Stop tokens, and stop strings that may begin and end anywhere within the tokens."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .test_decoder import ids, small
 
 
 def fed(text: str, **stops) -> tuple[list[str], bool, str]:
-    """What each byte releases, whether it has ended, and the rest."""
+    """Return the text that each byte releases, whether the text has ended, and the remaining text."""
     growing = StopStringBuffer(ByteTokenizer(), **stops)
     released = [growing.add(byte) for byte in text.encode()]
     return released, growing.is_ended, growing.rest()
@@ -22,23 +22,23 @@ def fed(text: str, **stops) -> tuple[list[str], bool, str]:
     [
         ("hello", [], (list("hello"), False, "")),
         ("ab\ncd", ["\n"], (["a", "b", "", "", ""], True, "")),
-        ("xaab.", ["ab"], (["x", "", "a", "", ""], True, "")),  # the second a begins it anew
+        ("xaab.", ["ab"], (["x", "", "a", "", ""], True, "")),  # the second "a" restarts the match
         ("xabab", ["abac"], (["x", "", "", "", "ab"], False, "ab")),
         ("one two", ["two", "ne"], (["o", "", "", "", "", "", ""], True, "")),
         ("grü", ["ü"], (["g", "r", "", ""], True, "")),
     ],
 )
-def test_text_is_released_as_soon_as_it_is_certain(text, strings, expected):
+def test_text_is_released_when_it_cannot_start_a_stop_string(text, strings, expected):
     assert fed(text, stop_strings=strings) == expected
 
 
-def test_a_stop_token_releases_what_was_held():
+def test_stop_token_releases_withheld_text():
     growing = StopStringBuffer(ByteTokenizer(), [256], ["xyz"])
     assert [growing.add(token) for token in (97, 120, 121, 256, 97)] == ["a", "", "", "xy", ""]
     assert growing.is_ended and growing.rest() == ""
 
 
-def test_a_row_ends_with_the_token_that_completes_a_stop_string():
+def test_row_ends_with_token_that_completes_stop_string():
     decoder, prompts = small("dcformer_pp_debug", vocab_size=257), [ids(4, seed=1), ids(7, seed=2)]
     free = dclm.generate(decoder, prompts, 30)
     written = [ByteTokenizer().decode(row[len(prompt) :].tolist()) for row, prompt in zip(free, prompts, strict=True)]
@@ -62,6 +62,6 @@ def test_a_row_ends_with_the_token_that_completes_a_stop_string():
         ({"stop_strings": [""], "tokenizer": ByteTokenizer()}, "expected a sequence of strings that are not empty"),
     ],
 )
-def test_mistakes_are_named(options, message):
+def test_invalid_stop_strings_raise_value_error(options, message):
     with pytest.raises(ValueError, match=message):
         dclm.generate(small("dcformer_pp_debug", vocab_size=257), ids(1, 4), 3, **options)

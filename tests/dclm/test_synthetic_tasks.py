@@ -1,4 +1,4 @@
-"""The synthetic suite: what examples ask has one answer, files come back as they were, the authors' form is read."""
+"""Synthetic suite: examples have one answer, files round-trip, and the format of the authors is parsed."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def examples(task: Task, count: int = 50):
     return [task.example(Random(f"{task.id} {number}")) for number in range(count)]
 
 
-def test_there_are_74_tasks_of_888_texts():
+def test_suite_has_74_tasks_and_888_texts():
     texts = make_suite()
     assert len(TASKS) == len({task.id for task in TASKS}) == 74 and len(texts) == len(set(texts)) == 888
     assert {text.task_id for text in texts} == {task.id for task in TASKS}
@@ -28,8 +28,8 @@ def test_there_are_74_tasks_of_888_texts():
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
-def test_answers_follow_from_the_right_word_alone(task):
-    """The word is found again in the text by the pattern's own rule; no other word of the example gives the answer."""
+def test_answer_follows_from_one_word_only(task):
+    """The rule of the pattern finds the source word in the text. No other word of the example results in the answer."""
     made = DOMAINS[task.domain].transformations[task.transformation]
     for question, answer in examples(task):
         listed = LIST.search(question)
@@ -55,7 +55,7 @@ def test_answers_follow_from_the_right_word_alone(task):
         assert made[source] == answer
 
 
-def test_words_are_one_word_and_mean_one_thing():
+def test_transformations_map_single_words():
     for domain in DOMAINS.values():
         for transformation, made in domain.transformations.items():
             assert all(re.fullmatch(r"\w+", word) for pair in made.items() for word in pair), transformation
@@ -64,8 +64,8 @@ def test_words_are_one_word_and_mean_one_thing():
     assert DOMAINS["month"].transformations["next"]["December"] == "January"
 
 
-def test_a_text_in_the_authors_form():
-    """As in their file: two examples shown, then answers in brackets; what is scored begins with its space."""
+def test_text_in_authors_format_is_parsed():
+    """As in the authors' file, answers in brackets follow two shots; the scored text includes its leading space."""
     text = "\n< A has tea. >. A has a kind of drink\n< B has a bus. >. B has a kind of vehicle\n"
     text += (
         "< C has jeans. >. C has a kind of [ clothing ]\n< D has a harp. >. D has a kind of [ musical instrument ]\n"
@@ -76,7 +76,7 @@ def test_a_text_in_the_authors_form():
     assert second.endswith("C has a kind of clothing\n< D has a harp. >. D has a kind of")
 
 
-def test_files_come_back(tmp_path):
+def test_suite_files_round_trip(tmp_path):
     texts = [make_text(task, Random(3)) for task in TASKS[::9]]
     write_texts(tmp_path / "suite.jsonl", texts)
     assert read_texts(tmp_path / "suite.jsonl") == texts
@@ -101,7 +101,7 @@ def test_files_come_back(tmp_path):
         ('{"task_id": "a", "texts": "q [[b]]"}', "suite.jsonl:1 has unmatched brackets"),
     ],
 )
-def test_files_that_are_no_suite(tmp_path, content, said):
+def test_invalid_suite_files_raise_user_error(tmp_path, content, said):
     (tmp_path / "suite.jsonl").write_text(content)
     with pytest.raises(UserError) as error:
         read_texts(tmp_path / "suite.jsonl")
@@ -110,7 +110,7 @@ def test_files_that_are_no_suite(tmp_path, content, said):
         read_texts(tmp_path / "nowhere.jsonl")
 
 
-def test_the_command_overwrites_nothing(tmp_path, capsys):
+def test_suite_command_does_not_overwrite_files(tmp_path, capsys):
     out = str(tmp_path / "folder" / "suite.jsonl")
     main(["suite", "--out", out])
     assert "888 texts of 74 tasks" in capsys.readouterr().out
@@ -120,8 +120,8 @@ def test_the_command_overwrites_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "named"), [(["--out="], "out=''"), (["--out=a.jsonl", "--seed=-1"], "seed=-1")])
-def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, arguments, named):
-    """A negative seed would draw what its absolute value draws."""
+def test_invalid_suite_options_are_rejected(tmp_path, monkeypatch, capsys, arguments, named):
+    """A negative seed is rejected, as it would draw the same suite as its absolute value."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["suite", *arguments])

@@ -1,4 +1,4 @@
-"""Tasks as training data: texts are functions of their number, answers alone count, some combinations never come."""
+"""Tasks as training data: texts depend only on their index, targets are answers, and combinations are held out."""
 
 import signal
 
@@ -48,7 +48,7 @@ def test_every_word_of_the_suite_is_a_token():
     assert tokenizer.decode(tokenizer.encode(["Paris attracts Kate."])[0]).split() == ["Paris", "attracts", "Kate", "."]
 
 
-def test_held_out_combinations_are_of_parts_that_are_trained():
+def test_held_out_combinations_consist_of_trained_parts():
     trained = {(task.pattern, task.transformation) for task in TRAINED}
     assert trained.isdisjoint(HELD_OUT) and len(TRAINED) + len(UNSEEN) == len(DRAWN_TASKS)
     assert {(task.pattern, task.transformation) for task in UNSEEN} == HELD_OUT
@@ -58,7 +58,7 @@ def test_held_out_combinations_are_of_parts_that_are_trained():
 
 
 @pytest.mark.parametrize("split", ["train", "val", "unseen"])
-def test_texts_are_functions_of_their_number(split):
+def test_texts_depend_only_on_their_index_and_targets_are_answers(split):
     texts, tokenizer = TaskStream().texts(split, 96), task_tokenizer()
     assert len(texts) == ENDLESS
     samples = [texts[SampleRef(number, 0)] for number in (0, 1, ENDLESS - 1, 1)]
@@ -75,13 +75,13 @@ def test_texts_are_functions_of_their_number(split):
     assert torch.equal(collate(samples).targets, torch.from_numpy(np.stack([sample.targets for sample in samples])))
 
 
-def test_splits_are_apart():
+def test_train_and_val_splits_differ():
     first = {split: TaskStream().texts(split, 96)[SampleRef(0, 0)].input_ids.tobytes() for split in ("train", "val")}
     assert first["train"] != first["val"]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_exactly_and_logs_accuracies(tmp_path):
+def test_run_resumes_exactly_and_logs_accuracies(tmp_path):
     fit = ["fit", "--config=configs/lm/compose_tasks.yaml", *SMALL, f"--trainer.default_root_dir={tmp_path}"]
     fit.append("--trainer.max_steps=4")
     run(*fit, "--name=whole", *record(tmp_path / "whole-steps"))
@@ -104,14 +104,14 @@ def test_a_run_goes_on_exactly_and_logs_accuracies(tmp_path):
         (lambda: UnseenAccuracy(0), "texts=0 must be at least 1"),
     ],
 )
-def test_what_does_not_fit(make, said):
+def test_invalid_options_raise_user_error(make, said):
     with pytest.raises(UserError) as error:
         make()
     assert said in str(error.value)
 
 
 @pytest.mark.parametrize(("combinations", "tasks"), [("trained", TRAINED), ("unseen", UNSEEN)])
-def test_the_stream_is_written_as_a_suite(tmp_path, combinations, tasks):
+def test_suite_command_writes_texts_of_the_stream(tmp_path, combinations, tasks):
     run("suite", f"--out={tmp_path}/s.jsonl", f"--combinations={combinations}")
     texts = read_texts(tmp_path / "s.jsonl")
     assert {text.task_id for text in texts} == {task.id for task in tasks} and len(texts) == 12 * len(tasks)

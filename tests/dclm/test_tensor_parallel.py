@@ -1,4 +1,4 @@
-"""Tensor parallelism over head groups: the steps of one process, whichever the architecture and the mesh."""
+"""Tensor parallelism over head groups: agreement with one process for several architectures and meshes."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def of_kind(kind: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
+def test_two_by_two_mesh_matches_one_process(corpus, tmp_path, kind):
     few = [*FEW, EXACT, *of_kind(kind)]
     run("fit", *small(corpus, tmp_path / "one"), *few, *record(tmp_path / "one"))
     mesh = [*HALVES, "--trainer.devices=4", "--data.batch_size=2"]
@@ -42,8 +42,8 @@ def test_two_by_two_take_the_steps_of_one(corpus, tmp_path, kind):
 
 
 @pytest.mark.long
-def test_fused_kernels_split(corpus, tmp_path):
-    """In float32, two by two are about as near to float64 as one process is."""
+def test_tensor_parallel_fused_kernels_are_as_accurate_as_one_process(corpus, tmp_path):
+    """In float32, the error of a two-by-two mesh relative to float64 is less than twice that of one process."""
     few = [*FEW, "--trainer.limit_train_batches=2", "--data.context_length=12", "--model.model=dcformer_pp_debug"]
     fused = f"--model.overrides={{{LAYERS}, windows: [8, null], num_groups: 2, impl: triton}}"
     mesh = [*HALVES, "--trainer.devices=4", "--data.batch_size=2", fused]
@@ -64,7 +64,7 @@ def test_fused_kernels_split(corpus, tmp_path):
         ("num_groups: 2, mlp_dim: 48, mlp_groups: 3", "mlp_groups=3 cannot be split over 2 ranks"),
     ],
 )
-def test_what_cannot_be_split_is_refused(options, message):
+def test_indivisible_sizes_are_rejected(options, message):
     overrides = yaml.safe_load(f"{{{options}}}")
     module = LanguageModel("dcformer_debug", vocab_size=overrides.pop("vocab_size", 257), overrides=overrides)
     with pytest.raises(UserError, match=message):
@@ -81,8 +81,8 @@ MESHES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("saving", [[], ["--trainer.strategy.async_save=true"]], ids=["", "async"])
-def test_a_run_moves_between_meshes(corpus, tmp_path, saving):
-    """An epoch on each, from the checkpoint of the one before: the steps and the weights of one process."""
+def test_run_resumes_on_different_meshes(corpus, tmp_path, saving):
+    """Each epoch resumes on a different mesh. The losses and the final weights match those of one process."""
     steady = ["--model.warmup_fraction=0", "--model.final_lr_fraction=1", *FEW, "--trainer.limit_train_batches=2"]
     arguments = [*small(corpus, tmp_path), *steady, EXACT, *of_kind("dcformer++")]
     for epoch, (mesh, options) in enumerate([*MESHES.items(), ("one", MESHES["one"])]):

@@ -1,4 +1,4 @@
-"""Running a command line in another process, and recording what its steps saw."""
+"""Helpers that run a command line in a subprocess and record its training steps."""
 
 import os
 import subprocess
@@ -9,13 +9,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def record(file: Path, **kwargs) -> list[str]:
-    """Arguments that add the recorder."""
+    """Return the arguments that add the recorder callback."""
     options = [f"--trainer.callbacks.{name}={value}" for name, value in {"file": file, **kwargs}.items()]
     return ["--trainer.callbacks+=tests.dctrain.recorder.Recorder", *options]
 
 
 def spawn(*args: str, prefix: tuple[str, ...], timeout: int = 180) -> subprocess.CompletedProcess:
-    """Run Python in a process of its own; one thread, so that sums do not depend on the machine."""
+    """Run Python in a subprocess with one thread, so that sums do not depend on the machine."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, *prefix, *args],

@@ -1,4 +1,4 @@
-"""Run by torchrun: build a decoder of some layers sharded over the ranks; print the most memory a rank has needed."""
+"""Script for torchrun: build a sharded decoder with N layers; print the shard size and peak memory of rank 0."""
 
 import json
 import resource

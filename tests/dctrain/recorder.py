@@ -1,4 +1,4 @@
-"""Callbacks that record what every step saw and computed, end the process at a given step, or change the precision."""
+"""Callbacks that record training steps, end the process at a given step, or change the precision."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from lightning.pytorch.callbacks import Callback
 
 
 class Recorder(Callback):
-    """Append one line per training step to `FILE-rankN`: global batch number, loss bits, samples.
+    """Append one line per training step to `FILE-rankN`: global batch number, loss bits, samples and learning rate.
 
     Args:
-        file: Where to record.
-        signum: Signal this process sends itself.
-        at: Before which batch (counted over the whole training); None for never.
-        rank: Which rank sends it.
+        file: Path prefix of the records.
+        signum: Signal that the process sends to itself.
+        at: Batch before which the signal is sent, counted over all epochs; None for never.
+        rank: Rank that sends the signal.
     """
 
     def __init__(self, file: str, signum: int = int(signal.SIGTERM), at: int | None = None, rank: int = 0) -> None:
@@ -46,20 +46,20 @@ def read(file, rank: int = 0) -> dict[int, dict]:
 
 
 def losses(file, ranks: int) -> list[float]:
-    """The mean loss over ranks of every batch."""
+    """Return the mean loss over ranks of every batch."""
     read_ranks = [read(file, rank) for rank in range(ranks)]
     return [sum(float.fromhex(r[b]["loss"]) for r in read_ranks) / ranks for b in sorted(read_ranks[0])]
 
 
 class EndAfterEpoch(Callback):
-    """Ends a run with its first epoch, wherever its schedule ends."""
+    """Stop a run after its first epoch, regardless of its schedule."""
 
     def on_train_epoch_end(self, trainer, pl_module) -> None:
         trainer.should_stop = True
 
 
 class EndedInEvaluation(Callback):
-    """Sends a signal to this process, or to one of several, in the second batch of an evaluation."""
+    """Send a signal to the process of one rank in the second batch of an evaluation."""
 
     def __init__(self, signum: int, rank: int = 0) -> None:
         self.signum, self.rank = signum, rank
@@ -72,14 +72,14 @@ class EndedInEvaluation(Callback):
 
 
 class InFloat64(Callback):
-    """Casts the module to float64, also under FSDP2, for which the trainer has no such precision."""
+    """Cast the module to float64, also under FSDP2, where the trainer does not support this precision."""
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         pl_module.double()
 
 
 class SlowValidation(Callback):
-    """Takes two seconds in each validation."""
+    """Sleep for two seconds at the start of each validation."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
         if batch_idx == 0 and not trainer.sanity_checking:
@@ -87,14 +87,14 @@ class SlowValidation(Callback):
 
 
 class Killed(BaseException):
-    """Ends a run as a kill does: nothing more is saved."""
+    """Exception that ends a run like a kill, without saving anything."""
 
 
 class KilledInValidation(Callback):
-    """Raise `Killed` in the validation that follows a step.
+    """Raise `Killed` in the validation after a step.
 
     Args:
-        step: Optimizer steps before it.
+        step: Number of optimizer steps before the validation.
     """
 
     def __init__(self, step: int) -> None:
@@ -106,7 +106,7 @@ class KilledInValidation(Callback):
 
 
 class ShardRecorder(Callback):
-    """Append to `FILE-rankN`, per training batch: the dtypes in which a block sees its parameters, and whether
+    """Append to `FILE-rankN`, per training batch: the dtypes of the gathered parameters of a block, and whether
     gradients have been reduced to shards.
     """
 
@@ -115,7 +115,7 @@ class ShardRecorder(Callback):
         self.dtypes: set[str] = set()
 
     def on_train_start(self, trainer, pl_module) -> None:
-        attention = pl_module.model.blocks[0].attn  # inside of what is gathered as a whole
+        attention = pl_module.model.blocks[0].attn  # inside a block, which is gathered as one unit
         attention.register_forward_hook(lambda m, *_: self.dtypes.update(str(p.dtype) for p in m.parameters()))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:

@@ -1,4 +1,4 @@
-"""Comparing models: finished runs are kept, failing ones leave the others alone, and the report says what ran."""
+"""Comparison of models: finished runs are kept, failed runs do not affect others, and the report lists the runs."""
 
 import csv
 import json
@@ -46,7 +46,7 @@ def refused(capsys, *args: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
+def test_comparison_resumes_after_failed_run(tmp_path, capsys):
     args = ["--config", CONFIG, "--out", str(tmp_path), "--models", *MODELS]
     with pytest.raises(SystemExit):
         compare(*args, "--", *SHORT)
@@ -65,7 +65,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
         assert len(values) == 64 and sum(values) / 64 == pytest.approx(first["curves"][metric][-1][1], rel=1e-5)
     compare(*args[:-1], "--", *SHORT)
     assert f"{key}: already finished, val/top1" in capsys.readouterr().out
-    (tmp_path / "results.json").unlink()  # as if it had been stopped before the results were written
+    (tmp_path / "results.json").unlink()  # simulates a stop before the results were written
     compare(*args[:-1], "--", *SHORT)
     again = json.loads((tmp_path / "results.json").read_text())["runs"][key]
     assert again["curves"] == first["curves"]
@@ -79,8 +79,8 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     "number",
     [pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGKILL, marks=pytest.mark.long)],
 )
-def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
-    """Two runs at a time: both go on from where they were, and come to what they come to undisturbed."""
+def test_killed_experiment_resumes_without_repeating_steps(tmp_path, number):
+    """Two parallel runs resume from their checkpoints and reach the results of an uninterrupted run."""
     steps = [
         "--trainer.max_epochs=8",
         "--trainer.limit_train_batches=4",
@@ -101,7 +101,7 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
     said = process.communicate(timeout=60)[0]
     if number == signal.SIGTERM:
         assert process.returncode == 2 and "stopped; the same command goes on" in said
-    # else its runs go on by themselves: the next command waits for them
+    # after SIGKILL, the runs continue as orphans, and the next command waits for them
     for folder, asked in (("part", command), ("whole", alone)):
         done = subprocess.run([*asked, str(tmp_path / folder), "--", *steps], **options, timeout=120)
         assert done.returncode == 0, done.stdout
@@ -112,7 +112,7 @@ def test_an_experiment_that_was_killed_trains_nothing_twice(tmp_path, number):
 
 
 @pytest.mark.long
-def test_runs_without_a_result_say_why(tmp_path, capsys):
+def test_runs_without_result_report_reason(tmp_path, capsys):
     args = ["--config", CONFIG, "--models", MODELS[0], "--out"]
     refused(capsys, *args, str(tmp_path / "dev"), "--", *SHORT, "--trainer.fast_dev_run=true")
     assert "trained nothing (see" in (tmp_path / "dev/results.json").read_text()
@@ -159,20 +159,20 @@ A, B = {"model.model": "a"}, {"model.model": "b", "model.lr": 1}
         ({"config": "nowhere.yaml"}, "--config=nowhere.yaml does not exist"),
     ],
 )
-def test_experiments_that_are_none(tmp_path, fields, said):
+def test_invalid_experiment_raises_error(tmp_path, fields, said):
     with pytest.raises(UserError) as error:
         read_experiment(write(tmp_path, **fields), METRICS)
     assert said in str(error.value)
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path):
+def test_duplicate_key_raises_error(tmp_path):
     for text in ("seeds: [0]\nseeds: [1]\n", "models: {1: {a: 1}, '1': {a: 2}}\n"):
         (tmp_path / "twice.yaml").write_text(text)
         with pytest.raises(UserError, match="given twice"):
             read_experiment(str(tmp_path / "twice.yaml"), METRICS)
 
 
-def test_the_recipe_is_written_before_anything_is_trained_and_read_once(tmp_path, capsys):
+def test_recipe_is_read_once_and_written_before_training(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {lr: 1.0}\ndata: {when: 2026-01-01, x: .nan}\n")
     experiment = read_experiment(write(tmp_path, config=str(recipe)), METRICS)
@@ -186,14 +186,14 @@ def test_the_recipe_is_written_before_anything_is_trained_and_read_once(tmp_path
         Results(tmp_path, experiment)
 
 
-def test_a_metric_that_finished_runs_lack_is_told(tmp_path):
+def test_metric_missing_in_finished_run_raises_error(tmp_path):
     experiment = read_experiment(write(tmp_path), METRICS)
     Results(tmp_path, experiment).add(experiment.runs[0], make_result([0.5]))
     with pytest.raises(UserError, match="a | seed 0 has not logged val/top5"):
         Results(tmp_path, read_experiment(write(tmp_path, metrics={"val/top5": "max"}), METRICS))
 
 
-def test_an_experiment_of_a_file(tmp_path):
+def test_experiment_is_read_from_file(tmp_path):
     kwargs = {"model.model_kwargs": {"depth": 1}, "model.swap": True, "model.model": "a", "model.lr": 1e-3}
     experiment = read_experiment(write(tmp_path, models={"x": kwargs, "y": A}, seeds=[3, 4]), METRICS, ["--data.x=1"])
     expected = ('--model.model_kwargs={"depth": 1}', "--model.swap=true", "--model.model=a", "--model.lr=0.001")
@@ -202,7 +202,7 @@ def test_an_experiment_of_a_file(tmp_path):
     assert experiment.baseline == "x" and experiment.metrics == METRICS and experiment.arguments == ("--data.x=1",)
 
 
-def test_bad_arguments(tmp_path, capsys):
+def test_invalid_arguments_are_rejected(tmp_path, capsys):
     out = ["--out", str(tmp_path / "new")]
     assert "--experiment or --config is required" in refused(capsys, *out)
     experiment = write(tmp_path)
@@ -215,7 +215,7 @@ def test_bad_arguments(tmp_path, capsys):
     assert "the folder /proc/nowhere" in refused(capsys, "--experiment", experiment, "--out", "/proc/nowhere")
 
 
-def test_results_by_another_recipe_are_kept_and_refused(tmp_path, capsys):
+def test_results_of_different_recipe_are_rejected_and_kept(tmp_path, capsys):
     experiment = write(tmp_path)
     results = Results(tmp_path, read_experiment(experiment, METRICS))
     results.add(results.experiment.runs[0], make_result([0.5]))
@@ -230,19 +230,19 @@ def test_results_by_another_recipe_are_kept_and_refused(tmp_path, capsys):
     assert "results.json cannot be read" in refused(capsys, "--experiment", experiment, "--out", str(tmp_path))
 
 
-def test_shares_of_a_machine():
+def test_parallel_jobs_share_cpu_threads():
     threads = torch.get_num_threads()
     if torch.cuda.device_count() == 0:
         assert environments(2) == [{"OMP_NUM_THREADS": str(max(1, threads // 2))}] * 2
     assert environments(1) == [{}]
 
 
-def test_paired_differences():
+def test_paired_difference_matches_scipy():
     first, second = {0: 1.0, 1: 2.5, 2: 2.0, 7: 9.0}, {0: 1.5, 1: 2.0, 2: 4.0, 3: 0.0}
     difference = paired_difference(first, second)
     interval = stats.ttest_rel([1.0, 2.5, 2.0], [1.5, 2.0, 4.0]).confidence_interval(0.95)
     assert difference[:3] == pytest.approx((-2 / 3, interval.low, interval.high)) and difference.pairs == 3
-    # of so large an effect the test of so many pairs finds four fifths
+    # a paired t-test with this number of pairs detects an effect of this size with a power of 0.8
     sd = stats.tstd([-0.5, 0.5, -2.0])
     generator = torch.Generator().manual_seed(0)
     draws = difference.detectable + sd * torch.randn(20000, 3, generator=generator, dtype=torch.float64)
@@ -257,8 +257,8 @@ def named(values) -> Items:
     return Items(dict(zip(names, map(float, values), strict=True)), dict.fromkeys(names, 1.0))
 
 
-def test_tied_seeds_are_no_certainty():
-    """Two seeds that differ by the same have no spread; the evaluation's own noise remains."""
+def test_tied_seeds_use_evaluation_noise():
+    """Two seeds with equal differences have no spread; the noise of the evaluation remains."""
     tied = {0: 71.0, 1: 73.0}, {0: 73.0, 1: 75.0}
     assert paired_difference(*tied)[:4] == (-2.0, None, None, None)
     first, second = torch.rand(100) < 0.7, torch.rand(100) < 0.7
@@ -270,18 +270,18 @@ def test_tied_seeds_are_no_certainty():
     assert (found.low, found.high) == pytest.approx((-2 - reach, -2 + reach)) and found.items == 100
 
 
-def test_models_that_answer_alike_may_still_differ_elsewhere():
+def test_equal_answers_give_nonzero_interval():
     noise = item_noise([(named([1, 0, 1, 1]), named([1, 0, 1, 1]))] * 2, is_fraction=True)
     assert noise == ItemNoise(0.0, 4, 0.75)
     assert paired_difference({0: 0.75, 1: 0.75}, {0: 0.75, 1: 0.75}, noise)[:3] == (0, -0.75, 0.75)
 
 
-def test_items_that_differ_between_runs_tell_nothing():
+def test_item_noise_is_none_for_different_items():
     pairs = [(named([1, 0]), named([1, 0, 1]))]
     assert item_noise(pairs, is_fraction=True) is None and item_noise([], is_fraction=True) is None
 
 
-def test_weights_of_items_count():
+def test_item_noise_uses_item_weights():
     """An item of weight 2 counts as two of weight 1 in the mean."""
     first, second = named([1.0, 3.0, 0.0]), named([0.0, 0.0, 0.0])
     weights = {"0": 1.0, "1": 2.0, "2": 1.0}
@@ -291,8 +291,8 @@ def test_weights_of_items_count():
     assert noise.error == pytest.approx((sum(squares) * 3 / 2) ** 0.5) and noise.least == 0
 
 
-def test_intervals_cover_the_truth():
-    """Of 600 simulated comparisons, with noise of seeds, of items, and of both, at least 94 % cover the difference."""
+def test_intervals_cover_true_difference():
+    """At least 94 % of 600 simulated intervals, with noise of seeds and items, cover the true difference."""
     generator, covered, without = torch.Generator().manual_seed(0), 0, 0
     for _ in range(600):
         seeds, items = 0.02 * torch.randn(3, 1, generator=generator), 0.5 * torch.randn(60, generator=generator)
@@ -305,7 +305,7 @@ def test_intervals_cover_the_truth():
     assert covered >= 0.94 * 600 and without < 0.8 * 600
 
 
-def test_items_are_kept_by_name(tmp_path):
+def test_item_values_are_stored_by_name(tmp_path):
     for rank, names in enumerate((["a", "b"], ["c"])):
         recorder = ItemRecorder()
         recorder.add("val/loss", ["old"] * len(names), torch.ones(len(names)))
@@ -319,13 +319,13 @@ def test_items_are_kept_by_name(tmp_path):
     assert read_items(tmp_path / "copy") == found
 
 
-def test_items_of_a_larger_world_before_are_removed(tmp_path):
+def test_items_of_larger_previous_world_are_removed(tmp_path):
     for rank, world_size, value in ((1, 2, 9.0), (0, 1, 1.0)):
         recorder = ItemRecorder()
         recorder.add("val/loss", ["a"], torch.tensor([value]))
         recorder.write(tmp_path, rank, world_size)
     assert read_items(tmp_path)["val/loss"].values == {"a": 1.0}
-    ItemRecorder().write(tmp_path, 0, 1)  # a run that evaluated nothing leaves what is there
+    ItemRecorder().write(tmp_path, 0, 1)  # a run without evaluation keeps the existing items
     assert read_items(tmp_path)["val/loss"].values == {"a": 1.0}
 
 
@@ -337,7 +337,7 @@ def make_result(top1: list[float]) -> dict:
     return {"curves": curves, "environment": where, **costs}
 
 
-def test_the_report(tmp_path):
+def test_report_contains_table_and_curves(tmp_path):
     made = {"a": [[0.1, 0.6, 0.5], [0.2, 0.5, 0.7]], "b": [[0.3, 0.3, 0.4], [0.3, 0.4, 0.5]]}
     made["one validation"] = [[0.35]]
     models = {name: {"model.model": name} for name in made}
@@ -347,7 +347,7 @@ def test_the_report(tmp_path):
         for seed, top1 in enumerate(curves):
             run = next(run for run in experiment.runs if (run.model, run.seed) == (model, seed))
             results.add(run, make_result(top1))
-    results = Results(tmp_path, experiment)  # as another process reads them
+    results = Results(tmp_path, experiment)  # as read by another process
     table = write_report(experiment, results, tmp_path)
     interval = "-15.00 [-78.53, +48.53]"
     lines = [" ".join(line.split()) for line in table.splitlines()]
@@ -371,19 +371,19 @@ def test_the_report(tmp_path):
         assert len(list(csv.DictReader(file))) == (4 * 3 + 1) * 2
     picture = decode_image(str(tmp_path / "curves.png"))[:3].float()
     height = picture.shape[1]
-    for color in ([31, 119, 180], [255, 127, 14], [44, 160, 44]):  # beside the legend's, below
+    for color in ([31, 119, 180], [255, 127, 14], [44, 160, 44]):  # excludes the legend at the bottom
         drawn = (picture - torch.tensor(color)[:, None, None]).abs().sum(0) < 10
         for rows in (slice(0, height * 2 // 5), slice(height * 2 // 5, height * 4 // 5)):
             assert drawn[rows].sum() > 15, color
 
 
-def test_values_that_stand_by_themselves_set_nothing():
+def test_separate_option_values_are_not_read_as_options():
     experiment_of(CONFIG, ["x"], [0], METRICS, ("--data.train", "name", "--trainer.max_epochs", "3"))
     with pytest.raises(UserError, match="data.seed of all runs is not allowed"):
         experiment_of(CONFIG, ["x"], [0], METRICS, ("--data.seed", "3"))
 
 
-def test_the_command_line_names_models_with_settings():
+def test_command_line_model_settings_become_arguments():
     experiment = experiment_of(CONFIG, ["x  model_kwargs={depth: 1, num_heads: 5} lr=0.1", "y"], [0], METRICS, ())
     expected = ("--model.model=x", "--model.model_kwargs={depth: 1, num_heads: 5}", "--model.lr=0.1")
     assert experiment.models["x model_kwargs={depth: 1, num_heads: 5} lr=0.1"] == expected

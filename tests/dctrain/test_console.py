@@ -1,4 +1,4 @@
-"""What a run prints: its size, its progress and its end; no advertisement, and nothing that says nothing."""
+"""Console output of a run: size, progress and final status, without advertisements or meaningless lines."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from dctrain.cli.subcommands import import_function
 from tests.dcvision.commands import run, small
 
 
-def test_console_of_a_run(shards, tmp_path, capsys):
+def test_run_prints_size_and_progress_without_noise(shards, tmp_path, capsys):
     arguments = [one for one in small(shards, tmp_path) if "progress_bar" not in one and "model_summary" not in one]
     run("fit", *arguments, "--trainer.max_epochs=-1", "--trainer.max_steps=3", "--model.warmup_steps=500")
     out, err = capsys.readouterr()
@@ -24,12 +24,12 @@ def test_console_of_a_run(shards, tmp_path, capsys):
         assert noise not in out + err, noise
 
 
-def test_warmup_that_fits_is_kept(shards, tmp_path, capsys):
+def test_warmup_that_fits_prints_no_message(shards, tmp_path, capsys):
     run("fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=3", "--model.warmup_steps=2")
     assert "warm-up" not in capsys.readouterr().out
 
 
-def test_resumed_run_without_steps_left_says_so(shards, tmp_path, capsys):
+def test_resumed_run_without_remaining_steps_prints_message(shards, tmp_path, capsys):
     fit = ["fit", *small(shards, tmp_path), "--trainer.max_epochs=-1", "--trainer.max_steps=2", "--resume=latest"]
     run(*fit)
     assert "nothing was trained" not in capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_help_lists_all_subcommands(program, capsys):
 
 
 @pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])
-def test_written_help_is_that_of_the_parser(program, capsys, monkeypatch):
+def test_stored_help_equals_help_of_parser(program, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     import_module(f"{program}.cli").main(["--help"])
     command = f"COLUMNS=100 python -c 'from {program}.cli import main; main([\"--help\"])' > {program}/help.txt"
@@ -55,14 +55,14 @@ def test_written_help_is_that_of_the_parser(program, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("program", ["dcvision", "dclm", "dcvl"])
-def test_help_of_a_script_imports_no_library(program):
+def test_script_help_imports_no_library(program):
     code = f"import sys; sys.argv = [{program!r}, '--help']; from dctrain.cli import entry_points; "
     code += f"entry_points.{program}(); print(sorted({{'torch', 'lightning', 'timm', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == help_path(program).read_text() + "[]\n"
 
 
-def test_interrupt_during_imports_is_one_word():
+def test_interrupt_during_imports_prints_one_word():
     code = "import os, signal; import dctrain.cli.entry_points as start; "
     code += "start.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT); start.start('dclm')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

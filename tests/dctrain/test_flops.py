@@ -1,4 +1,4 @@
-"""FLOPs of a model: what its layers say, whichever implementation they run."""
+"""FLOPs of a model: the count does not depend on the implementation of its layers."""
 
 import torch
 from torch import nn
@@ -9,17 +9,17 @@ from dcmha import DCAttention, DCCrossAttention, attention_flops, visible_pairs
 from dctrain.plan.flops import forward_flops
 
 
-def test_an_image_model_counts_as_the_dense_reference():
+def test_image_model_flops_equal_dense_reference():
     model = nn.Sequential(nn.Linear(8, 32), DCAttention(32, 4, num_groups=2), nn.Linear(32, 3))
     example = torch.empty(2, 9, 8, device="meta")
     reference = nn.Sequential(nn.Linear(8, 32), DCAttention(32, 4, num_groups=2, impl="reference"), nn.Linear(32, 3))
     with FlopCounterMode(display=False) as counter:
         reference.to("meta")(example)
     assert forward_flops(model, example) == counter.get_total_flops()
-    assert model[1](torch.randn(2, 9, 32)).any()  # the model itself still attends
+    assert model[1](torch.randn(2, 9, 32)).any()  # the attention layers of the model still work
 
 
-def test_what_causality_and_windows_hide_is_not_counted():
+def test_flops_exclude_pairs_masked_by_causality_and_windows():
     overrides = {"num_layers": 2, "windows": (4, None), "vocab_size": 32}
     config = dclm.decoder_config("dcformer_pp_debug", **overrides)
     example = torch.zeros(1, 16, dtype=torch.long, device="meta")
@@ -34,7 +34,7 @@ def test_what_causality_and_windows_hide_is_not_counted():
 
 
 class FromContext(nn.Module):
-    """Attends to a context of its own."""
+    """Cross-attention to a context that is a parameter."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class FromContext(nn.Module):
         return self.attend(x, self.context)
 
 
-def test_cross_attention():
+def test_cross_attention_flops_equal_dense_reference():
     example = torch.empty(1, 5, 16, device="meta")
     with FlopCounterMode(display=False) as counter:
         FromContext(impl="reference").to("meta")(example)

@@ -1,4 +1,4 @@
-"""The optimizer's step is one kernel on a GPU, unless a gradient scaler must see the gradients first."""
+"""The optimizer is fused on a GPU, unless a gradient scaler must inspect the gradients first."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ import dclm
 @pytest.mark.parametrize(
     ("device", "scaler", "expected"), [("cpu", None, None), ("cuda", None, True), ("cuda", 1, None)]
 )
-def test_steps_are_fused_where_they_can_be(device, scaler, expected, monkeypatch):
+def test_optimizer_is_fused_on_gpu_without_scaler(device, scaler, expected, monkeypatch):
     made = {}
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: made.update(options) or None)
     monkeypatch.setattr(torch.optim.lr_scheduler, "LambdaLR", lambda *args: None)

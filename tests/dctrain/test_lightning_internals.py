@@ -1,4 +1,4 @@
-"""Private parts of Lightning: used by one file only, and present in the versions that the project accepts."""
+"""Private names of Lightning are used in one file only and exist in the accepted versions."""
 
 import ast
 import inspect
@@ -33,14 +33,14 @@ def attributes(tree: ast.AST) -> list[ast.Attribute]:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Names that a file defines itself: functions, classes, and attributes that it sets on `self`."""
+    """Return the names that a file defines: functions, classes, and private attributes that it sets."""
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = {node.attr for node in attributes(tree) if isinstance(node.ctx, ast.Store)}
     return defined | stored
 
 
 def private_names_of_lightning() -> set[str]:
-    """Private names of the objects of Lightning that the trainers handle."""
+    """Return the private names of the Lightning objects that the trainers use."""
     trainer = L.Trainer(logger=False, enable_checkpointing=False, barebones=True)
     loop = trainer.fit_loop
     objects = [trainer, loop, loop.epoch_loop, loop.epoch_loop.val_loop, trainer._logger_connector, trainer.strategy]
@@ -49,7 +49,7 @@ def private_names_of_lightning() -> set[str]:
     return {name for name in names if is_private(name)} - set(dir(nn.Module()))
 
 
-def test_one_file_uses_the_private_parts():
+def test_private_names_are_used_in_one_file_only():
     names, found = private_names_of_lightning(), {}
     assert {"_logger_connector", "_batches_that_stepped", "_should_check_val_fx", "_trainer", "_set_seed"} <= names
     files = [path for package in ("dctrain", "dcvision", "dclm", "dcvl") for path in (ROOT / package).rglob("*.py")]
@@ -68,8 +68,8 @@ def test_one_file_uses_the_private_parts():
     assert found == {}
 
 
-def test_versions_known_to_work_are_those_accepted():
-    """Raise both together, after running the tests with the new version."""
+def test_accepted_versions_equal_tested_versions():
+    """Raise both versions together, after running the tests with the new version."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     accepted = next(one for one in map(Requirement, extras["train"]) if one.name == "lightning")
     assert accepted.specifier == Requirement(f"lightning{KNOWN_TO_WORK}").specifier
@@ -81,7 +81,7 @@ def test_overridden_methods_exist(kind, name):
     assert callable(getattr(kind, name))
 
 
-def test_attributes_exist(tmp_path):
+def test_private_attributes_exist(tmp_path):
     trainer = L.Trainer(logger=False, enable_checkpointing=False, barebones=True)
     loop = trainer.fit_loop
     assert loop.epoch_loop._batches_that_stepped == 0

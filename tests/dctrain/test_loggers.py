@@ -1,4 +1,4 @@
-"""The folder of a run does not depend on its loggers: with each the run is resumed exactly, and its curves continue."""
+"""The run folder does not depend on the loggers: with each logger, the run resumes exactly and its curves continue."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ CURVES = {"default": ["tensorboard"], "csv": ["csv"], "added": ["tensorboard", "
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Run in a folder of its own; Weights & Biases offline."""
+    """Run each test in a temporary folder, with Weights & Biases offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The losses of ten steps."""
+    """Losses of ten uninterrupted steps by batch."""
     root = tmp_path_factory.mktemp("uninterrupted")
     run("fit", *arguments(root), *record(root / "steps"))
     return {step: record["loss"] for step, record in read(root / "steps").items()}
@@ -57,7 +57,7 @@ def arguments(root: Path) -> list[str]:
 
 
 def curve(folder: Path, kind: str) -> list[int]:
-    """The steps of the training loss that a logger of files has written."""
+    """Return the steps of the training loss in the files of a logger."""
     if kind == "csv":
         rows = csv.DictReader((folder / "metrics.csv").open())
         return [int(row["step"]) for row in rows if row["train/loss"]]
@@ -102,27 +102,27 @@ def test_resumed_run_keeps_the_ids_of_its_loggers(tmp_path):
     assert (experiment / ids[0]["MLFlowLogger"] / "tags/mlflow.runName").read_text() == "version_0"
 
 
-def test_users_checkpoints_lie_in_the_run(tmp_path):
+def test_user_checkpoints_are_saved_in_run_folder(tmp_path):
     mine = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=mine", "--trainer.logger=WandbLogger"]
     run("fit", *arguments(tmp_path), *mine, *OFFLINE, "--trainer.max_steps=1", "--model.warmup_steps=0")
     assert (tmp_path / "runs/t/version_0/checkpoints/mine.ckpt").is_file()
 
 
-def test_missing_package_of_a_logger_is_named(tmp_path, capsys):
+def test_missing_logger_package_is_named_in_error(tmp_path, capsys):
     error = mistake(capsys, run, "fit", *arguments(tmp_path), "--trainer.logger=CometLogger")
     assert "comet" in error
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_folder_of_a_logger_of_files_can_be_chosen_by_its_arguments(tmp_path):
+def test_save_dir_argument_sets_folder_of_file_logger(tmp_path):
     mine = ["--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=mine"]
     run("fit", *arguments(tmp_path), *mine, "--trainer.max_steps=1", "--model.warmup_steps=0")
     assert (tmp_path / "mine/t/version_0/metrics.csv").is_file()
     assert (tmp_path / "runs/t/version_0/config.yaml").is_file()
 
 
-def test_rows_of_a_resumed_run_are_whole_and_up_to_its_step(tmp_path):
-    """A kill can come after rows that the checkpoint does not know, and in the middle of one."""
+def test_truncated_curves_keep_complete_rows_up_to_resumed_step(tmp_path):
+    """A run may be killed after rows that are newer than the checkpoint, and in the middle of a row."""
     log = tmp_path / "version_0/metrics.csv"
     log.parent.mkdir()
     log.write_bytes(b"loss,step\r\n1.0,1\r\n2.0,2\r\n3.0,3\r\n4.0,")
@@ -134,7 +134,7 @@ def test_rows_of_a_resumed_run_are_whole_and_up_to_its_step(tmp_path):
         assert list(csv.reader(file)) == [["loss", "step"], ["1.0", "1"], ["2.0", "2"], ["5.0", "3"]]
 
 
-def test_logger_that_was_not_used_begins_no_run(tmp_path):
+def test_finish_starts_no_run_for_unused_logger(tmp_path):
     finish([WandbLogger(save_dir=tmp_path, offline=True)])
     assert not list(tmp_path.rglob("*run*"))
 
@@ -148,7 +148,7 @@ def test_ids_of_other_loggers_and_of_subclasses_are_kept(tmp_path):
     assert json.loads((tmp_path / "loggers.json").read_text()) == {"MLFlowLogger": "1", "WandbLogger": "abc"}
 
 
-def test_a_validation_that_is_taken_again_stands_once(tmp_path):
+def test_repeated_validation_is_logged_once(tmp_path):
     log = tmp_path / "version_0/metrics.csv"
     log.parent.mkdir()
     rows = [{"step": "1", "train/loss": "1.0"}, {"step": "1", "val/loss": "2.0"}, {"step": "2", "train/loss": "1.0"}]

@@ -1,4 +1,4 @@
-"""Arrows point one way: what may import what."""
+"""Allowed imports between packages, modules and implementations."""
 
 import ast
 import subprocess
@@ -21,7 +21,7 @@ MAY_IMPORT = {
 
 
 def imported_packages(path: Path) -> set[str]:
-    """The top-level packages that a file imports, anywhere in it."""
+    """Return the top-level packages that a file imports, including imports inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -32,17 +32,17 @@ def imported_packages(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_packages_import_only_those_below_them(package):
+def test_packages_import_only_lower_packages(package):
     files = list((ROOT / package).rglob("*.py"))
     assert len(files) > 5
     found = set().union(*map(imported_packages, files)) & MAY_IMPORT.keys()
     assert found <= MAY_IMPORT[package]
-    assert package == "dcmha" or found - {package}  # the names are found at all
+    assert package == "dcmha" or found - {package}  # checks that imports of other packages are found
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """The files of all packages by their modules' names."""
+    """Return the files of all packages by module name."""
     found = {}
     for file in (file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -51,7 +51,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported_modules(name: str) -> set[str]:
-    """The project's modules that a file imports, inside of functions too."""
+    """Return the project's modules that a file imports, including imports inside functions."""
     file, found = modules()[name], set()
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
@@ -65,7 +65,7 @@ def imported_modules(name: str) -> set[str]:
 
 
 def import_cycle() -> list[str]:
-    """Modules that import each other in a circle; empty if there are none."""
+    """Return the modules of an import cycle; empty if there is no cycle."""
     try:
         TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()
     except CycleError as error:
@@ -73,12 +73,12 @@ def import_cycle() -> list[str]:
     return []
 
 
-def test_files_import_each_other_without_cycles():
+def test_modules_have_no_import_cycles():
     assert len(modules()) > 200 and import_cycle() == []
 
 
 IMPLEMENTATIONS = ("reference", "sdpa", "compiled", "cpu", "triton", "gluon")
-MAY_USE = {"triton": {"triton", "gluon"}}  # "triton" runs 16-bit calls by the Gluon kernels
+MAY_USE = {"triton": {"triton", "gluon"}}  # "triton" uses the Gluon kernels for 16-bit calls
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -91,28 +91,28 @@ def test_implementations_do_not_import_each_other(name):
     assert used <= MAY_USE.get(name, {name})
 
 
-def test_shared_files_of_implementations_import_none_of_them():
+def test_shared_files_import_no_implementation():
     shared = [one for one in modules() if one.startswith("dcmha.impl.") and one.split(".")[2] not in IMPLEMENTATIONS]
     found = {
         name: {one.split(".")[2] for one in imported_modules(name) if one.startswith("dcmha.impl.")} for name in shared
     }
     used = {name: used & set(IMPLEMENTATIONS) for name, used in found.items()}
-    assert {name: one for name, one in used.items() if one} == {"dcmha.impl.self_check": {"reference"}}  # it compares
+    assert {name: one for name, one in used.items() if one} == {"dcmha.impl.self_check": {"reference"}}  # compares both
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "modules", ["dcvision.cli, dcvision.visualize", "dclm.cli, dclm.commands", "dcvl.commands.caption"]
 )
-def test_what_does_not_train_does_without_lightning(modules):
-    """Importing it takes seconds."""
+def test_code_without_training_does_not_import_lightning(modules):
+    """Importing Lightning takes seconds."""
     code = f"import sys, {modules}; print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("package", ["dcvision", "dclm", "dcvl", "dctrain.explain"])
-def test_names_that_are_imported_late(package):
+def test_lazily_imported_names_exist(package):
     module = import_module(package)
     assert set(module.__all__) <= set(dir(module)) and all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):

@@ -1,4 +1,4 @@
-"""Plans: meshes, memory against models small enough to count, and what is refused."""
+"""Plans: meshes, memory estimates of small models, and rejected settings."""
 
 import pytest
 import torch
@@ -13,15 +13,15 @@ from dctrain.plan.memory import Memory, activation_bytes, check_fits, fsdp2_memo
 CONFIG = ["plan", "--config", "configs/lm/dcpythia_6b9.yaml"]
 
 
-def test_activations_are_what_autograd_keeps():
-    """Of two linear layers and a GELU: the input, and what stands on both sides of the GELU."""
+def test_activation_bytes_equal_saved_tensors():
+    """Two linear layers and a GELU save the input of the model, and the input and output of the GELU."""
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
     example = torch.empty(5, 8, device="meta")
     assert activation_bytes(model, (example,), {}, torch.float32) == 4 * 5 * (8 + 32 + 32)
     assert activation_bytes(model, (example,), {}, torch.bfloat16) == 2 * 5 * (8 + 32 + 32)
 
 
-def test_composed_attention_keeps_no_matrix_and_recomputing_one_block():
+def test_activations_grow_linearly_with_tokens_and_shrink_with_recompute():
     def kept(tokens: int, layers: int, recompute: str) -> int:
         config = dclm.decoder_config("dcformer_pp_debug", num_layers=layers, windows=(None,), context_length=tokens)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
@@ -37,7 +37,7 @@ def test_composed_attention_keeps_no_matrix_and_recomputing_one_block():
     assert kept(256, 8, "block") < kept(256, 2, "none") + 6 * a_block / 8
 
 
-def test_shards_of_a_world():
+def test_shards_divide_parameters_and_accumulation_adds_full_gradients():
     model = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug"), device="meta")
     whole = sum(p.numel() for p in model.parameters())
     assert sharded_numel(model, 1) == whole
@@ -47,8 +47,8 @@ def test_shards_of_a_world():
     assert often == 4 * (whole + sharded_numel(model, 16)) > once
 
 
-def test_a_share_of_heads():
-    """Four ranks split all but norms and what is as wide as the model; the module itself stays whole."""
+def test_rank_share_splits_heads_without_changing_module():
+    """Four ranks split all parameters except norms and vectors of the model's width; the module is unchanged."""
     with on_meta_device():
         module = dclm.LanguageModel("dcformer_pp_debug", overrides={"num_groups": 4})
     whole = sum(p.numel() for p in module.model.parameters())
@@ -60,7 +60,7 @@ def test_a_share_of_heads():
     assert 0.25 < sizes[1] / sizes[0] < 0.6
 
 
-def test_what_does_not_fit_is_refused():
+def test_memory_above_limit_raises_error():
     with pytest.raises(UserError, match=r"needs about 3.0 GiB of 2, most of it for optimizer \(2.0\).*fsdp2 on more"):
         check_fits(Memory(2**29, 2**28, 2**31, 2**28), 2)
     with pytest.raises(UserError, match=r"most of it for activations.*smaller data.batch_size, or model.recompute"):
@@ -82,14 +82,14 @@ def test_what_does_not_fit_is_refused():
         ("--trainer.strategy=ddp", "of 80, most of it for gradients (51.7)"),
     ],
 )
-def test_plans_that_cannot_be(capsys, option, message):
+def test_invalid_plan_is_rejected(capsys, option, message):
     with pytest.raises(SystemExit) as exit_info:
         main([*CONFIG, option])
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_mesh_that_does_not_fit_the_world(capsys):
+def test_replicas_must_divide_world_size(capsys):
     with pytest.raises(SystemExit):
         main([*CONFIG, "--trainer.strategy=FSDP2Strategy", "--trainer.strategy.replicas=3"])
     assert "trainer.strategy.replicas=3 must be a divisor of the 128 ranks" in capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_a_mesh_that_does_not_fit_the_world(capsys):
 
 
 @pytest.mark.slow
-def test_a_mesh_that_splits_heads(capsys):
+def test_tensor_parallel_mesh_splits_heads(capsys):
     heads = ["--trainer.strategy=FSDP2Strategy", "--trainer.strategy.tensor_parallel=8", "--data.batch_size=64"]
     main([*CONFIG, *heads, "--model.overrides={num_groups: 8}"])
     out = capsys.readouterr().out

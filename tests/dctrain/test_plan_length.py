@@ -1,4 +1,4 @@
-"""Length, time and price of planned runs, against runs that were started and numbers worked out by hand."""
+"""Length, time and price of planned runs, compared with real runs and values computed by hand."""
 
 import json
 import math
@@ -18,7 +18,7 @@ DIGITS = ["plan", "--config", "vision/digits", "--trainer.max_epochs=3"]
 
 
 def planned(capsys, *options: str) -> dict[str, str]:
-    """The lines of a plan, by their first word."""
+    """Return the lines of a plan by their first word."""
     main([*DIGITS, *options])
     return dict(re.findall(r"^(\w+) +(.*)$", capsys.readouterr().out, re.M))
 
@@ -37,11 +37,11 @@ def planned(capsys, *options: str) -> dict[str, str]:
         ({}, None, None),
     ],
 )
-def test_steps(changed, num_samples, steps):
+def test_step_count_matches_expected_value(changed, num_samples, steps):
     assert count_steps(TRAINER | changed, num_samples, 64) == steps
 
 
-def test_steps_of_a_plan_are_those_of_the_run(capsys, tmp_path):
+def test_planned_steps_equal_steps_of_run(capsys, tmp_path):
     options = ["--trainer.accumulate_grad_batches=4", "--trainer.limit_train_batches=0.3"]
     length = planned(capsys, *options)["run"]
     assert length.startswith("3 epochs, ")
@@ -56,12 +56,12 @@ def test_steps_of_a_plan_are_those_of_the_run(capsys, tmp_path):
     [(dclm_main, ["--config", "lm/stdlib"]), (dcvl_main, ["--config", "vl/scenes", "--data.batch_size=32"])],
     ids=["dclm", "dcvl"],
 )
-def test_epochs_of_other_programs_are_counted_in_steps(capsys, program, options):
+def test_epochs_of_dclm_and_dcvl_are_counted_in_steps(capsys, program, options):
     program(["plan", *options, "--trainer.max_steps=-1", "--trainer.max_epochs=2"])
     assert re.search(r"^run +2 epochs, [\d,]+ steps, ", capsys.readouterr().out, re.M)
 
 
-def test_time_and_price_of_a_stated_utilization(capsys):
+def test_time_and_price_match_stated_utilization(capsys):
     lines = planned(capsys, "--train_samples=64000", "--mfu=0.5", "--peak_tflops=0.1", "--hour_price=36")
     flops = float(re.search(r"([\d.e+]+) FLOPs", lines["run"])[1])
     assert "3,000 steps" in lines["run"]
@@ -70,8 +70,8 @@ def test_time_and_price_of_a_stated_utilization(capsys):
     assert price == pytest.approx(36 * flops / 0.05e12 / 3600, rel=0.01)
 
 
-def test_time_of_a_measured_run(tmp_path):
-    """A run on 4 devices at 100 images/s of 2 FLOPs each, forward: 150 FLOP/s a device."""
+def test_time_matches_measured_throughput(tmp_path):
+    """Four devices at 100 images/s, with 2 forward FLOPs per image, give 150 FLOP/s per device."""
     (tmp_path / "costs.json").write_text(json.dumps({"forward_flops": 2, "unit": "images"}))
     (tmp_path / "environment.json").write_text(json.dumps([{"devices": 1}, {"devices": 4}]))
     with SummaryWriter(tmp_path) as writer:
@@ -94,7 +94,7 @@ def test_time_of_a_measured_run(tmp_path):
         (None, None),
     ],
 )
-def test_folder_without_measurement_is_refused(tmp_path, costs, environment):
+def test_folder_without_measurement_is_rejected(tmp_path, costs, environment):
     if costs is not None:
         (tmp_path / "costs.json").write_text(costs)
         (tmp_path / "environment.json").write_text(environment)
@@ -124,17 +124,17 @@ def test_folder_without_measurement_is_refused(tmp_path, costs, environment):
         (["--data.train=shards:nowhere/{0..9}.tar", "--mfu=0.5"], "train_samples"),
     ],
 )
-def test_estimates_that_cannot_be_made(capsys, options, argument):
+def test_invalid_estimate_options_are_rejected(capsys, options, argument):
     with pytest.raises(SystemExit) as stop:
         main([*DIGITS, *options])
     assert stop.value.code == 2
     assert f"{argument}=" in capsys.readouterr().err
 
 
-def test_data_that_are_elsewhere(capsys):
-    """The FLOPs of a step are known, and the option that gives the rest is named."""
+def test_plan_without_data_names_train_samples_option(capsys):
+    """The FLOPs of a step are known without the data; the plan names the option for the number of samples."""
     assert "--train_samples" in planned(capsys, "--data.train=shards:nowhere/{0..9}.tar")["run"]
 
 
-def test_speed_is_a_part_of_the_peak():
+def test_stated_speed_is_fraction_of_peak():
     assert stated_speed(0.25, 400).flops == 1e14

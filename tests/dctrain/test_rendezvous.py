@@ -1,4 +1,4 @@
-"""Processes that wait for others of their run: they say so, and end."""
+"""Rendezvous: processes that wait for other ranks print a notice and exit."""
 
 import os
 import signal
@@ -15,45 +15,45 @@ QUICK = {"interval": 0.01, "notice_seconds": 0.05, "limit_seconds": 0.2}
 
 
 def watched(launcher: int | None, is_ready, **options) -> tuple[list[str], list[str]]:
-    """What is said and what ends the process."""
+    """Return the notices of `watch` and the messages with which it ends the process."""
     said, ended = [], []
     watch("rank 1 of 2", launcher, is_ready, said.append, ended.append, **QUICK | options)
     return said, ended
 
 
-def test_process_that_starts_in_time_says_nothing():
+def test_process_that_starts_in_time_prints_no_notice():
     looks = iter([False, False, True])
     assert watched(os.getppid(), lambda: next(looks)) == ([], [])
 
 
-def test_process_that_waits_says_so_once_and_ends():
+def test_waiting_process_prints_one_notice_and_exits():
     said, ended = watched(os.getppid(), lambda: False)
     assert len(said) == len(ended) == 1
     assert "rank 1 of 2" in said[0] and "rank 1 of 2" in ended[0]
 
 
-def test_process_whose_launcher_has_died_ends_at_once():
+def test_process_exits_immediately_if_launcher_died():
     start = time.monotonic()
     said, ended = watched(os.getppid() + 1, lambda: False, limit_seconds=60.0)
     assert (len(said), len(ended)) == (0, 1) and time.monotonic() - start < 30
 
 
 def children(pid: int) -> list[int]:
-    """The processes of a run that another has started."""
+    """Return the child processes of `pid` that run `fit`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             is_child = folder.joinpath("stat").read_text().rpartition(")")[2].split()[1] == str(pid)
             if is_child and b"fit" in folder.joinpath("cmdline").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
-        except OSError:  # it has ended
+        except OSError:  # the process has exited
             continue
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-def test_second_process_ends_when_the_first_dies_while_it_starts(tmp_path):
+def test_second_process_exits_if_first_dies_during_start(tmp_path):
     command = [sys.executable, "-m", "dcvision", "fit", "--config", "vision/digits", "--trainer.accelerator=cpu"]
     command += ["--trainer.devices=2", "--trainer.strategy=ddp", f"--trainer.default_root_dir={tmp_path}"]
     with open(tmp_path / "log", "w") as log:

@@ -1,4 +1,4 @@
-"""The order of samples: a function of (seed, epoch), split exactly over ranks, resumable anywhere."""
+"""Order of samples: it depends on (seed, epoch), is split exactly over ranks, and can be resumed at any position."""
 
 import tracemalloc
 
@@ -11,7 +11,7 @@ SHARDS = [7, 9, 8, 10, 6]
 N = sum(SHARDS)
 
 
-def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone():
+def test_order_is_permutation_determined_by_seed_and_epoch():
     orders = {(s, e): tuple(EpochOrder(SHARDS, s, e)[:]) for s in (0, 1) for e in (0, 1)}
     assert all(sorted(order) == list(range(N)) for order in orders.values())
     assert len(set(orders.values())) == 4
@@ -22,12 +22,12 @@ def test_samples_are_shuffled_within_windows_of_shards():
     sizes = [10] * 6
     order = EpochOrder(sizes, 3, 0, window=2)[:]
     for i in range(0, 60, 20):
-        assert len(set(order[i : i + 20] // 10)) == 2  # two whole shards
-        assert len(set(order[i : i + 5] // 10)) == 2  # mixed, not one after the other
+        assert len(set(order[i : i + 20] // 10)) == 2  # two complete shards
+        assert len(set(order[i : i + 5] // 10)) == 2  # mixed, not consecutive
 
 
 @pytest.mark.parametrize("sizes", [SHARDS, [N], [0, 3, 0, 30, 7], [1] * 150])
-def test_any_part_of_an_order_is_computed_by_itself(sizes):
+def test_slice_of_order_equals_slice_of_full_order(sizes):
     order = EpochOrder(sizes, 1, 2)
     whole = order[:]
     assert sorted(whole) == list(range(len(order)))
@@ -37,13 +37,13 @@ def test_any_part_of_an_order_is_computed_by_itself(sizes):
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 5000])
-def test_every_size_has_a_permutation(n):
+def test_permutation_is_bijective_for_every_size(n):
     assert sorted(Permutation(n, [3, 4])(np.arange(n))) == list(range(n))
 
 
-def test_permutations_are_as_good_as_drawn():
-    """Every pair of numbers stands first equally often (chi-squared, five standard deviations), and neighbors end up
-    anywhere.
+def test_permutations_pass_randomness_checks():
+    """All first pairs are equally frequent (chi-squared test, five standard deviations). Neighbors are uncorrelated,
+    and so are numbers and positions.
     """
     counts = np.zeros((10, 10))
     for key in range(9000):
@@ -56,8 +56,8 @@ def test_permutations_are_as_good_as_drawn():
     assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 5 / 100_000**0.5
 
 
-def test_a_long_corpus_takes_no_memory():
-    """A billion sequences: the first batch, and one in the middle of an epoch."""
+def test_large_corpus_needs_little_memory():
+    """Sampling from a billion sequences needs less than 1 MiB, at the start and within an epoch."""
     n = 10**9
     tracemalloc.start()
     for trained in (0, n // 8 + 7):
@@ -75,7 +75,7 @@ def batches(rank=0, world=1, size=4, seed=0, progress=None, trained=0):
 
 
 @pytest.mark.parametrize(("world", "size"), [(1, 4), (2, 4), (3, 5)])
-def test_ranks_split_the_order_into_equally_many_batches(world, size):
+def test_ranks_split_order_into_equal_numbers_of_batches(world, size):
     per_rank = [batches(rank, world, size) for rank in range(world)]
     assert {len(b) for b in per_rank} == {N // (world * size)}
     seen = [ref.index for rank in per_rank for batch in rank for ref in batch]
@@ -86,7 +86,7 @@ def test_ranks_split_the_order_into_equally_many_batches(world, size):
 
 
 @pytest.mark.parametrize("trained", [0, 1, 9, 10, 13])
-def test_iterating_goes_on_at_the_trained_batch(trained):
+def test_iteration_resumes_at_first_untrained_batch(trained):
     whole = batches() + batches(trained=10)  # two epochs of ten batches
     got = batches(trained=trained)
     assert got == whole[trained : trained // 10 * 10 + 10]
@@ -95,7 +95,7 @@ def test_iterating_goes_on_at_the_trained_batch(trained):
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 4)), ((2, 4), (1, 4)), ((2, 4), (3, 2)), ((1, 4), (1, 5))])
-def test_another_number_of_ranks_sees_each_remaining_sample_once(before, after):
+def test_resume_with_different_world_size_uses_each_remaining_sample_once(before, after):
     world, size = before
     progress = Progress(N, world * size)
     trained = 3
@@ -118,7 +118,7 @@ def test_another_number_of_ranks_sees_each_remaining_sample_once(before, after):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_evaluation_sees_every_sample_once_in_equally_many_batches(world):
+def test_evaluation_uses_every_sample_once_in_equal_numbers_of_batches(world):
     ranks = [EvalBatches(N, 4, rank, world) for rank in range(world)]
     lengths = {len(list(r)) for r in ranks}
     assert len(lengths) == 1 and lengths == {len(ranks[0])}

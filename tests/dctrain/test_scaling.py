@@ -1,4 +1,4 @@
-"""Scaling laws: known exponents come back, and the paper's own numbers give the compute that it quotes."""
+"""Scaling laws: known exponents are recovered, and the paper's losses give the compute ratios that it quotes."""
 
 import math
 
@@ -23,14 +23,14 @@ def family(
     ]
 
 
-def test_a_known_law_comes_back_whatever_its_size():
+def test_fit_recovers_known_law():
     law = fit_law(COMPUTE, [20 * c**-0.05 for c in COMPUTE])
     assert law.exponent == pytest.approx(0.05) and law.scale == pytest.approx(20)
     assert law.compute(20 * 7e15**-0.05) == pytest.approx(7e15)
 
 
-def test_how_much_compute_a_family_is_worth():
-    """Losses of 1.8 times the compute are worth 1.8 times the compute, at every size."""
+def test_equivalent_compute_matches_known_ratio():
+    """A family that reaches the losses of 1.8 times the compute has a ratio of 1.8 at every size."""
     scale = 20 * 1.8**-0.05
     families = {"plain": family("p", 20, 0.05), "composed": family("c", scale, 0.05)}
     scaling = fit_scaling(families)
@@ -41,7 +41,7 @@ def test_how_much_compute_a_family_is_worth():
     assert "| c1    | composed" in scaling_table(families, scaling)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says():
+def test_interval_coverage_matches_confidence_level():
     covered = 0
     for start in range(60):
         families = {
@@ -50,11 +50,11 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
         }
         exponent = fit_scaling(families, draws=200).exponents["plain"]
         covered += exponent.low <= 0.05 <= exponent.high
-    assert 45 <= covered <= 60  # of a bootstrap over eight seeds a little less than 95 %
+    assert 45 <= covered <= 60  # a bootstrap over eight seeds covers slightly less than 95 %
 
 
-def test_the_papers_table_4():
-    """Pythia at three sizes, 300 billion tokens each: DCPythia is worth about twice the compute, as the paper says."""
+def test_equivalent_compute_matches_paper_table_4():
+    """With 300 billion tokens per model, DCPythia matches Pythia with about twice the compute, as in the paper."""
     tokens = 300e9
     pythia = {"2.8B": (2.775e9, 6.63), "6.9B": (6.857e9, 6.29), "12B": (11.846e9, 6.01)}
     composed = {"DC 2.8B": (2.8e9, 6.36), "DC 6.9B": (6.9e9, 5.95)}
@@ -63,7 +63,7 @@ def test_the_papers_table_4():
         for name, models in (("Pythia", pythia), ("DCPythia", composed))
     }
     worth = fit_scaling(families).worth
-    logs = [(math.log(p.compute), math.log(p.losses[0])) for p in families["Pythia"]]  # by hand: the line's slope
+    logs = [(math.log(p.compute), math.log(p.losses[0])) for p in families["Pythia"]]  # slope by hand
     mean_x, mean_y = (sum(column) / 3 for column in zip(*logs, strict=True))
     slope = sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
     for point in families["DCPythia"]:
@@ -72,7 +72,7 @@ def test_the_papers_table_4():
         assert 1.7 < worth[point.model].value < 2.3
 
 
-def test_no_law_says_why():
+def test_failed_fit_raises_error_with_reason():
     for compute, losses, said in (
         ([1e9, 1e9], [2.0, 1.0], "at least 2 sizes; got 1"),
         ([1e9, 2e9], [1.0, 2.0], "do not decrease"),
@@ -86,7 +86,7 @@ def test_no_law_says_why():
         fit_scaling({"a": []})
 
 
-def test_the_picture(tmp_path):
+def test_scaling_plot_is_written(tmp_path):
     families = {"plain": family("p", 20, 0.05, 0.01, 3), "composed": family("c", 19, 0.05, 0.01, 3)}
     plot_scaling(families, fit_scaling(families, draws=50), tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").stat().st_size > 10000

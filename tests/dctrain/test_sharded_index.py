@@ -1,4 +1,4 @@
-"""The index of sharded checkpoints: it keeps what was written, and malformed ones are refused before they are used."""
+"""Index of sharded checkpoints: tensors are read back, and malformed indices are rejected before use."""
 
 import json
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from dctrain.errors import UserError
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A checkpoint of a matrix in two blocks, a scalar of float64 and an empty vector, written by one rank."""
+    """Checkpoint with a matrix in two blocks, a float64 scalar and an empty vector, written by one rank."""
     x = torch.arange(12.0).reshape(4, 3)
     blocks = [ShardBlock((0, 0), (0, 0), (1, 3)), ShardBlock((1, 0), (1, 0), (3, 3))]
     parts = {"x": LocalShard(x, x.shape, blocks), "scalar": as_local_shard(torch.tensor(0.1, dtype=torch.float64))}
     parts["empty"] = as_local_shard(torch.empty(0, dtype=torch.bfloat16))
-    if dist.is_initialized():  # left by a run that failed, of another test in this process
+    if dist.is_initialized():  # left by a failed run of another test in this process
         dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
@@ -81,21 +81,21 @@ FIRST = ("tensors", "x", "blocks", 0)
         (lambda content: content["tensors"]["x"].pop("shape"), "shape"),
     ],
 )
-def test_malformed_index_is_refused(folder, change, named):
+def test_malformed_index_is_rejected(folder, change, named):
     _change(folder, change)
     with pytest.raises(UserError, match=f"index.json.*{named}"):
         read_index(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"null", b"[" * 100_000, b"\xff{}", b"{"])
-def test_file_that_is_no_index_is_refused(folder, content):
+def test_invalid_index_file_is_rejected(folder, content):
     (folder / INDEX).write_bytes(content)
     with pytest.raises(UserError, match=r"index\.json"):
         read_index(folder)
 
 
-def test_block_of_another_shape_than_the_index_says_is_refused(folder):
-    """Its stored length suffices, so only reading it shows the difference."""
+def test_block_shape_mismatch_with_index_is_rejected(folder):
+    """The stored length is sufficient, so the mismatch is detected only when the block is read."""
     _change(folder, _set("tensors", "x", "dtype", "float16"))
     _change(folder, lambda content: content["tensors"]["x"]["blocks"].reverse())
     blocks = json.loads((folder / INDEX).read_text())["tensors"]["x"]["blocks"]

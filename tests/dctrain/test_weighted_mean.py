@@ -8,7 +8,7 @@ import torch
 from dctrain.utils.weighted_mean import WeightedMean
 
 
-def test_batches_weigh_what_they_hold():
+def test_mean_is_weighted_by_batch_size():
     mean = WeightedMean()
     mean.update(torch.tensor(1.0), 3)
     mean.update(torch.tensor(2.0), torch.tensor(1))
@@ -20,7 +20,7 @@ def test_batches_weigh_what_they_hold():
     assert math.isnan(mean.compute())
 
 
-def test_the_loss_of_a_validation_does_not_depend_on_the_batch_size(shards):
+def test_validation_loss_does_not_depend_on_batch_size(shards):
     """The last batch is smaller than the others."""
     import lightning as L
 
@@ -29,7 +29,7 @@ def test_the_loss_of_a_validation_does_not_depend_on_the_batch_size(shards):
     losses = []
     torch.manual_seed(0)
     model = ImageClassifier(model_kwargs={"depth": 1})
-    torch.nn.init.normal_(model.model.head.weight)  # which starts at zero, so that all losses would be alike
+    torch.nn.init.normal_(model.model.head.weight)  # the head starts at zero, so all losses would be equal
     for size in (7, 40):
         data = ImageDataModule(f"shards:{shards}", f"shards:{shards}", batch_size=size)
         trainer = L.Trainer(

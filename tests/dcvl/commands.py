@@ -1,4 +1,4 @@
-"""Running the command line of dcvl."""
+"""Helpers that run the command line of dcvl."""
 
 import io
 import json
@@ -22,7 +22,7 @@ SMALL = [
 
 
 def small(root: Path) -> list[str]:
-    """Arguments of a tiny run on digit scenes: six batches of four."""
+    """Return the arguments of a tiny run on digit scenes: six batches of four."""
     return [*SMALL, f"--trainer.default_root_dir={root}"]
 
 
@@ -35,7 +35,7 @@ def captioned_shard(path: Path, captions: list[str]) -> str:
 
 
 def other_words(path: Path) -> Path:
-    """Write a tokenizer of the scenes' words in which two of them have changed places."""
+    """Write the tokenizer of the scenes with the ids of two words swapped; return its path."""
     words = json.loads(scene_tokenizer().spec)
     vocabulary = words["model"]["vocab"]
     vocabulary["four"], vocabulary["nine"] = vocabulary["nine"], vocabulary["four"]
@@ -44,7 +44,7 @@ def other_words(path: Path) -> Path:
 
 
 def run(*args: str) -> None:
-    """Run the command line here."""
+    """Run the command line in this process."""
     main(list(args))
 
 

@@ -1,4 +1,4 @@
-"""Captions: told of images, drawn and printed, and read from shards."""
+"""Captions: generation for images, plots and printed output, and reading from shards."""
 
 import io
 import json
@@ -33,8 +33,8 @@ def image_bytes(value: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def test_scenes():
-    """Each is a function of its number; splits do not meet; training has every digit in every place."""
+def test_scenes_are_deterministic_and_splits_are_disjoint():
+    """A scene depends only on its number, the splits are disjoint, and training has all words of the unseen split."""
     train, unseen = SceneSource("train"), SceneSource("unseen")
     image, (caption,) = train.read(7)
     again, (same,) = SceneSource("train").read(7)
@@ -65,21 +65,21 @@ def test_scenes():
         (Scene("left of", Thing(6, False), Thing(6, False)), "two small sixes"),
     ],
 )
-def test_a_scene_is_told_in_one_way(scene, caption):
+def test_scene_caption_matches_expected_text(scene, caption):
     assert scene.caption == caption
 
 
-def test_encoded_captions():
+def test_encoder_pads_and_truncates_captions():
     encode = CaptionEncoder(ByteTokenizer(), 6)
     ids, targets, end, is_cut = encode("ab")
     assert ids.tolist() == [256, 97, 98, 256, 256, 256] and end == 3 and not is_cut
     assert targets.tolist() == [97, 98, 256, -100, -100, -100]
     ids, targets, end, is_cut = encode("abcdef")
     assert ids.tolist() == [256, 97, 98, 99, 100, 256] and end == 5 and is_cut
-    assert targets.tolist() == [97, 98, 99, 100, -100, -100]  # it does not end there
+    assert targets.tolist() == [97, 98, 99, 100, -100, -100]  # the end of a truncated caption is not a target
 
 
-def test_shards_of_captions(tmp_path):
+def test_captions_are_read_from_shards(tmp_path):
     samples = [
         {"__key__": "0", "png": image_bytes(0), "txt": "one\ntwo\n"},
         {"__key__": "1", "png": image_bytes(1), "json": json.dumps({"caption": "three", "width": 8}).encode()},
@@ -103,8 +103,8 @@ def test_shards_of_captions(tmp_path):
     assert drawn == {tuple(data.encode(caption).input_ids) for caption in ("one", "two")}
 
 
-def test_streamed_shards_hold_what_indexed_ones_do(tmp_path):
-    """Each sample once in an epoch, of its captions one, whichever worker reads it; what cannot be read is counted."""
+def test_streamed_shards_yield_each_sample_once(tmp_path):
+    """An epoch has each sample once with one of its captions; unreadable images are marked in `counts`."""
     for part in range(2):
         samples = [
             {"__key__": f"{i}", "png": image_bytes(i) if i != 5 else b"?", "txt": f"{i} a\n{i} b"}
@@ -140,13 +140,13 @@ def test_streamed_shards_hold_what_indexed_ones_do(tmp_path):
         ({"json": b"{"}, "the captions of"),
     ],
 )
-def test_samples_without_text(tmp_path, text, message):
+def test_samples_without_text_raise_error(tmp_path, text, message):
     path = write_shard(tmp_path / "a.tar", [{"__key__": "0", "png": image_bytes(), **text}])
     with pytest.raises(UserError, match=message):
         open_captions(f"shards:{path}", is_train=True)
 
 
-def test_an_unreadable_image_leaves_its_place(tmp_path, capsys):
+def test_unreadable_image_is_zeroed_and_excluded(tmp_path, capsys):
     samples = [{"__key__": str(i), "png": image_bytes(i) if i != 1 else b"?", "txt": "a"} for i in range(4)]
     spec = f"shards:{write_shard(tmp_path / 'a.tar', samples)}"
     data = CaptionDataModule(spec, spec, tokenizer="bytes", image_size=8, batch_size=4, max_bad_images=1)
@@ -160,7 +160,7 @@ def test_an_unreadable_image_leaves_its_place(tmp_path, capsys):
     assert "skipped an unreadable image (1 so far)" in capsys.readouterr().out
 
 
-def test_images_may_be_hidden():
+def test_hide_images_gives_black_images():
     seen, hidden = (CaptionDataModule(batch_size=4, val_samples=6, hide_images=hides) for hides in (False, True))
     for data in (seen, hidden):
         data.setup("fit")
@@ -172,7 +172,7 @@ def test_images_may_be_hidden():
     assert not hidden.read(source, 3)[0].any() and seen.read(source, 3)[0].any()
 
 
-def test_classes_become_captions(tmp_path):
+def test_classes_are_converted_to_captions(tmp_path):
     for name in ("fire_truck", "dog"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(image_bytes())
@@ -183,8 +183,8 @@ def test_classes_become_captions(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_mixes_a_set_that_is_sorted(tmp_path, monkeypatch, ranks):
-    """Each image comes once over all ranks; those that are asked for are drawn from all."""
+def test_evaluation_shuffles_sorted_set(tmp_path, monkeypatch, ranks):
+    """Each image is used once over all ranks; a subset is sampled from all images."""
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for number in range(9):
@@ -213,7 +213,7 @@ def made(embed_dim: int | None = 8, **overrides) -> ImageText:
     return ImageText(tower, text, embed_dim).eval()
 
 
-def test_captions_are_told_greedily():
+def test_greedy_captions_match_stepwise_decoding():
     model, tokenizer = made(), scene_tokenizer()
     images = torch.randn(3, 3, 32, 32)
     told = generate_captions(model, images, tokenizer, 6)
@@ -229,8 +229,8 @@ def test_captions_are_told_greedily():
         generate_captions(made(context_dim=None, cross_layers=0, cross_compose=False), images, tokenizer, 6)
 
 
-def test_captions_are_searched_by_beams():
-    """On average what beams find is better than what is told greedily, per token; what ends a caption counts."""
+def test_beam_search_improves_mean_log_likelihood():
+    """Beams give a higher mean log-likelihood per token, including the end token, than greedy decoding."""
     model, tokenizer = made(), scene_tokenizer()
     images = torch.randn(8, 3, 32, 32)
 
@@ -247,14 +247,14 @@ def test_captions_are_searched_by_beams():
         generate_captions(model, images, tokenizer, 6, 0.5, num_beams=8)
 
 
-def test_towers_whose_widths_do_not_meet():
+def test_mismatched_towers_raise_error():
     with pytest.raises(ValueError, match="context_dim=24 of the text tower does not match the image tower's width 32"):
         made(context_dim=24)
     with pytest.raises(ValueError, match="cross_layers=2: texts are embedded before the cross-attention layers"):
         made(cross_layers=2)
 
 
-def test_exact_matches():
+def test_exact_match_requires_equality_with_one_caption():
     captions = [["two large threes"], ["two small ones", "two fives, a large and a small one"], ["two small sixes"]]
     told = ["two large threes", "two fives, a large and a small one", "two small six"]
     assert exact_matches(told, captions, scene_tokenizer()) == [True, True, False]
@@ -263,7 +263,7 @@ def test_exact_matches():
 EXACT = ["--trainer.callbacks+=dcvl.callbacks.ExactCaptions", "--trainer.callbacks.count=5"]
 
 
-def test_some_captions_are_shown(tmp_path, capsys):
+def test_exact_captions_callback_prints_and_draws_captions(tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", *EXACT)
     printed = capsys.readouterr().out
     assert printed.count("(is: ") == 2 and "@" in printed
@@ -271,8 +271,8 @@ def test_some_captions_are_shown(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_where_words_look_is_drawn(tmp_path):
-    """A picture for each layer that looks at the image, at each validation; the training is as without."""
+def test_cross_attention_images_are_logged_at_each_validation(tmp_path):
+    """Each validation logs one image per cross-attention layer; the callback does not change the training."""
     draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
     few = ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--model.contrastive=null"]
     run("fit", *small(tmp_path / "a"), *few, draws)
@@ -286,8 +286,8 @@ def test_where_words_look_is_drawn(tmp_path):
     assert all(torch.equal(a[name], weight) for name, weight in b.items())
 
 
-def test_words_look_where_the_layer_does():
-    """Rows are the words that are told, in order, with what ends them; columns the heads, before and after."""
+def test_drawn_maps_have_rows_of_words_and_columns_of_heads():
+    """Rows are the words in order and the end token; columns are the heads, before and after composition."""
     model, tokenizer = made(embed_dim=None, cross_layers=2), scene_tokenizer()
     image, caption = torch.zeros(3, 32, 32, dtype=torch.uint8), "a large three above a small seven"
     encoded = CaptionEncoder(tokenizer, 16)(caption)
@@ -310,7 +310,7 @@ def test_words_look_where_the_layer_does():
     assert [axes.get_xlabel() for axes in plain["text.blocks.1.cross"].axes].count("head") == 1
 
 
-def test_captions_of_images_that_cannot_be_read_are_left_out(tmp_path, capsys):
+def test_exact_captions_callback_skips_unreadable_images(tmp_path, capsys):
     captions = ["two small sixes", "two large ones", "two small sevens"]
     samples = [{"__key__": str(i), "png": image_bytes(i), "txt": caption} for i, caption in enumerate(captions)]
     samples[1]["png"] = b"?"
@@ -320,8 +320,8 @@ def test_captions_of_images_that_cannot_be_read_are_left_out(tmp_path, capsys):
     assert printed.count("ExactCaptions skips an image") == 1 and printed.count("(is: ") == 2
 
 
-def test_embeddings_are_as_long_under_autocast():
-    """Half precision would make cosines coarse."""
+def test_embeddings_are_normalized_in_float32_under_autocast():
+    """Half precision would make cosines inaccurate."""
     model, images = made(), torch.randn(3, 3, 32, 32)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         embedded = model.embed_images(model.encode_images(images))
@@ -329,7 +329,7 @@ def test_embeddings_are_as_long_under_autocast():
     torch.testing.assert_close(embedded.norm(dim=1), torch.ones(3), rtol=1e-6, atol=1e-6)
 
 
-def test_templates_hold_what_they_hold(tmp_path):
+def test_templates_preserve_other_placeholders(tmp_path):
     (tmp_path / "dog").mkdir()
     (tmp_path / "dog/0.png").write_bytes(image_bytes())
     source = open_captions(f"classes:folder:{tmp_path}", True, templates=["a {} of {0}"])
@@ -337,7 +337,7 @@ def test_templates_hold_what_they_hold(tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes_of_the_callbacks(tmp_path, capsys):
+def test_invalid_callback_settings_are_rejected(tmp_path, capsys):
     draws = "--trainer.callbacks+=dcvl.callbacks.CrossAttentionImages"
     said = mistake(capsys, run, "fit", *small(tmp_path), draws, "--model.caption_weight=0")
     assert "CrossAttentionImages requires a captioner" in said

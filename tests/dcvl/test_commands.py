@@ -1,4 +1,4 @@
-"""What trained towers are used for: alone, exported, and by each command."""
+"""Use of trained towers: separately, after export, and by each command."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ CLASSES = {"0": "zero", "1": "one"}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run, its export, scenes as PNG files, and a labeled set of them."""
+    """Folder with a run, its export, and a labeled set of scenes as PNG files."""
     folder = tmp_path_factory.mktemp("vl")
     run("fit", *small(folder), "--trainer.max_steps=3")
     source = SceneSource("val")
@@ -50,8 +50,8 @@ def pictures(folder) -> list:
     return sorted((folder / "set").rglob("*.png"))
 
 
-def test_towers_alone_are_what_they_were_together(trained):
-    """The run, the export and each tower by itself give the same."""
+def test_separate_and_exported_towers_match_run(trained):
+    """The run, the export and each separate tower give the same outputs."""
     pair, exported = load_pair(str(trained / "t/version_0")), load_pair(str(trained / "exported"))
     images = torch.stack([pair.prepare(path.read_bytes()) for path in pictures(trained)])
     encoded = pair.encode("a large three above a small seven")
@@ -72,7 +72,7 @@ def test_towers_alone_are_what_they_were_together(trained):
     torch.testing.assert_close(exported.prepare(pictures(trained)[0].read_bytes()), images[0])
 
 
-def test_captions_of_pictures(trained, checkpoint, capsys):
+def test_caption_command_prints_one_caption_per_image(trained, checkpoint, capsys):
     capsys.readouterr()
     run("caption", checkpoint, "--images", str(trained / "set"), "--batch_size=2")
     lines = dict(line.split("\t") for line in capsys.readouterr().out.splitlines() if "\t" in line)
@@ -87,8 +87,8 @@ def test_captions_of_pictures(trained, checkpoint, capsys):
     assert "beam search cannot be combined with sampling" in said
 
 
-def test_where_words_look(trained, checkpoint, tmp_path, capsys):
-    """What is drawn is what the model tells, or what is asked for."""
+def test_visualize_command_draws_cross_attention(trained, checkpoint, tmp_path, capsys):
+    """The command draws the generated caption or the given text."""
     picture = str(pictures(trained)[2])
     run("caption", checkpoint, "--images", picture)
     told = capsys.readouterr().out.splitlines()[-1].split("\t")[1]
@@ -100,7 +100,7 @@ def test_where_words_look(trained, checkpoint, tmp_path, capsys):
     assert "has 5 images; expected one" in said
 
 
-def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
+def test_embed_command_writes_normalized_embeddings(trained, checkpoint, tmp_path, capsys):
     run("embed", checkpoint, "--images", str(trained / "set"), f"--out={tmp_path / 'a/e.npy'}", "--batch_size=2")
     found = np.load(tmp_path / "a/e.npy")
     assert found.shape == (5, 16) and found.dtype == np.float32
@@ -112,7 +112,7 @@ def test_embeddings_of_pictures(trained, checkpoint, tmp_path, capsys):
     np.testing.assert_allclose(found[4], alone[0], atol=1e-5)
 
 
-def test_retrieval(trained, checkpoint, tmp_path, capsys):
+def test_retrieve_command_ranks_images_and_texts(trained, checkpoint, tmp_path, capsys):
     texts = ["a large three above a small seven", "two small sixes", "two large fives"]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
     asked = ("retrieve", checkpoint, "--images", str(trained / "set"), f"--texts={tmp_path / 'texts.txt'}")
@@ -128,7 +128,7 @@ def test_retrieval(trained, checkpoint, tmp_path, capsys):
     assert f"    {value}  {texts[0]}" in by_image[start : start + 4]
 
 
-def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
+def test_classify_command_prints_expected_accuracy(trained, checkpoint, tmp_path, capsys):
     (tmp_path / "templates.txt").write_text("two large {}s\na small {}\n")
     capsys.readouterr()
     run("classify", checkpoint, f"--images=folder:{trained / 'set'}", f"--templates={tmp_path / 'templates.txt'}")
@@ -148,8 +148,8 @@ def test_zero_shot_classification(trained, checkpoint, tmp_path, capsys):
     assert f"{100 * float(right):.2f} ± " in printed and "% of 5 images, 2 classes" in printed
 
 
-def test_zero_shot_accuracy_is_retrieval_of_texts(trained, tmp_path, capsys):
-    """With one sentence for each class; of a set in which the images of a class lie together."""
+def test_zero_shot_accuracy_equals_image_to_text_retrieval(trained, tmp_path, capsys):
+    """Each class has one sentence, and the set is sorted by class."""
     labeled = f"classes:folder:{trained / 'set'}"
     data = [
         f"--data.val={labeled}",
@@ -166,7 +166,7 @@ def test_zero_shot_accuracy_is_retrieval_of_texts(trained, tmp_path, capsys):
     assert f"{100 * share:.2f} ± " in capsys.readouterr().out
 
 
-def test_a_model_that_has_seen_black_sees_black(trained, tmp_path, capsys):
+def test_model_trained_with_hidden_images_gets_black_images(trained, tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", "--data.hide_images=true")
     run("export", f"--checkpoint={tmp_path / 't/version_0'}", f"--out={tmp_path / 'exported'}")
     for checkpoint in (tmp_path / "t/version_0", tmp_path / "exported"):
@@ -176,20 +176,20 @@ def test_a_model_that_has_seen_black_sees_black(trained, tmp_path, capsys):
     assert seen[0].unique().numel() == 1 and tuple(seen[0].shape) == (3, 32, 32)
 
 
-def test_a_told_caption_that_does_not_end_is_drawn_whole(trained, tmp_path, monkeypatch, capsys):
-    """It is as long as the context takes."""
+def test_unfinished_caption_is_drawn_completely(trained, tmp_path, monkeypatch, capsys):
+    """The caption has the maximum length of the context."""
     drawn = []
     monkeypatch.setattr(
         import_module("dcvl.commands.visualize"), "draw_words", lambda *args: drawn.append(args[3]) or {}
     )
     monkeypatch.setattr(dcvl.captioning, "generate", endless)
     run("visualize", f"--checkpoint={trained / 't/version_0'}", f"--image={pictures(trained)[0]}", f"--out={tmp_path}")
-    assert not drawn[0].is_cut and int((drawn[0].targets != IGNORED).sum()) == 15 + 1  # and the end
+    assert not drawn[0].is_cut and int((drawn[0].targets != IGNORED).sum()) == 15 + 1  # the words and the end token
     assert capsys.readouterr().out.splitlines()[-1] == " ".join(["small"] * 15)
 
 
 def endless(decoder, prompts, max_new_tokens, *_, **__):
-    """Tell one word again and again."""
+    """Generate one word repeatedly."""
     word = int(scene_tokenizer().encode(["small"])[0][0])
     return torch.cat([prompts, torch.full((len(prompts), max_new_tokens), word)], 1)
 
@@ -220,7 +220,7 @@ def endless(decoder, prompts, max_new_tokens, *_, **__):
         (["classify", "--images=digits", "--templates=two.txt"], "expected sentences, each with {} once"),
     ],
 )
-def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
+def test_invalid_arguments_are_rejected(trained, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.txt").write_text("a\nb\n")
     (tmp_path / "ten.txt").write_text("".join(f"{letter}\n" for letter in "abcdefghij"))
@@ -232,7 +232,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capsys, arguments, message):
 
 
 @pytest.mark.slow
-def test_mistakes_of_models(trained, tmp_path, capsys):
+def test_unsuitable_models_are_rejected(trained, tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=1", "--model.contrastive=null")
     teller, source = f"--checkpoint={tmp_path / 't/version_0'}", str(trained / "set")
     assert "the model has no embeddings" in mistake(capsys, run, "embed", teller, "--images", source)
@@ -258,7 +258,7 @@ def test_mistakes_of_models(trained, tmp_path, capsys):
         *(("contrastive", "none"), ("embed_dim", 1.5), ("context_length", 10**12), ("tokenizer", 3)),
     ],
 )
-def test_changed_values_of_an_export_are_refused(trained, tmp_path, field, value):
+def test_invalid_config_values_of_export_raise_error(trained, tmp_path, field, value):
     shutil.copytree(trained / "exported", tmp_path / "exported")
     path = tmp_path / "exported/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
@@ -266,7 +266,7 @@ def test_changed_values_of_an_export_are_refused(trained, tmp_path, field, value
         load_pair(str(tmp_path / "exported"))
 
 
-def test_mistakes_of_use(trained, tmp_path, capsys):
+def test_duplicate_classes_and_excessive_max_new_tokens_are_rejected(trained, tmp_path, capsys):
     given = f"--checkpoint={trained / 't/version_0'}"
     (tmp_path / "classes").write_text("one\none\n")
     error = mistake(

@@ -1,4 +1,4 @@
-"""The contrastive losses, against what the papers write down."""
+"""Contrastive losses, compared with the definitions in the papers."""
 
 import math
 
@@ -19,7 +19,7 @@ def made(count: int = 5) -> ContrastiveBatch:
     )
 
 
-def test_sigmoid():
+def test_sigmoid_loss_matches_definition():
     pairs = made()
     expected = 0.0
     for i, image in enumerate(pairs.images):
@@ -29,7 +29,7 @@ def test_sigmoid():
     assert float(contrastive_loss("sigmoid", pairs, SCALE, BIAS)) == pytest.approx(expected / 5, rel=1e-12)
 
 
-def test_softmax():
+def test_softmax_loss_matches_definition():
     pairs = made()
     logits, labels = pairs.images @ pairs.texts.mT * SCALE, torch.arange(5)
     expected = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.mT, labels)) / 2
@@ -37,7 +37,7 @@ def test_softmax():
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
-def test_pairs_that_do_not_count_are_as_if_they_were_not_there(kind):
+def test_excluded_pairs_do_not_affect_loss(kind):
     pairs = made()
     counts = torch.tensor([True, False, True, True, False])
     fewer = ContrastiveBatch(*(part[counts] for part in pairs))
@@ -47,8 +47,8 @@ def test_pairs_that_do_not_count_are_as_if_they_were_not_there(kind):
     assert float(none) == 0.0
 
 
-def test_a_text_that_comes_twice_is_no_negative_example():
-    """Two pairs of one text: neither's image is pushed away from the other's text."""
+def test_repeated_text_is_not_a_negative_example():
+    """If two pairs have the same text, the text of one is not a negative example for the image of the other."""
     pairs = made(3)
     pairs.input_ids[2] = pairs.input_ids[0]
     logits = pairs.images @ pairs.texts.mT * SCALE + BIAS
@@ -62,7 +62,7 @@ def test_a_text_that_comes_twice_is_no_negative_example():
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
-def test_gradients(kind):
+def test_gradients_pass_gradcheck(kind):
     pairs = made(4)
     pairs.input_ids[3] = pairs.input_ids[0]
     pairs.counts[1] = False

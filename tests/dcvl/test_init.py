@@ -1,4 +1,4 @@
-"""Towers that start from weights: of both together, and of each by itself."""
+"""Initialization from weights: both towers together, or each tower separately."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_plain_pair_is_continued_with_composition(tmp_path, capsys):
+def test_composed_model_is_initialized_from_plain_model(tmp_path, capsys):
     run("fit", *small(tmp_path / "plain"), *PLAIN, "--trainer.max_steps=1")
     exported = f"--out={tmp_path / 'exported'}"
     run("export", f"--checkpoint={tmp_path / 'plain/t/version_0'}", exported)
@@ -34,8 +34,8 @@ def test_a_plain_pair_is_continued_with_composition(tmp_path, capsys):
     assert printed.count(f"; {len(new)} tensors are randomly initialized, the first is image.blocks.0.") == 2
 
 
-def test_towers_of_their_own(tmp_path):
-    """Of an image model with a head, and of a language model that has seen no image."""
+def test_towers_are_initialized_from_separate_models(tmp_path):
+    """The sources are an image model with a head and a language model that was not trained on images."""
     quiet = [argument for argument in small(tmp_path / "image") if argument.startswith(("--trainer", "--name"))]
     image = ["--model.model=dcvit_small_patch4_32", "--model.model_kwargs={embed_dim: 32, depth: 2, num_heads: 4}"]
     data = ["--data.train=digits", "--data.val=digits", "--data.image_size=32", "--data.batch_size=8"]
@@ -57,7 +57,7 @@ def test_towers_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_tower_of_a_pair(tmp_path):
+def test_one_tower_is_initialized_from_pair(tmp_path):
     run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
     before = weights(tmp_path / "a")
     for tower, other in (("image", "text"), ("text", "image")):
@@ -72,8 +72,8 @@ def test_one_tower_of_a_pair(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_text_tower_has_the_tokenizer_of_its_words(tmp_path, capsys):
-    """Of another with as many tokens each row of the embeddings would mean another word."""
+def test_text_tower_with_different_tokenizer_is_rejected(tmp_path, capsys):
+    """With a different tokenizer of the same size, each row of the embeddings would belong to another word."""
     run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
     run("export", f"--checkpoint={tmp_path / 'a/t/version_0'}", f"--out={tmp_path / 'exported'}")
     other = f"--data.tokenizer={other_words(tmp_path / 'other.json')}"
@@ -96,11 +96,11 @@ def test_a_text_tower_has_the_tokenizer_of_its_words(tmp_path, capsys):
         ("image=", "each once"),
     ],
 )
-def test_mistakes(tmp_path, capsys, source, message):
+def test_invalid_init_sources_are_rejected(tmp_path, capsys, source, message):
     assert message in mistake(capsys, run, "fit", *small(tmp_path), f"--init={source}")
 
 
-def test_other_heads_are_another_model(tmp_path, capsys):
+def test_different_heads_or_normalization_are_rejected(tmp_path, capsys):
     run("fit", *small(tmp_path / "a"), "--trainer.max_steps=1")
     source = f"--init={tmp_path / 'a/t/version_0'}"
     image = "--model.model_kwargs={embed_dim: 32, depth: 2, num_heads: 2}"

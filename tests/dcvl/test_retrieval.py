@@ -1,4 +1,4 @@
-"""Retrieval at 1, against every image and text looked up one by one."""
+"""Retrieval at 1, compared with a search over all images and texts one by one."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from dcvl.retrieval import RetrievalAt1
 
 
-def test_several_captions_and_texts_in_common():
-    """Five batches; a text that several images have is each one's own."""
+def test_retrieval_with_several_captions_and_shared_texts_matches_search():
+    """The metric accumulates five batches; a text shared by several images belongs to each of them."""
     torch.manual_seed(0)
     metric, kinds = RetrievalAt1(), F.normalize(torch.randn(6, 3), dim=1)
     images, owned, texts = [], [], []
@@ -31,14 +31,14 @@ def test_several_captions_and_texts_in_common():
     assert metric.compute() == pytest.approx(shares) and 0 < min(shares.values()) < max(shares.values()) < 1
 
 
-def test_pairs_that_are_found_one_way_only():
+def test_retrieval_directions_are_counted_separately():
     images, texts = torch.eye(3), torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0, 0, 1]])
     metric = RetrievalAt1()
     metric.update(images, texts, torch.arange(3)[:, None], torch.arange(3))
     assert metric.compute() == pytest.approx({"image_to_text": 1.0, "text_to_image": 2 / 3})
 
 
-def test_none():
+def test_retrieval_without_samples_is_nan():
     metric = RetrievalAt1()
     metric.update(torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 2, dtype=torch.long), torch.empty(0).long())
     assert all(value.isnan() for value in metric.compute().values())

@@ -1,4 +1,4 @@
-"""Training of both towers: one process or several, stopped and resumed."""
+"""Training of both towers with one or several processes, and resume after a stop."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 
 def validated(folder) -> dict[str, float]:
-    """The last validation of a run."""
+    """Return the metrics of the last validation of a run."""
     (events,) = (folder / "t/version_0").rglob("events.out.tfevents.*")
     curves = EventAccumulator(str(events)).Reload()
     found = {tag: curves.Scalars(tag)[-1].value for tag in curves.Tags()["scalars"]}
@@ -38,8 +38,8 @@ def validated(folder) -> dict[str, float]:
         pytest.param("fsdp2", "softmax", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_take_the_steps_of_one(tmp_path, strategy, kind):
-    """Texts of every rank are contrasted with images of every other, and gradients flow back to them."""
+def test_two_ranks_match_one_rank(tmp_path, strategy, kind):
+    """The loss contrasts texts and images of all ranks, and gradients flow back to all ranks."""
     extra = [f"--model.contrastive={kind}", EXACT]
     run("fit", *small(tmp_path / "one"), *extra, *record(tmp_path / "one"))
     two = [f"--trainer.strategy={strategy}", "--trainer.devices=2", "--data.batch_size=2"]
@@ -50,12 +50,12 @@ def test_two_ranks_take_the_steps_of_one(tmp_path, strategy, kind):
     for key, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10, msg=key)
     one, two = validated(tmp_path / "one"), validated(tmp_path / "two")
-    for curve in ("caption_loss", "image_to_text", "text_to_image"):  # of six images, which two ranks pad
+    for curve in ("caption_loss", "image_to_text", "text_to_image"):  # six images, padded for two ranks
         assert two[curve] == pytest.approx(one[curve], rel=1e-6), curve
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_one_never_interrupted(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     run("fit", *small(tmp_path / "whole"), *record(tmp_path / "whole"))
     stopped = spawn("fit", *small(tmp_path), *record(tmp_path / "parts", at=3))
     assert stopped.returncode == 0, stopped.stderr[-2000:]
@@ -68,7 +68,7 @@ def test_a_resumed_run_is_one_never_interrupted(tmp_path):
 
 
 @pytest.mark.slow
-def test_captions_that_are_cut_are_counted_and_a_tokenizer_stays(tmp_path, capsys):
+def test_truncated_captions_are_counted_and_tokenizer_change_is_rejected(tmp_path, capsys):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", "--data.context_length=9")
     printed = capsys.readouterr().out
     assert printed.count("captions are longer than data.context_length=9 and are truncated") == 1
@@ -87,7 +87,7 @@ def test_captions_that_are_cut_are_counted_and_a_tokenizer_stays(tmp_path, capsy
     assert EventAccumulator(str(events[-1])).Reload().Scalars("train/cut_captions")[0].value >= long[1]
 
 
-def test_captions_that_an_evaluation_cuts_do_not_count(tmp_path, capsys):
+def test_captions_truncated_in_evaluation_are_not_counted(tmp_path, capsys):
     spec = f"shards:{captioned_shard(tmp_path / 'long.tar', ['a long caption'] * 4)}"
     data = ["--data.train=scenes", f"--data.val={spec}", "--data.tokenizer=bytes", "--data.val_samples=null"]
     scenes = f"shards:{captioned_shard(tmp_path / 'short.tar', ['short'] * 4)}"
@@ -98,8 +98,8 @@ def test_captions_that_an_evaluation_cuts_do_not_count(tmp_path, capsys):
     assert "captions are longer than data.context_length=9" in capsys.readouterr().out
 
 
-def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
-    """Their tensors have the same shapes."""
+def test_checkpoint_of_different_model_is_rejected(tmp_path, capsys):
+    """The tensors of models with different heads have the same shapes."""
     plain = ["--model.model=mhavit_small_patch4_32", "--model.text_model=transformer_pp_debug"]
     run("fit", *small(tmp_path), *plain, "--trainer.max_steps=1", "--model.cross_compose=false")
     asked = [argument for argument in small(tmp_path) if not argument.startswith(("--trainer.max", "--trainer.grad"))]
@@ -116,8 +116,8 @@ def test_a_checkpoint_with_other_heads_is_refused(tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("losses", ["--model.caption_weight=0", "--model.contrastive=null"])
-def test_two_ranks_with_one_loss_and_nothing_to_evaluate_on_one_of_them(tmp_path, losses):
-    """Data-parallel training waits for every gradient; metrics are brought together by all ranks."""
+def test_two_ranks_with_one_loss_and_one_validation_sample_match_one_rank(tmp_path, losses):
+    """DDP requires a gradient of every parameter, and a rank without validation samples must reduce metrics."""
     run("fit", *small(tmp_path / "one"), losses, "--data.val_samples=1", "--trainer.max_steps=1", EXACT)
     two = ["--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=2", "--trainer.max_steps=1", EXACT]
     finished = spawn("fit", *small(tmp_path / "two"), losses, "--data.val_samples=1", *two)
@@ -128,8 +128,8 @@ def test_two_ranks_with_one_loss_and_nothing_to_evaluate_on_one_of_them(tmp_path
         assert two[curve] == pytest.approx(one[curve], rel=1e-6)
 
 
-def test_a_tower_whose_pooled_output_is_wider_than_its_patches(tmp_path):
-    """MobileNetV3's head widens what it has pooled."""
+def test_image_tower_may_have_pooled_output_wider_than_patches(tmp_path):
+    """The head of MobileNetV3 widens the pooled features."""
     tower = ["--model.model=mobilenetv3_small_050", "--model.model_kwargs={}", "--trainer.max_steps=1"]
     run("fit", *small(tmp_path), *tower)
     shapes = {name: list(weight.shape) for name, weight in weights(tmp_path / "t/version_0").items()}
@@ -137,8 +137,8 @@ def test_a_tower_whose_pooled_output_is_wider_than_its_patches(tmp_path):
 
 
 @pytest.mark.long
-def test_models_are_compared(tmp_path):
-    """Composed everywhere and nowhere, and with hidden images, by the experiment of the scenes."""
+def test_compare_runs_scenes_experiment(tmp_path):
+    """The runs have no composition, full composition, and full composition with hidden images."""
     tiny = ["--trainer.accelerator=cpu", "--data.val_samples=8", "--data.batch_size=8"]
     experiment = yaml.safe_load((ROOT / "configs/experiments/scenes.yaml").read_text())
     kept = {name: experiment["models"][name] for name in ("plain", "all", "all, images hidden")}
@@ -160,7 +160,7 @@ def test_models_are_compared(tmp_path):
         (["--model.caption_weight=0"], 0, {"loss", "contrastive_loss", "image_to_text", "text_to_image"}),
     ],
 )
-def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
+def test_single_and_combined_losses_log_expected_curves(tmp_path, arguments, layers, curves):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", *arguments)
     content = load_checkpoint(find_checkpoint(str(tmp_path / "t/version_0")))
     looking = {key.split(".")[3] for key in content["state_dict"] if ".cross." in key}
@@ -201,5 +201,5 @@ def test_each_loss_alone_and_both(tmp_path, arguments, layers, curves):
         (["--data.context_length=2"], "context_length=2 must be at least 3"),
     ],
 )
-def test_mistakes(tmp_path, capsys, arguments, message):
+def test_invalid_arguments_are_rejected(tmp_path, capsys, arguments, message):
     assert message in mistake(capsys, run, "fit", *small(tmp_path), *arguments)

@@ -63,7 +63,7 @@ def test_full_disk_in_middle_of_run_preserves_first_checkpoint(shards, tmp_path,
 
 
 @pytest.mark.long
-def test_full_disk_during_data_preparation_leaves_no_partial_files(tmp_path, monkeypatch):
+def test_full_disk_during_data_preparation_leaves_no_partial_files(tmp_path):
     folder = image_folder(tmp_path / "images")
     shards = ["shards", f"--folder={folder}", f"--out={tmp_path}/shards", "--num_shards=2", "--num_workers=1"]
     assert "train-0000.tar" in fail("dcvision", 1000, *shards)

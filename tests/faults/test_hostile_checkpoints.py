@@ -1,6 +1,7 @@
 """Files that execute code when unpickled. Every command that reads a checkpoint or a model folder rejects them."""
 
 import json
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -21,8 +22,8 @@ from .fault_injection import mistake
 
 
 def pickle_that_touches(path: Path, module: str, name: str) -> bytes:
-    """Return a pickle that calls `module.name("touch PATH")`, in protocol 4, which allows dotted names."""
-    command = f"touch {path}".encode()
+    """Return a pickle that calls `module.name` on text that creates the file, in protocol 4 (allows dotted names)."""
+    command = (f"open({str(path)!r}, 'w').close()" if name == "exec" else f"touch {path}").encode()
     short = [b"\x8c" + bytes([len(text)]) + text for text in (module.encode(), name.encode())]
     return b"\x80\x04" + b"".join(short) + b"\x93X" + len(command).to_bytes(4, "little") + command + b"\x85R."
 
@@ -39,6 +40,12 @@ def as_archive(content: bytes, path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{path.stem}/data.pkl", content)
         file.writestr(f"{path.stem}/version", "3\n")
+
+
+@pytest.mark.parametrize("call", [("os", "system"), ("builtins", "exec")], ids=".".join)
+def test_payloads_create_file_if_unpickled(tmp_path, call):
+    pickle.loads(pickle_that_touches(tmp_path / "pwned", *call))
+    assert (tmp_path / "pwned").exists()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import tarfile
-import time
 from pathlib import Path
 
 import lightning as L
@@ -97,12 +96,11 @@ def test_invalid_image_raises_error(name):
         decode(BAD[name] if isinstance(BAD[name], bytes) else BAD[name]())
 
 
-def test_image_above_max_pixels_raises_error_within_seconds():
+def test_image_above_max_pixels_raises_error_before_decoding(monkeypatch):
     encoded = saved(Image.new("1", (20_000, 20_000)), "PNG")
-    start = time.monotonic()
-    with pytest.raises(BadImage, match="20000 x 20000 are more than max_pixels=134,217,728|more than max_pixels"):
+    monkeypatch.setattr("dcvision.data.decode.decode_image", lambda *args: pytest.fail("the image was decoded"))
+    with pytest.raises(BadImage, match="20000 x 20000 is more than max_pixels=134,217,728"):
         decode(encoded)
-    assert time.monotonic() - start < 5
     with pytest.raises(BadImage, match=r"40 x 30 is more than max_pixels=1,000 pixels"):
         decode(GOOD["JPEG"](), max_pixels=1000)
 
@@ -322,17 +320,17 @@ def test_set_without_readable_images_is_rejected(tmp_path, capsys):
 
 
 STREAMS = {
-    "a command that fails": ("pipe:false", ""),
-    "no such file": ("pipe:cat /nowhere.tar", ""),
-    "cut short": ("pipe:head -c 3000 {path}", ""),
-    "no tar": ("pipe:echo text", ""),
+    "a command that fails": "pipe:false",
+    "no such file": "pipe:cat /nowhere.tar",
+    "cut short": "pipe:head -c 3000 {path}",
+    "no tar": "pipe:echo text",
 }
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_failing_stream_exits_without_traceback(tmp_path, capfd, name):
     path = write_shard(tmp_path / "a.tar", numbered_samples(12))
-    url = STREAMS[name][0].format(path=path)
+    url = STREAMS[name].format(path=path)
     arguments = [*small("unused", tmp_path), f"--data.train=shards:{url}", "--data.val=digits"]
     with pytest.raises(SystemExit) as exit_info:
         run("fit", *arguments, "--data.stream_samples=40", "--trainer.limit_val_batches=1")

@@ -1,4 +1,4 @@
-"""Use of all exported names as a type checker sees it: `make lint` runs `mypy --strict` on this file."""
+"""Typed use of all exported names: `make lint` runs `mypy --strict` on this file."""
 
 from pathlib import Path
 from typing import assert_type

@@ -1,4 +1,4 @@
-"""`public_api.py`, which the type checker reads, uses every exported name."""
+"""`public_api.py`, the input of the type checker, uses every exported name."""
 
 import ast
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Small corpora of texts that tell their number."""
+"""Small corpora of numbered texts and tokens."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ from dclm.data.texts import find_inputs
 
 
 def texts(count: int, start: int = 0) -> list[str]:
-    """Documents of unequal lengths, some not ASCII, one empty."""
+    """Return documents of unequal lengths, some of which are not ASCII; every eleventh document is empty."""
     words = ["", "grün", "plain words", "\u65e5\u672c\u8a9e", "a\nb\tc"]
     return [f"{i} " + " ".join([words[i % 5]] * (i * 7 % 23)) if i % 11 else "" for i in range(start, start + count)]
 
@@ -30,7 +30,7 @@ def jsonl(documents: list[str], key: str = "text") -> bytes:
 
 
 def numbered_corpus(folder: Path, num_tokens: int = 1000, num_val: int = 200) -> Path:
-    """A corpus whose train tokens count up modulo 250, an end token (256) in place of every seventeenth."""
+    """Write a corpus whose tokens count up modulo 250, with an end token (256) in place of every seventeenth token."""
     splits = {}
     (folder).mkdir(parents=True)
     for split, count in (("train", num_tokens), ("val", num_val)):

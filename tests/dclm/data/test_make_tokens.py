@@ -1,4 +1,4 @@
-"""Preparing a corpus: every document comes back, whatever the format, the batches and the interruptions."""
+"""Preparation of a corpus: every document is preserved for all formats, batch sizes and interruptions."""
 
 import gzip
 import hashlib
@@ -32,7 +32,7 @@ from .corpora import jsonl, prepared, texts, write_texts
 
 
 def documents_of(folder) -> dict[str, list[str]]:
-    """Read a corpus back as text."""
+    """Return the decoded documents of a corpus, keyed by split."""
     corpus = Corpus(folder)
     tokenizer = corpus.tokenizer()
     found = {}
@@ -52,7 +52,7 @@ def parquet_bytes(records: list[dict]) -> bytes:
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.zst", "json.gz", "parquet"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_every_document_comes_back(kind, tokenizer, tmp_path):
+def test_every_document_is_preserved(kind, tokenizer, tmp_path):
     documents = texts(40)
     if kind == "txt":
         write_texts(tmp_path / "in", documents)
@@ -82,7 +82,7 @@ def test_every_document_comes_back(kind, tokenizer, tmp_path):
     assert manifest["vocab_size"] == {"bytes": 257}.get(tokenizer, manifest["vocab_size"]) <= 300
 
 
-def test_batches_change_nothing_but_where_segments_end(tmp_path):
+def test_batch_size_changes_only_segment_boundaries(tmp_path):
     write_texts(tmp_path / "in", texts(60))
     small = prepared([tmp_path / "in"], tmp_path / "a", segment_tokens=200, batch_bytes=1)
     large = prepared([tmp_path / "in"], tmp_path / "b", segment_tokens=200, batch_bytes=10**6)
@@ -92,7 +92,7 @@ def test_batches_change_nothing_but_where_segments_end(tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 5, 12])
-def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypatch):
+def test_interrupted_preparation_resumes_to_the_same_result(stop_after, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts(90)))
     write_texts(tmp_path / "more", texts(9))
     (tmp_path / "more/004.txt").write_bytes(b"caf\xe9")
@@ -122,7 +122,7 @@ def test_interrupted_and_run_again_equals_one_run(stop_after, tmp_path, monkeypa
     assert not list((tmp_path / "b").rglob("*.partial")) and not (tmp_path / "b/progress.json").exists()
 
 
-def test_running_again_changes_nothing_and_other_input_is_refused(tmp_path):
+def test_repeated_run_changes_nothing_and_different_input_is_rejected(tmp_path):
     files = write_texts(tmp_path / "in", texts(20))
     first = prepared(files, tmp_path / "out")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
@@ -134,7 +134,7 @@ def test_running_again_changes_nothing_and_other_input_is_refused(tmp_path):
         prepared(files, tmp_path / "out", tokenizer="bpe:300", val_fraction=0.5)
 
 
-def test_a_saved_tokenizer_is_used_again(tmp_path):
+def test_saved_tokenizer_can_be_reused(tmp_path):
     files = write_texts(tmp_path / "in", texts(30))
     prepared(files, tmp_path / "a", tokenizer="bpe:280")
     prepared(files, tmp_path / "b", tokenizer=str(tmp_path / "a/tokenizer.json"))
@@ -144,7 +144,7 @@ def test_a_saved_tokenizer_is_used_again(tmp_path):
     assert a.eos_id == 0
 
 
-def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):
+def test_large_vocabularies_use_four_bytes_per_token(tmp_path, monkeypatch):
     monkeypatch.setattr("dclm.data.tokenizers.ByteTokenizer.vocab_size", 70000)
     manifest = prepared(write_texts(tmp_path / "in", texts(20)), tmp_path / "out")
     assert manifest["dtype"] == "uint32"
@@ -152,7 +152,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):
     assert sorted(found["train"] + found["val"]) == sorted(texts(20))
 
 
-def test_files_that_are_not_utf8_are_left_out_and_listed(tmp_path):
+def test_files_that_are_not_utf8_are_skipped_and_listed(tmp_path):
     files = write_texts(tmp_path / "in", texts(5))
     files[2].write_bytes(b"caf\xe9")
     manifest = prepared(files, tmp_path / "out", val_fraction=0.0)
@@ -160,7 +160,7 @@ def test_files_that_are_not_utf8_are_left_out_and_listed(tmp_path):
     assert len(documents_of(tmp_path / "out")["train"]) == 4
 
 
-def test_the_splits_are_chosen_by_content(tmp_path):
+def test_split_of_a_document_depends_on_its_content_only(tmp_path):
     documents = texts(60)
     prepared(write_texts(tmp_path / "a", documents), tmp_path / "out_a", val_fraction=0.3)
     prepared(write_texts(tmp_path / "b", documents[::-1] + documents[:10]), tmp_path / "out_b", val_fraction=0.3)
@@ -186,20 +186,20 @@ def test_the_splits_are_chosen_by_content(tmp_path):
         ("a.txt", b"x", {"segment_tokens": 0}, "segment_tokens=0 at least 1"),
     ],
 )
-def test_mistakes_are_named(name, data, options, message, tmp_path):
+def test_invalid_inputs_and_options_raise_user_error(name, data, options, message, tmp_path):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepared([tmp_path / name], tmp_path / "out", **options)
 
 
-def test_truncated_compression_is_an_error(tmp_path):
+def test_truncated_zstandard_file_raises_user_error(tmp_path):
     data = zstandard.compress(jsonl(texts(500)))
     (tmp_path / "a.jsonl.zst").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="a.jsonl.zst is damaged: the file is truncated"):
         prepared([tmp_path / "a.jsonl.zst"], tmp_path / "out")
 
 
-def test_missing_inputs_are_named(tmp_path):
+def test_missing_inputs_raise_user_error(tmp_path):
     with pytest.raises(UserError, match="nothing does not exist"):
         prepared([tmp_path / "nothing"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
@@ -207,7 +207,7 @@ def test_missing_inputs_are_named(tmp_path):
         prepared([tmp_path / "empty"], tmp_path / "out")
 
 
-def test_folders_give_what_is_asked_for(tmp_path):
+def test_find_inputs_selects_files_by_suffix(tmp_path):
     for name in ("b.py", "a.txt", "sub/c.py", "d.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -216,7 +216,7 @@ def test_folders_give_what_is_asked_for(tmp_path):
     assert [p.name for p in find_inputs([tmp_path / "d.bin"], (".py",))] == ["d.bin"]
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_tokenizer_without_end_token_is_rejected(tmp_path):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "STOP": 2}, unk_token="[UNK]")).save(str(tmp_path / "t.json"))
@@ -230,7 +230,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
         prepared(files, tmp_path / "c", tokenizer=str(tmp_path / "t.json"))
 
 
-def test_a_tokenizer_that_cuts_or_pads_does_neither_here(tmp_path):
+def test_truncation_and_padding_of_tokenizer_are_disabled(tmp_path):
     from tokenizers import Tokenizer
 
     long = "all of this long text " * 20
@@ -243,7 +243,7 @@ def test_a_tokenizer_that_cuts_or_pads_does_neither_here(tmp_path):
     assert documents_of(tmp_path / "out")["train"] == [file.read_text() for file in files]
 
 
-def test_files_are_taken_once_and_links_are_followed(tmp_path):
+def test_find_inputs_lists_files_once_and_follows_links(tmp_path):
     write_texts(tmp_path / "in", texts(3))
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/sub").symlink_to(tmp_path / "in")
@@ -253,13 +253,13 @@ def test_files_are_taken_once_and_links_are_followed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.bz2", "b.zst", "c.txt.xz"])
-def test_other_compressed_formats_are_refused(name, tmp_path):
+def test_unsupported_compression_formats_are_rejected(name, tmp_path):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UserError, match="is compressed; expected one of .jsonl.zst, .jsonl.gz, .json.gz"):
         prepared([tmp_path / name], tmp_path / "out")
 
 
-def test_a_gzip_file_that_is_cut_off_is_damaged(tmp_path):
+def test_truncated_gzip_file_raises_user_error(tmp_path):
     data = gzip.compress(jsonl(texts(500)))
     (tmp_path / "a.json.gz").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="a.json.gz is damaged"):
@@ -267,8 +267,8 @@ def test_a_gzip_file_that_is_cut_off_is_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 10**6])
-def test_validation_inputs_are_all_of_the_validation_split(batch_bytes, tmp_path):
-    """Interrupted or not, in batches of one or all."""
+def test_validation_inputs_form_the_validation_split(batch_bytes, tmp_path):
+    """The splits are the same for batches of one document and for a single batch of all documents."""
     inputs, val = texts(30), texts(12, start=100)
     write_texts(tmp_path / "in", inputs)
     (tmp_path / "val.jsonl.zst").write_bytes(zstandard.compress(jsonl(val)))
@@ -282,7 +282,7 @@ def test_validation_inputs_are_all_of_the_validation_split(batch_bytes, tmp_path
         make_tokens([str(tmp_path / "in")], str(tmp_path / "c"), val=[str(tmp_path / "in/000.txt")])
 
 
-def test_a_mistyped_tokenizer_claims_no_folder(tmp_path):
+def test_invalid_tokenizer_leaves_output_folder_usable(tmp_path):
     files = write_texts(tmp_path / "in", texts(5))
     for wrong in ("bpe:3x", "bpe:3", "no/such/tokenizer.json"):
         with pytest.raises(UserError):
@@ -290,7 +290,7 @@ def test_a_mistyped_tokenizer_claims_no_folder(tmp_path):
     prepared(files, tmp_path / "out", tokenizer="bpe:300")
 
 
-def test_two_preparations_of_one_folder_do_not_meet(tmp_path):
+def test_concurrent_preparation_of_same_folder_is_rejected(tmp_path):
     files = write_texts(tmp_path / "in", texts(5))
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out/plan.lock"), pytest.raises(UserError, match="is being prepared by another process"):
@@ -301,7 +301,7 @@ def test_two_preparations_of_one_folder_do_not_meet(tmp_path):
     "signum",
     [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.long)],
 )
-def test_killed_and_run_again_equals_one_run(signum, tmp_path):
+def test_killed_preparation_resumes_to_the_same_result(signum, tmp_path):
     documents = [f"document {i} " + "word " * (i % 97) for i in range(20000)]
     for part in range(3):
         (tmp_path / f"{part}.jsonl").write_bytes(jsonl(documents[part::3]))
@@ -311,7 +311,7 @@ def test_killed_and_run_again_equals_one_run(signum, tmp_path):
         [sys.executable, "-m", "dclm", *command, f"--out={tmp_path}/b"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background processes ignore SIGINT
     )
     while not list(tmp_path.glob("b/progress.json")):
         assert process.poll() is None
@@ -327,15 +327,15 @@ def test_killed_and_run_again_equals_one_run(signum, tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-def test_positions_grow_to_the_files_end(tmp_path):
-    """The progress bar ends full."""
+def test_document_positions_increase_to_the_file_size(tmp_path):
+    """The progress bar ends at 100 percent."""
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(jsonl(texts(300))))
     positions = [document.position for document in read_documents(path, "text")]
     assert positions == sorted(positions) and positions[-1] == path.stat().st_size
 
 
-def test_the_built_in_corpus_is_the_standard_library():
+def test_built_in_corpus_is_the_standard_library():
     files = stdlib_sources()
     assert len(files) > 500
     assert {"argparse.py", "dataclasses.py"} <= {file.name for file in files}
@@ -343,14 +343,14 @@ def test_the_built_in_corpus_is_the_standard_library():
 
 
 @pytest.mark.parametrize(("options", "fraction"), [([], 0.1), (["--val_fraction=0.3"], 0.3)])
-def test_one_text_is_split_within(tmp_path, capsys, options, fraction):
+def test_single_text_is_split_into_train_and_val(tmp_path, capsys, options, fraction):
     text = "".join(f"line {number} of a text\n" for number in range(200))
     (tmp_path / "one.txt").write_text(text)
     run("tokens", "--inputs", str(tmp_path / "one.txt"), f"--out={tmp_path / 'c'}", *options)
     assert "warning" not in capsys.readouterr().out
     corpus = Corpus(tmp_path / "c")
     train, val = (corpus.split(split)[:] for split in ("train", "val"))
-    assert train[-1] == val[-1] == 256  # each part ends as a document does
+    assert train[-1] == val[-1] == 256  # each part ends with the end token
     assert bytes(train[:-1].astype("uint8")).decode() + bytes(val[:-1].astype("uint8")).decode() == text
     assert bytes(train[-2:-1].astype("uint8")) == b"\n" and len(val) / len(text) == pytest.approx(fraction, abs=0.01)
     (counts,) = np.load(tmp_path / "c/val-0000-documents.npy").tolist()
@@ -358,14 +358,14 @@ def test_one_text_is_split_within(tmp_path, capsys, options, fraction):
 
 
 @pytest.mark.parametrize("text", ["Title\n" + "word " * 2000, "x" * 10_000], ids=["one long line", "no break at all"])
-def test_split_within_takes_no_more_than_half_as_many_again(tmp_path, text):
+def test_val_part_of_a_text_exceeds_its_fraction_by_at_most_half(tmp_path, text):
     (tmp_path / "one.txt").write_text(text)
     run("tokens", "--inputs", str(tmp_path / "one.txt"), f"--out={tmp_path / 'c'}", "--val_fraction=0.1")
     val = Corpus(tmp_path / "c").split("val")[:]
     assert 0.1 <= (len(val) - 1) / len(text) <= 0.15 and bytes(val[:4].astype("uint8")) in (b"word", b"xxxx")
 
 
-def test_few_documents_are_each_split_within(tmp_path):
+def test_few_documents_are_each_split_into_train_and_val(tmp_path):
     lines = [json.dumps({"text": f"{number} " + "word " * 50}) for number in range(3)]
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
     run("tokens", "--inputs", str(tmp_path / "few.jsonl"), f"--out={tmp_path / 'c'}", "--tokenizer=bpe:260")
@@ -383,7 +383,7 @@ def test_corpus_of_one_text_can_be_trained_on(tmp_path):
     assert list((tmp_path / "runs/t/version_0/checkpoints").glob("best-*"))
 
 
-def test_folder_of_a_failed_attempt_can_be_used_again(tmp_path, capsys):
+def test_folder_of_a_failed_preparation_can_be_reused(tmp_path, capsys):
     (tmp_path / "empty.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "one.txt").write_text("a text\n" * 100)
     with pytest.raises(SystemExit):

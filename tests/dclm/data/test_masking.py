@@ -1,4 +1,4 @@
-"""Masking: how much, what hides it, that spans are whole, and that it is a function of the key."""
+"""Masking: fraction, replacement tokens, whole spans, and dependence on the key."""
 
 import numpy as np
 import pytest
@@ -24,17 +24,17 @@ def masked(span: float = 1, fraction: float = 0.15, length: int = 200, rows: int
 
 @pytest.mark.parametrize("span", [1, 2.5, 5])
 @pytest.mark.parametrize("fraction", [0.01, 0.15, 0.9])
-def test_a_share_of_each_sequence_is_asked_for_and_nothing_else_changes(span, fraction):
+def test_given_fraction_is_masked_and_other_tokens_are_unchanged(span, fraction):
     ids, inputs, targets = masked(span, fraction)
     asked = targets != IGNORED
-    share = fraction * 190  # of 200, ten of which end documents
+    share = fraction * 190  # 200 tokens, of which ten are end tokens
     assert (np.abs(asked.sum(1) - share) < 1).all() and asked.sum(1).mean() == pytest.approx(share, abs=0.1)
     assert np.array_equal(targets[asked], ids[asked]) and np.array_equal(inputs[~asked], ids[~asked])
     assert not asked[ids == EOS].any()
 
 
 @pytest.mark.parametrize("span", [1, 3.8])
-def test_eight_of_ten_are_hidden_and_one_is_another_token(span):
+def test_targets_are_80_percent_masked_10_percent_random_10_percent_kept(span):
     ids, inputs, targets = masked(span)
     asked = targets != IGNORED
     hidden, kept = (inputs == VOCAB)[asked], (inputs == ids)[asked]
@@ -43,23 +43,23 @@ def test_eight_of_ten_are_hidden_and_one_is_another_token(span):
     assert replaced.min() < 50 and 950 < replaced.max() < VOCAB and len(set(replaced)) > 300
 
 
-def test_every_place_is_asked_for_as_often():
+def test_every_position_is_masked_equally_often():
     asked = masked(1, length=20, rows=4000)[2] != IGNORED
     rates = asked[:, 1:].mean(0)
     assert np.allclose(rates, 3 / 19, atol=0.025) and not asked[:, 0].any()
 
 
-def test_spans_are_of_the_mean_length_and_geometric_up_to_ten():
+def test_span_lengths_have_given_mean_and_are_geometric_up_to_ten():
     masking = Masking(0.15, 3.8, VOCAB, (EOS,))
     drawn = np.concatenate([masking._lengths(np.random.default_rng(i), 1000)[:-1] for i in range(40)])
     assert drawn.mean() == pytest.approx(3.8, abs=0.08) and drawn.max() == 10
     rates = np.bincount(drawn, minlength=11)[1:] / len(drawn)
-    assert np.allclose(rates, 0.8 ** np.arange(10) * 0.2 / (1 - 0.8**10), atol=0.012)  # SpanBERT's
+    assert np.allclose(rates, 0.8 ** np.arange(10) * 0.2 / (1 - 0.8**10), atol=0.012)  # distribution of SpanBERT
     assert (Masking(0.15, 1, VOCAB, (EOS,))._lengths(np.random.default_rng(0), 50) == 1).all()
 
 
-def test_spans_end_with_their_document():
-    """Every other token ends one: what is left are spans of one token, each with a fate of its own."""
+def test_spans_end_at_document_boundaries():
+    """Every other token is an end token, so spans have one token each and are replaced independently."""
     ids = np.where(np.arange(4000) % 2, EOS, 5)
     inputs, targets = Masking(0.5, 5, VOCAB, (EOS,))(ids, (0,))
     asked = np.flatnonzero(targets != IGNORED)
@@ -69,7 +69,7 @@ def test_spans_end_with_their_document():
     assert agree == pytest.approx(0.8**2 + 0.2**2, abs=0.05)
 
 
-def test_a_span_is_hidden_replaced_or_kept_as_a_whole(monkeypatch):
+def test_whole_span_is_masked_replaced_or_kept(monkeypatch):
     monkeypatch.setattr(Masking, "_lengths", lambda self, random, count: np.array([4]))
     fates = set()
     for number in range(60):
@@ -84,7 +84,7 @@ def test_a_span_is_hidden_replaced_or_kept_as_a_whole(monkeypatch):
     assert fates == {frozenset({"hidden"}), frozenset({"kept"}), frozenset({"replaced"})}
 
 
-def test_short_sequences_are_asked_for_the_share_on_average_and_ends_for_nothing():
+def test_short_sequences_match_fraction_on_average_and_end_tokens_are_skipped():
     for length in range(1, 5):
         masking = Masking(0.15, 1, VOCAB, (EOS, 9))
         counts = [(masking(np.arange(1, length + 1), (i,)).targets != IGNORED).sum() for i in range(1000)]
@@ -118,12 +118,12 @@ def test_masks_change_with_seed_and_epoch_but_not_in_evaluation(tmp_path):
         ({"tokens": "tasks", "mask_fraction": 0.15}, "no validation, tokenizer, separate_documents, mask_fraction"),
     ],
 )
-def test_what_cannot_be_masked(options, said):
+def test_invalid_masking_options_raise_user_error(options, said):
     with pytest.raises(UserError, match=said):
         TokenDataModule(**options)
 
 
-def test_a_vocabulary_without_room_for_the_mask(tmp_path):
+def test_vocabulary_too_small_for_mask_token_is_rejected(tmp_path):
     data = TokenDataModule(str(numbered_corpus(tmp_path / "c")), vocab_size=257, mask_fraction=0.15)
     with pytest.raises(
         UserError, match="has a vocabulary of 258 including a mask token; data.vocab_size=257 must be at least"

@@ -1,4 +1,4 @@
-"""Megatron's indexed format: the same tokens and documents, read where they lie; damaged files are named."""
+"""Megatron's indexed format: tokens, documents, and rejection of damaged files."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ DTYPES = [("<u2", 8), ("<i4", 4), ("<i8", 5)]
 
 
 def documents(count: int = 40, seed: int = 0) -> list[list[list[int]]]:
-    """Documents of one to three sequences of 0 to 20 bytes, without end tokens."""
+    """Return documents of one to three sequences of 0 to 20 bytes, without end tokens."""
     generator = np.random.default_rng(seed)
     return [
         [generator.integers(0, 256, generator.integers(0, 21)).tolist() for _ in range(generator.integers(1, 4))]
@@ -30,7 +30,7 @@ def module(prefix, validation, stage: str = "fit", **options) -> TokenDataModule
 
 
 @pytest.mark.parametrize(("dtype", "code"), DTYPES)
-def test_the_row_is_the_documents(dtype, code, tmp_path):
+def test_token_row_equals_concatenated_documents(dtype, code, tmp_path):
     made = documents()
     row = IndexedCorpus(write_indexed(tmp_path / "a", made, dtype, code), ByteTokenizer()).split("train")
     tokens = [i for document in made for sequence in document for i in sequence]
@@ -43,7 +43,7 @@ def test_the_row_is_the_documents(dtype, code, tmp_path):
         assert np.array_equal(np.diff(found) != 0, np.diff(expected) != 0) and found[0] == 0
 
 
-def test_training_and_validation(tmp_path):
+def test_data_module_loads_training_and_validation_data(tmp_path):
     made = documents()
     train, val = write_indexed(tmp_path / "a", made), write_indexed(tmp_path / "b", documents(9, seed=1))
     data = module(train, f"idxmap:{val}", separate_documents=True)
@@ -61,7 +61,7 @@ def test_training_and_validation(tmp_path):
     assert module(train, str(folder)).num_val_samples == 199 // 16
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_invalid_options_and_damaged_files_raise_user_error(tmp_path):
     train = write_indexed(tmp_path / "a", documents())
     val = f"idxmap:{write_indexed(tmp_path / 'b', documents(9, seed=1))}"
     for options, message in (
@@ -96,8 +96,8 @@ def test_what_does_not_fit_is_named(tmp_path):
         data.train_samples[data.train_dataloader().batch_sampler.__iter__().__next__()[0]]
 
 
-def test_tokens_that_would_be_the_mask_are_refused(tmp_path):
-    """The embedding has rows to spare, so that nothing else would tell."""
+def test_tokens_equal_to_the_mask_id_are_rejected(tmp_path):
+    """The embedding has spare rows, so no other check detects these tokens."""
     train = write_indexed(tmp_path / "a", [[[1, 2, 257, 3] * 10]])
     data = module(train, f"idxmap:{train}", mask_fraction=0.15, vocab_multiple=128)
     with pytest.raises(UserError, match="a has token 257 near token .*; expected 0 to 256"):

@@ -1,4 +1,4 @@
-"""Token files and samples: each token once, documents numbered, damaged files named."""
+"""Token files and samples: sequences of an epoch, document ids, vocabulary sizes, and damaged files."""
 
 import json
 
@@ -23,7 +23,7 @@ def module(folder, stage: str = "fit", **options) -> TokenDataModule:
     return data
 
 
-def test_an_epoch_holds_every_sequence_once(tmp_path):
+def test_epoch_contains_each_sequence_at_most_once(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"))
     tokens = data.corpus.split("train")[:]
     batches = list(data.train_dataloader())
@@ -40,7 +40,7 @@ def test_an_epoch_holds_every_sequence_once(tmp_path):
     assert again == samples != other
 
 
-def test_evaluation_takes_the_first_tokens_in_order(tmp_path):
+def test_evaluation_uses_first_tokens_in_order(tmp_path):
     folder = numbered_corpus(tmp_path / "c")
     for val_tokens, expected in ((None, [0, 1, 2, 3, 4, 5]), (1, [0]), (65, [0, 1, 2]), (10**9, [0, 1, 2, 3, 4, 5])):
         data = module(folder, "validate", val_tokens=val_tokens)
@@ -49,7 +49,7 @@ def test_evaluation_takes_the_first_tokens_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_padding_counts_nowhere_and_is_made_of_tokens(batch_size, tmp_path):
+def test_padding_has_ignored_targets_and_valid_input_ids(batch_size, tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), "validate", batch_size=batch_size)
     samples = data.val_samples
     batch = collate([samples[SampleRef(i, 0, is_padding=i == batch_size - 1)] for i in range(batch_size)])
@@ -57,7 +57,7 @@ def test_padding_counts_nowhere_and_is_made_of_tokens(batch_size, tmp_path):
     assert (batch.input_ids >= 0).all()
 
 
-def test_rows_cross_files(tmp_path):
+def test_rows_span_multiple_files(tmp_path):
     prepared(write_texts(tmp_path / "in", texts(40)), tmp_path / "c", val_fraction=0.0, segment_tokens=300)
     row = Corpus(tmp_path / "c").split("train")
     assert len(row.files) > 3
@@ -68,7 +68,7 @@ def test_rows_cross_files(tmp_path):
     assert row[5:5].dtype == row[:].dtype == np.int64 and len(row[5:5]) == 0
 
 
-def test_documents_are_numbered_within_a_sequence(tmp_path):
+def test_document_ids_are_numbered_within_a_sequence(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), separate_documents=True)
     for batch in data.train_dataloader():
         ended = (batch.input_ids == 256).long()
@@ -81,7 +81,7 @@ def test_documents_are_numbered_within_a_sequence(tmp_path):
         assert batch.document_ids.max() >= 1
 
 
-def test_bytes_per_token_are_those_of_the_evaluation(tmp_path):
+def test_bytes_per_token_match_evaluated_tokens(tmp_path):
     data = module(numbered_corpus(tmp_path / "c"), "validate")
     tokens = data.corpus.split("val")[1 : 6 * 32 + 1]
     assert data.bytes_per_token == pytest.approx((tokens < 256).mean())
@@ -125,14 +125,14 @@ def damage(folder, name="train-0000-000.bin", **changes):
         ({}, {"batch_size": 0}, "batch_size=0: expected a whole number from 1"),
     ],
 )
-def test_what_does_not_fit_is_named(changes, options, message, tmp_path):
+def test_invalid_manifests_and_options_raise_user_error(changes, options, message, tmp_path):
     folder = numbered_corpus(tmp_path / "c")
     damage(folder, **changes)
     with pytest.raises(UserError, match=message):
         module(folder, **options)
 
 
-def test_missing_pieces_are_named(tmp_path):
+def test_missing_or_damaged_files_raise_user_error(tmp_path):
     with pytest.raises(UserError, match="not a prepared corpus"):
         module(tmp_path)
     folder = numbered_corpus(tmp_path / "c")
@@ -144,7 +144,7 @@ def test_missing_pieces_are_named(tmp_path):
         module(folder)
 
 
-def test_a_token_outside_the_vocabulary_is_found_where_it_is(tmp_path):
+def test_token_outside_vocabulary_is_reported_with_its_position(tmp_path):
     folder = numbered_corpus(tmp_path / "c")
     tokens = np.fromfile(folder / "train-0000-000.bin", "<u2")
     tokens[500] = 999
@@ -153,7 +153,7 @@ def test_a_token_outside_the_vocabulary_is_found_where_it_is(tmp_path):
         list(module(folder, batch_size=1).train_dataloader())
 
 
-def test_batches_are_what_a_model_takes(tmp_path):
+def test_batches_have_expected_shape_and_dtype(tmp_path):
     batch = next(iter(module(numbered_corpus(tmp_path / "c")).train_dataloader()))
     assert batch.input_ids.shape == batch.targets.shape == (3, 32)
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
@@ -168,13 +168,13 @@ def test_batches_are_what_a_model_takes(tmp_path):
         ("stdlib", {"vocab_multiple": 10}, 260),
     ],
 )
-def test_embedding_rows_follow_the_tokenizer(tokens, options, rows, tmp_path, monkeypatch):
+def test_vocab_size_follows_tokenizer_and_options(tokens, options, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     numbered_corpus(tmp_path / "c")
     assert TokenDataModule(tokens, **options).vocab_size == rows
 
 
-def test_the_model_of_a_run_has_as_many_rows(tmp_path):
+def test_trained_model_has_vocab_size_embedding_rows(tmp_path):
     from ..commands import run, small
 
     corpus = numbered_corpus(tmp_path / "c", 41 * 24 + 1)
@@ -193,6 +193,6 @@ def test_the_model_of_a_run_has_as_many_rows(tmp_path):
         ({"tokens": "idxmap:none"}, "data.tokenizer is required"),
     ],
 )
-def test_rows_that_cannot_be_are_named(options, message):
+def test_invalid_vocabulary_options_raise_user_error(options, message):
     with pytest.raises(UserError, match=message):
         TokenDataModule(**options)

@@ -1,4 +1,4 @@
-"""Tokenizers: text comes back, also one id at a time."""
+"""Tokenizers: round trips of texts and of streamed ids."""
 
 import pytest
 
@@ -12,14 +12,14 @@ def tokenizer(request):
     return ByteTokenizer() if request.param == "bytes" else train_bpe([TEXT] * 5, 290)
 
 
-def test_text_comes_back(tokenizer):
+def test_encode_and_decode_round_trip(tokenizer):
     (ids,) = tokenizer.encode([TEXT])
     assert tokenizer.decode(ids.tolist()) == TEXT
     assert ids.max() < tokenizer.vocab_size and tokenizer.eos_id not in ids
     assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == TEXT
 
 
-def test_text_comes_back_as_it_streams(tokenizer):
+def test_streamed_ids_decode_to_the_original_text(tokenizer):
     (ids,) = tokenizer.encode([TEXT])
     write = tokenizer.stream()
     parts = [write(int(i)) for i in ids]
@@ -28,13 +28,13 @@ def test_text_comes_back_as_it_streams(tokenizer):
     assert parts[0] and sum(bool(part) for part in parts) > len(parts) / 2
 
 
-def test_a_specification_makes_the_same_tokenizer(tokenizer):
+def test_tokenizer_from_spec_equals_the_original(tokenizer):
     again = tokenizer_from_spec(tokenizer.spec)
     assert again.encode([TEXT])[0].tolist() == tokenizer.encode([TEXT])[0].tolist()
     assert (again.vocab_size, again.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
 
 
-def test_a_trained_tokenizer_merges_and_knows_all_bytes():
+def test_trained_tokenizer_merges_and_encodes_all_bytes():
     tokenizer = train_bpe([TEXT] * 5, 290)
     assert len(tokenizer.encode([TEXT])[0]) < len(TEXT.encode())
     unseen = "\u0416\x00\x7f"

@@ -1,4 +1,4 @@
-"""Small random models in folders, with a tokenizer of their own."""
+"""Folders of small random models with tokenizers."""
 
 import json
 import sysconfig
@@ -14,7 +14,7 @@ SOURCES = [STDLIB / name for name in ("abc.py", "bisect.py", "keyword.py", "this
 
 
 def small_folder(folder: Path, seed: int = 0, *, context_length: int = 64, name: str = "dcformer_pp_debug") -> Path:
-    """A decoder whose logits are far from even, in the published format."""
+    """Save a decoder with clearly non-uniform logits and its tokenizer in the published format."""
     folder.mkdir(parents=True)
     tokenizer = train_bpe([path.read_text() for path in SOURCES], 400)
     torch.manual_seed(seed)
@@ -35,7 +35,7 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def pile(path: Path) -> Path:
-    """Real texts in the Pile's form, in two parts."""
+    """Write real texts in the format of the Pile, in two parts."""
     texts = [source.read_text()[:3000] for source in SOURCES]
     return write_records(
         path,
@@ -50,6 +50,6 @@ def spans(path: Path, count: int = 12) -> Path:
 
 
 def numbers(path: Path) -> dict:
-    """All numbers of a results file."""
+    """Return all values of a results file, keyed by name and metric."""
     entries = json.loads(path.read_text())["results"].values()
     return {(m["name"], m["metric"]): m["value"] for entry in entries for m in entry["measures"]}

@@ -1,4 +1,4 @@
-"""`dclm evaluate`: the same numbers however the work is cut, going on after a stop, the table, and mistakes."""
+"""`dclm evaluate`: invariance to batches and processes, resuming, tables and error messages."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ from .models import SOURCES, numbers, pile, small_folder, spans, write_records
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with two models and something to measure, as working directory."""
+    """Return the working directory, a folder with a model, texts and spans."""
     monkeypatch.chdir(tmp_path)
     small_folder(tmp_path / "model")
     pile(tmp_path / "pile.jsonl"), spans(tmp_path / "flan.jsonl")
@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
 ASKED = ("--checkpoint=model", "--texts", "pile.jsonl", *map(str, SOURCES[:2]), "--spans", "flan.jsonl")
 
 
-def test_numbers_depend_on_neither_batch_size_nor_padding(here):
+def test_results_are_independent_of_batch_size_and_padding(here):
     found = []
     for size in (1, 5, 64):
         run("evaluate", *ASKED, f"--batch_size={size}", f"--out=out{size}")
@@ -44,7 +44,7 @@ def test_numbers_depend_on_neither_batch_size_nor_padding(here):
 
 
 def together(count: int, *args: str) -> list[subprocess.Popen]:
-    """Start processes as torchrun does."""
+    """Start evaluation processes with the environment variables of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,7 +63,7 @@ def together(count: int, *args: str) -> list[subprocess.Popen]:
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(here):
+def test_two_processes_match_one_process(here):
     run("evaluate", *ASKED, "--out=one")
     said = [(process.communicate(timeout=120), process.returncode) for process in together(2, *ASKED, "--out=two")]
     assert [code for _, code in said] == [0, 0], said
@@ -74,8 +74,8 @@ def test_two_processes_find_what_one_finds(here):
 
 
 @pytest.mark.long
-def test_processes_of_which_one_was_killed_go_on(here):
-    """Three begin, one is killed, the others end with it; two go on."""
+def test_evaluation_resumes_after_one_process_is_killed(here):
+    """Three processes start, one is killed and the others exit. Two processes then resume the evaluation."""
     asked = (*ASKED, "--batch_size=1", "--stride=4", "--out=out")
     processes = together(3, *asked)
     while len(partial(here)) < 3 or any(len(path.read_text().splitlines()) < 20 for path in partial(here)):
@@ -101,7 +101,7 @@ SCORE = scorer.score
 
 
 class Counted:
-    """Counts batches, and stops before one of them."""
+    """Replacement for `scorer.score` that counts batches and raises KeyboardInterrupt before batch `stop_at`."""
 
     def __init__(self, monkeypatch, stop_at=None):
         self.count, self.stop_at = 0, stop_at
@@ -114,7 +114,7 @@ class Counted:
         return SCORE(decoder, batch)
 
 
-def test_interrupted_it_goes_on_at_the_next_batch(here, monkeypatch, capsys):
+def test_interrupted_evaluation_resumes_at_next_batch(here, monkeypatch, capsys):
     asked = ("evaluate", *ASKED, "--batch_size=1", "--out=out")
     whole = Counted(monkeypatch)
     run(*asked[:-1], "--out=whole")
@@ -124,7 +124,7 @@ def test_interrupted_it_goes_on_at_the_next_batch(here, monkeypatch, capsys):
     assert exit_info.value.code == 130
     (journal,) = partial(here)
     with open(journal, "a") as file:
-        file.write('["half a li')  # a death in the middle of a line
+        file.write('["half a li')  # simulates a process that is killed while it writes a line
     second = Counted(monkeypatch)
     run(*asked)
     assert first.count + second.count == whole.count
@@ -139,7 +139,7 @@ def test_interrupted_it_goes_on_at_the_next_batch(here, monkeypatch, capsys):
     assert "pile.jsonl measured; windows of 64 tokens with stride 32" in capsys.readouterr().out
 
 
-def test_what_is_written_says_where_it_comes_from(here, capsys):
+def test_results_record_provenance_and_tables_show_differences(here, capsys):
     small_folder(here / "other", seed=1, name="transformer_pp_debug")
     run("evaluate", "--checkpoint", "model", "other", "--spans", "flan.jsonl", "--out=out")
     printed = capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_what_is_written_says_where_it_comes_from(here, capsys):
 MODELS = ("model", "other")
 
 
-def test_numbers_of_other_settings_are_not_subtracted(here, capsys):
+def test_results_with_different_settings_are_not_subtracted(here, capsys):
     small_folder(here / "other", seed=1)
     run("evaluate", "--checkpoint=model", "--texts", "pile.jsonl", "--limit=2")
     run("evaluate", "--checkpoint=other", "--texts", "pile.jsonl", "--compare", "evaluation/model.json")
@@ -173,7 +173,7 @@ def test_numbers_of_other_settings_are_not_subtracted(here, capsys):
     assert "measured with different settings than the first model (limit); not subtracted" in printed
 
 
-def test_files_of_one_name_have_rows_of_their_own_and_a_folder_has_one(here, capsys):
+def test_files_with_equal_names_have_separate_rows_and_a_folder_has_one_row(here, capsys):
     for name in ("a", "b"):
         (here / name).mkdir()
         (here / name / "x.txt").write_text(SOURCES[0].read_text()[: 900 if name == "a" else 500])
@@ -185,7 +185,7 @@ def test_files_of_one_name_have_rows_of_their_own_and_a_folder_has_one(here, cap
     assert numbers(here / "folder" / "model.json")["a", "perplexity"] == found["a/x.txt", "perplexity"]
 
 
-def test_what_changes_the_model_begins_anew(here, capsys):
+def test_results_of_different_config_are_rejected(here, capsys):
     run("evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
     path = here / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_base": 123.0}))
@@ -193,14 +193,14 @@ def test_what_changes_the_model_begins_anew(here, capsys):
     assert "model.json belongs to a different model: config differ" in error
 
 
-def test_two_evaluations_do_not_write_one_result(here, capsys):
+def test_concurrent_evaluation_of_same_result_is_rejected(here, capsys):
     (here / "out").mkdir()
     with FileLock(here / "out" / ".model.lock"):
         error = mistake(capsys, run, "evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
     assert "out/model.json is being written by another evaluation" in error
 
 
-def test_a_model_that_gives_nan_has_no_result(here, capsys):
+def test_nan_log_likelihoods_report_error(here, capsys):
     path = here / "model" / "model.safetensors"
     weights = load_file(path)
     weights["norm.weight"] *= float("nan")
@@ -209,7 +209,7 @@ def test_a_model_that_gives_nan_has_no_result(here, capsys):
     assert "the log-likelihoods are NaN" in error
 
 
-def test_names_with_signs_of_tables_stay_whole(here, capsys):
+def test_special_characters_in_names_are_escaped_in_tables(here, capsys):
     text = SOURCES[0].read_text()[:300]
     names = ['A "q", x|y', "two\nlines"]
     write_records(here / "t.jsonl", [{"text": text, "meta": {"pile_set_name": name}} for name in names])
@@ -221,7 +221,7 @@ def test_names_with_signs_of_tables_stay_whole(here, capsys):
     assert 't.jsonl: A "q", x\\|y' in table and "t.jsonl: two lines" in table
 
 
-def test_what_is_cut_is_told(here, capsys):
+def test_truncated_texts_are_reported(here, capsys):
     write_records(here / "long.jsonl", [{"prompt": "word " * 300, "target": "end"}, {"prompt": "a", "target": "b"}])
     run("evaluate", "--checkpoint=model", "--spans", "long.jsonl")
     assert "1 texts longer than 64 tokens were truncated on the left" in capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_what_is_cut_is_told(here, capsys):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_end_in_one_line(here, capsys, arguments, message):
+def test_invalid_arguments_report_error(here, capsys, arguments, message):
     from dclm.data.tokenizers import train_bpe
 
     (here / "big.json").write_text(train_bpe([SOURCES[0].read_text()], 500).spec)
@@ -271,14 +271,14 @@ def test_mistakes_end_in_one_line(here, capsys, arguments, message):
     assert message in mistake(capsys, run, "evaluate", *arguments)
 
 
-def test_results_stay_when_something_later_is_wrong(here, capsys):
+def test_earlier_results_are_kept_if_later_input_is_invalid(here, capsys):
     write_records(here / "bad.jsonl", [{"prompt": "a"}])
     error = mistake(capsys, run, "evaluate", *ASKED, "bad.jsonl", "--out=out")
     assert "bad.jsonl, line 1: no text with key 'target'" in error
     assert len(numbers(here / "out" / "model.json")) == 11
 
 
-def test_results_of_other_weights_are_not_mixed(here, capsys):
+def test_results_of_different_weights_are_rejected(here, capsys):
     run("evaluate", "--checkpoint=model", "--spans", "flan.jsonl", "--out=out")
     (here / "model").rename(here / "before")
     small_folder(here / "model", seed=1)
@@ -286,7 +286,7 @@ def test_results_of_other_weights_are_not_mixed(here, capsys):
     assert "model.json belongs to a different model: weights_crc32 differ" in error
 
 
-def test_arguments_come_from_a_file_and_the_command_line_counts_more(here, capsys):
+def test_command_line_arguments_override_config_file(here, capsys):
     (here / "asked.yaml").write_text("checkpoint: [model]\ntexts: [pile.jsonl]\nspans: [flan.jsonl]\nlimit: 3\n")
     run("evaluate", "--config=asked.yaml", "--spans", "flan.jsonl", "--limit=2")
     results = json.loads((here / "evaluation" / "model.json").read_text())["results"]

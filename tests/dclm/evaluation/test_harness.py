@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness's tasks from local files: its own Hugging Face model's answers, and mistakes."""
+"""Tasks of the lm-evaluation-harness from local files: agreement with its Hugging Face model, and error messages."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.faults.fault_injection import mistake
 from ..commands import run
 from .models import numbers, small_folder, write_records
 
-pytestmark = pytest.mark.slow  # the imports of the libraries take seconds
+pytestmark = pytest.mark.slow  # importing the libraries takes seconds
 QUESTIONS = [
     {
         "question": f"What is {a} plus {b}?",
@@ -69,7 +69,7 @@ metric_list: [{metric: acc}]
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """A folder of tasks; the last one's data is not there."""
+    """Return a folder of task files; the data of the last task is missing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -83,7 +83,7 @@ def tasks(tmp_path, monkeypatch):
 
 
 def pythia(folder, bos=True):
-    """A random Pythia with a tokenizer, as Hugging Face's library writes them."""
+    """Save a random Pythia model and a tokenizer with transformers, and return their folder."""
     import torch
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
@@ -104,8 +104,8 @@ def pythia(folder, bos=True):
     return folder / "pythia"
 
 
-def test_answers_equal_those_of_the_harnesss_own_model(tasks, tmp_path):
-    """All kinds of requests, few shots that exceed the context too."""
+def test_answers_match_huggingface_model_of_harness(tasks, tmp_path):
+    """Covers all types of requests, including few-shot prompts that exceed the context."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -142,7 +142,7 @@ def test_answers_equal_those_of_the_harnesss_own_model(tasks, tmp_path):
     assert len({reply for sample in got["write"] for (reply,) in sample["resps"]}) > 1
 
 
-def test_the_command_asks_tasks_by_name_and_shots(tasks, tmp_path, capsys):
+def test_command_evaluates_tasks_by_name_and_number_of_shots(tasks, tmp_path, capsys):
     small_folder(tmp_path / "model")
     asked = ["--checkpoint=model", "--tasks", "sums", "last", "--num_fewshot", "0", "2", "--task_folder=tasks"]
     run("evaluate", *asked, "--limit=8")
@@ -158,7 +158,7 @@ def test_the_command_asks_tasks_by_name_and_shots(tasks, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_what_was_asked_is_not_asked_again_unless_the_questions_change(tasks, tmp_path, monkeypatch):
+def test_tasks_are_evaluated_again_only_if_their_data_changes(tasks, tmp_path, monkeypatch):
     from dclm.evaluation import harness
 
     small_folder(tmp_path / "model")
@@ -176,7 +176,7 @@ def test_what_was_asked_is_not_asked_again_unless_the_questions_change(tasks, tm
     assert entry["measures"][0]["count"] == 5
 
 
-def test_repeated_questions_are_sampled_anew_and_the_same_way_each_time(tasks, tmp_path, monkeypatch):
+def test_repeated_questions_are_sampled_independently_and_reproducibly(tasks, tmp_path, monkeypatch):
     from dclm.evaluation import harness
 
     small_folder(tmp_path / "model")
@@ -194,7 +194,7 @@ def test_repeated_questions_are_sampled_anew_and_the_same_way_each_time(tasks, t
     assert len(set(found[0])) > 9
 
 
-def test_mistakes_end_in_one_line_and_results_stay(tasks, tmp_path, capsys):
+def test_invalid_tasks_report_error_and_earlier_results_are_kept(tasks, tmp_path, capsys):
     small_folder(tmp_path / "model")
     asked = ("evaluate", "--checkpoint=model", "--task_folder=tasks")
     error = mistake(capsys, run, *asked, "--tasks", "sumz")
@@ -212,8 +212,8 @@ TABLE_4 = Path(__file__).parents[3] / "configs" / "evaluate" / "table4.yaml"
 
 
 @pytest.mark.long
-def test_the_eleven_tasks_of_table_4_are_known(tmp_path, monkeypatch):
-    """Their data is not here; RACE-M's task file is asked of records in the form of its data."""
+def test_eleven_tasks_of_table_4_are_found(tmp_path, monkeypatch):
+    """The data of the tasks is not available; the task file of RACE-M is evaluated on records of the same format."""
     from dclm.evaluation.harness import find_tasks
 
     monkeypatch.chdir(TABLE_4.parents[2])

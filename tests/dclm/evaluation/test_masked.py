@@ -1,4 +1,4 @@
-"""Masked tokens of texts: numbers equal those of whole logits; causal models and texts without room are refused."""
+"""Measures of masked tokens: agreement with full logits, and rejection of causal models and empty texts."""
 
 import json
 
@@ -17,7 +17,7 @@ from .models import SOURCES, numbers, pile, small_folder
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """A run of a few steps on masked bytes, whose context is shorter than the texts."""
+    """Return the folder of a short run on masked bytes whose context is shorter than the texts."""
     monkeypatch.chdir(tmp_path)
     masked = ["--data.mask_fraction=0.15", "--data.vocab_size=258", "--trainer.max_steps=3"]
     overrides = "--model.overrides={num_layers: 2, dim: 32, mlp_dim: 48, windows: [8, null], is_causal: false}"
@@ -25,7 +25,7 @@ def trained(tmp_path, monkeypatch):
     return tmp_path / "t/version_0"
 
 
-def test_training_logs_accuracy_and_no_bits(trained):
+def test_training_logs_accuracy_but_not_bits_per_byte(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tags = EventAccumulator(str(trained)).Reload().Tags()["scalars"]
@@ -34,7 +34,7 @@ def test_training_logs_accuracy_and_no_bits(trained):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("fraction", "span"), [(0.15, 1), (0.4, 3.8)])
-def test_numbers_are_those_of_whole_logits(trained, fraction, span, tmp_path):
+def test_masked_measures_match_full_logits(trained, fraction, span, tmp_path):
     pile(tmp_path / "pile.jsonl")
     options = [f"--mask_fraction={fraction}", f"--mask_span={span}", "--batch_size=5"]
     run("evaluate", f"--checkpoint={trained}", "--masked", "pile.jsonl", "--out=out", *options)
@@ -58,7 +58,7 @@ def test_numbers_are_those_of_whole_logits(trained, fraction, span, tmp_path):
     assert f"{fraction:.0%} masked, spans of {span}" in entry["note"] and entry["settings"]["mask_span"] == span
 
 
-def test_what_cannot_be_asked(trained, tmp_path, capsys):
+def test_unsupported_commands_and_inputs_are_rejected(trained, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text("")
     small_folder(tmp_path / "causal")
@@ -80,13 +80,13 @@ def test_what_cannot_be_asked(trained, tmp_path, capsys):
         assert exit_info.value.code == 2 and said in error and "Traceback" not in error, args
 
 
-def test_a_masked_model_is_exported_in_our_own_format(trained, tmp_path, capsys):
+def test_masked_model_is_exported_in_native_format(trained, tmp_path, capsys):
     run("export", f"--checkpoint={trained}", f"--out={tmp_path / 'out'}")
     assert "in the native format" in capsys.readouterr().out
     assert not dclm.load_pretrained(tmp_path / "out").config.is_causal
 
 
-def test_a_run_keeps_its_direction_and_its_masks(trained, tmp_path, capsys):
+def test_changed_direction_or_masking_of_a_run_is_rejected(trained, tmp_path, capsys):
     config = [f"--config={trained}/config.yaml"]
     causal = "--model.overrides={num_layers: 2, dim: 32, mlp_dim: 48, windows: [8, null]}"
     for args, said in (
@@ -114,7 +114,7 @@ def test_a_run_keeps_its_direction_and_its_masks(trained, tmp_path, capsys):
         (["--data.mask_fraction=0.15", "--data.vocab_size=258"], "is_causal=True with data.mask_fraction=0.15"),
     ],
 )
-def test_model_and_data_must_have_one_objective(options, said, command, tmp_path, capsys):
+def test_different_objectives_of_model_and_data_are_rejected(options, said, command, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(command, *small(numbered_corpus(tmp_path / "corpus"), tmp_path), *options)
     assert said in capsys.readouterr().err

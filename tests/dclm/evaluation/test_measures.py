@@ -1,4 +1,4 @@
-"""Windows predict each token once; sums equal what whole texts give."""
+"""Windows predict each token once, and measures equal those of whole texts."""
 
 import math
 
@@ -19,7 +19,7 @@ from .models import SOURCES, numbers, pile, small_folder, spans
 @pytest.mark.parametrize("stride", [1, 3, 8])
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 16, 21])
 @pytest.mark.parametrize("begin", [[99], [98, 99]])
-def test_windows_predict_each_token_once_after_as_much_as_fits(count, stride, begin):
+def test_windows_predict_each_token_once_with_maximum_context(count, stride, begin):
     ids = list(range(count))
     found = list(windows(ids, begin, 8, stride))
     assert [token for _, targets in found for token in targets] == ids
@@ -33,8 +33,8 @@ def test_windows_predict_each_token_once_after_as_much_as_fits(count, stride, be
 
 
 @torch.no_grad()
-def test_texts_and_spans_equal_whole_logits(tmp_path, monkeypatch):
-    """Every document fits into the context here, so that all logits at once are the reference."""
+def test_text_and_span_measures_match_full_logits(tmp_path, monkeypatch):
+    """Every document fits into the context, so the logits of a single forward pass are the reference."""
     monkeypatch.chdir(tmp_path)
     folder = small_folder(tmp_path / "model", context_length=2048)
     pile(tmp_path / "pile.jsonl"), spans(tmp_path / "flan.jsonl")
@@ -66,7 +66,7 @@ def test_texts_and_spans_equal_whole_logits(tmp_path, monkeypatch):
     assert found["flan.jsonl", "target_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
-def test_a_completion_may_be_empty(tmp_path):
+def test_complete_returns_empty_text_for_immediate_stop_string(tmp_path):
     alone, model = Ranks(0, 1, 0), dclm.load_model(small_folder(tmp_path / "model"))
     prompt = tuple(model.tokenizer.encode(["import abc"])[0].tolist())
     scorer = Scorer(model, alone, AnswerCache(tmp_path, "test", {}, alone), 2, 64)

@@ -1,4 +1,4 @@
-"""Scoring the synthetic suite: an example by hand, and what the table and the pictures tell."""
+"""Scoring of the synthetic suite: a published example, the scores of parts, the table and the plots."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from dclm.synthetic_tasks import TASKS, make_suite, read_texts, write_texts
 from ..commands import run
 from .models import numbers, small_folder
 
-PUBLISHED = (  # of table 11: shots, and the answer in brackets
+PUBLISHED = (  # from table 11: shots, and the answer in brackets
     "\n< Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ronald has a kind of fruit"
     "\n< Deborah has a shirt. Daniel has strawberries. Edward has a grenade. >. Deborah has a kind of [ clothing ]\n"
 )
 
 
 @torch.no_grad()
-def test_a_published_example_scored_by_hand(tmp_path, monkeypatch, capsys):
+def test_published_example_matches_manual_score(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = small_folder(tmp_path / "model", context_length=512)
     (tmp_path / "table11.jsonl").write_text(json.dumps({"task_id": "task0", "texts": PUBLISHED}) + "\n")
@@ -41,7 +41,7 @@ def test_a_published_example_scored_by_hand(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out/table11-shots.png").is_file() and not (tmp_path / "out/table11-tasks.png").exists()
 
 
-def test_parts_add_up_and_are_drawn(tmp_path, monkeypatch):
+def test_part_scores_sum_to_total_and_plots_are_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("one", "two")):
         small_folder(tmp_path / name, seed=seed, context_length=1024)

@@ -1,4 +1,4 @@
-"""A working directory with a composed and a plain model."""
+"""Fixtures: a working directory with a composed and a plain model."""
 
 import shutil
 

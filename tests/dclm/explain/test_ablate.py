@@ -1,4 +1,4 @@
-"""`dclm explain ablate`: a model without a part is the model that never had it."""
+"""`dclm explain ablate`: ablation of a part equals a model whose weights of this part are zero."""
 
 import csv
 import json
@@ -18,13 +18,13 @@ NAME = SOURCES[1].name
 
 
 def rows(path) -> dict[tuple[str, str], dict]:
-    """The lines of ablation.csv, by what is missing and the metric."""
+    """Return the rows of ablation.csv, keyed by ablated part and metric."""
     with open(path) as file:
         return {(row["without"], row["metric"]): row for row in csv.DictReader(file)}
 
 
 def edited(folder, source, change) -> None:
-    """Write a model with other weights."""
+    """Save a copy of a model with changed weights."""
     decoder = dclm.load_pretrained(source)
     with torch.no_grad():
         change(decoder)
@@ -42,7 +42,7 @@ def no_head(decoder) -> None:
     decoder.blocks[0].attn.proj.weight[:, 16:24] = 0
 
 
-def test_without_a_part_is_with_weights_of_zero(here, capsys):
+def test_ablation_equals_zero_weights(here, capsys):
     run(
         "explain",
         "ablate",
@@ -72,7 +72,7 @@ def test_without_a_part_is_with_weights_of_zero(here, capsys):
     assert (here / "out/model-ablation.png").stat().st_size > 10_000
 
 
-def test_what_is_measured_is_kept(here, capsys):
+def test_measured_ablations_are_reused(here, capsys):
     asked = ("explain", "ablate", "--checkpoint=model", f"--texts={TEXT}", "--out=out")
     run(*asked, "--off=layers")
     first = json.loads((here / "out/model.json").read_text())["results"]
@@ -83,8 +83,8 @@ def test_what_is_measured_is_kept(here, capsys):
     assert both.items() >= first.items() and len(both) == 11
 
 
-def test_what_was_measured_otherwise_is_left_out(here):
-    """Heads of an earlier run with fewer documents are not compared with the whole model of a later one."""
+def test_ablations_with_different_limit_are_excluded(here):
+    """Heads of an earlier run with fewer documents are not compared with the full model of a later run."""
     asked = ("explain", "ablate", "--checkpoint=model", "--texts=texts.jsonl", "--out=out")
     write_records(here / "texts.jsonl", [{"text": source.read_text()[:400]} for source in SOURCES])
     run(*asked, "--off=heads", "--limit=1")
@@ -95,7 +95,7 @@ def test_what_was_measured_otherwise_is_left_out(here):
     assert len(rows(here / "out/ablation.csv")) == 2 * (1 + 2 + 8)
 
 
-def test_files_of_one_name_stay_apart(here, capsys):
+def test_files_with_equal_names_are_kept_separate(here, capsys):
     for folder, source in zip("ab", SOURCES, strict=False):
         (here / folder).mkdir()
         (here / folder / "val.txt").write_text(source.read_text())
@@ -106,7 +106,7 @@ def test_files_of_one_name_stay_apart(here, capsys):
     assert len(set(values.values())) == 2 and all(printed.count(f"model, {title}") == 1 for title in values)
 
 
-def test_plain_models_have_heads(here, capsys):
+def test_plain_model_ablates_heads_only(here, capsys):
     asked = ("explain", "ablate", "--checkpoint=plain", f"--texts={TEXT}")
     assert "off=branches: Decoder has no layer that composes heads" in mistake(capsys, run, *asked, "--off=branches")
     run(*asked)
@@ -114,15 +114,15 @@ def test_plain_models_have_heads(here, capsys):
     assert len(rows(here / "ablation/ablation.csv")) == 2 * 9
 
 
-def test_what_evaluate_measured_is_left_alone(here, capsys):
-    """Its texts are in the same file, and have no parts."""
+def test_results_of_evaluate_are_excluded(here, capsys):
+    """The results of `dclm evaluate` are in the same file and have no ablated parts."""
     run("evaluate", "--checkpoint=model", f"--texts={SOURCES[0]}", "--out=out")
     run("explain", "ablate", "--checkpoint=model", f"--texts={TEXT}", "--off=layers", "--out=out")
     with open(here / "out/ablation.csv") as file:
         assert {row["title"] for row in csv.DictReader(file)} == {f"texts {TEXT}"}
     before = (here / "out/model-ablation.png").read_bytes()
     run("explain", "ablate", "--checkpoint=model", f"--texts={SOURCES[0]}", "--off=layers", "--out=out")
-    assert len((here / "out/model-ablation.png").read_bytes()) > 1.3 * len(before)  # a row for each text
+    assert len((here / "out/model-ablation.png").read_bytes()) > 1.3 * len(before)  # one row per text
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_what_evaluate_measured_is_left_alone(here, capsys):
         (["--limit=0"], "limit=0 must be at least 1"),
     ],
 )
-def test_mistakes(here, capsys, arguments, message):
+def test_invalid_arguments_report_error(here, capsys, arguments, message):
     texts = [] if "texts" in arguments[0] else [f"--texts={TEXT}"]
     assert message in mistake(capsys, run, "explain", "ablate", "--checkpoint=model", *texts, *arguments)
 
 
-def test_what_explain_can_do(capsys):
+def test_explain_lists_its_subcommands(capsys):
     assert "dclm explain requires a second word; expected ablate, attribute" in mistake(capsys, run, "explain")
     assert "'circuit' is unknown to dclm explain; expected ablate, attr" in mistake(capsys, run, "explain", "circuit")
     run("explain", "--help")

@@ -1,4 +1,4 @@
-"""`dclm explain attribute`: the credits of a prediction."""
+"""`dclm explain attribute`: attributions of predictions to branches, heads and tokens."""
 
 import csv
 
@@ -30,7 +30,7 @@ def log_probability(tokens, target: int) -> float:
 
 
 @pytest.mark.slow
-def test_credits_of_tokens_sum_up(here, capsys):
+def test_token_attributions_sum_to_change_of_log_probability(here, capsys):
     run("explain", "attribute", "--checkpoint=model", f"--prompt={PROMPT}", "--steps=128", "--out=out")
     printed = capsys.readouterr().out
     tokenizer = load_model("model").tokenizer
@@ -45,8 +45,8 @@ def test_credits_of_tokens_sum_up(here, capsys):
     assert (here / "out/attribution.png").stat().st_size > 10_000
 
 
-def test_a_target_of_ones_own(here, capsys):
-    """A space before the target belongs to it, as when texts are scored."""
+def test_target_option_sets_predicted_token(here, capsys):
+    """A space before the target is part of the target, as in the scoring of texts."""
     for prompt, target in ((PROMPT, " the"), (f"{PROMPT} ", "the")):
         run(
             "explain",
@@ -75,14 +75,14 @@ def test_a_target_of_ones_own(here, capsys):
         ([f"--prompt={PROMPT * 9}"], "tokens; expected at most 64"),
     ],
 )
-def test_mistakes(here, capsys, arguments, message):
+def test_invalid_prompt_arguments_report_error(here, capsys, arguments, message):
     prompt = [] if "prompt" in arguments[0] else [f"--prompt={PROMPT}"]
     assert message in mistake(capsys, run, "explain", "attribute", "--checkpoint=model", *prompt, *arguments)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("texts", marks=pytest.mark.slow), "suite"])
-def test_many_predictions(here, capsys, kind):
-    """What is lost without a head alone is what `ablate` says; credits sum up to what all heads change together."""
+def test_attributions_of_many_predictions_match_ablation(here, capsys, kind):
+    """The loss increase without a single head equals that of `ablate`; attributions sum to the change of all heads."""
     if kind == "suite":
         texts = [{"task_id": "one", "texts": f"a cat is a cat\n{name} is a [ {name} ]\n"} for name in ("dog", "horse")]
         data = str(write_records(here / "data.jsonl", texts))
@@ -108,7 +108,7 @@ def test_many_predictions(here, capsys, kind):
     assert printed.count("Rank correlation of attributions") == 2
 
 
-def test_batches_do_not_matter(here):
+def test_attributions_are_independent_of_batch_size(here):
     credited = []
     for size in (1, 3):
         asked = ("--checkpoint=model", f"--texts={SOURCES[1]}", "--over=heads", "--steps=2", f"--batch_size={size}")
@@ -117,7 +117,7 @@ def test_batches_do_not_matter(here):
     assert credited[0] == pytest.approx(credited[1], abs=1e-6)
 
 
-def test_a_suite_is_drawn_from(here, capsys):
+def test_limit_restricts_number_of_suite_texts(here, capsys):
     write_records(here / "data.jsonl", [{"task_id": str(i), "texts": f"a is [ b ]\n{i} is [ c ]\n"} for i in range(9)])
     run("explain", "attribute", "--checkpoint=model", "--suite=data.jsonl", "--limit=2", "--over=heads", "--steps=1")
     assert f"mean log-probability of {2 * 2} tokens of data.jsonl" in capsys.readouterr().out
@@ -136,12 +136,12 @@ def test_a_suite_is_drawn_from(here, capsys):
         (["--suite=none", "--limit=0"], "limit=0 must be at least 1"),
     ],
 )
-def test_mistakes_with_many(here, capsys, arguments, message):
+def test_invalid_dataset_arguments_report_error(here, capsys, arguments, message):
     (here / "empty.txt").write_text("")
     assert message in mistake(capsys, run, "explain", "attribute", "--checkpoint=model", *arguments)
 
 
-def test_a_plain_model_has_no_branches(here, capsys):
+def test_plain_model_has_no_branches(here, capsys):
     asked = ("explain", "attribute", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
     refused = mistake(capsys, run, *asked, "--over", "heads", "branches")
     assert "over=branches: Decoder has no layer that composes heads" in refused
@@ -150,7 +150,7 @@ def test_a_plain_model_has_no_branches(here, capsys):
     assert list(credits(here / "attribution/attribution.csv")) == ["heads", "tokens"]
 
 
-def test_weights_that_are_not_finite(here, capsys):
+def test_non_finite_weights_report_error(here, capsys):
     decoder = dclm.load_pretrained("model")
     decoder.blocks[1].mlp.up.weight.data[0, 0] = torch.nan
     (here / "nan").mkdir()
@@ -160,7 +160,7 @@ def test_weights_that_are_not_finite(here, capsys):
     assert "the model's output is not finite" in mistake(capsys, run, *asked)
 
 
-def test_texts_that_are_no_utf8_are_told(here, capsys):
+def test_files_that_are_not_utf8_are_reported(here, capsys):
     (here / "texts").mkdir()
     (here / "texts/a.txt").write_bytes(b"\xff\xfe\xfd")
     (here / "texts/b.txt").write_text("def main():\n")

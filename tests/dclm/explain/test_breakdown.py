@@ -1,4 +1,4 @@
-"""`dclm explain breakdown`: the terms of a pair, of the layer and the key that change most or of those named."""
+"""`dclm explain breakdown`: terms of a query-key pair, either as specified or with the largest change."""
 
 import csv
 
@@ -32,7 +32,7 @@ def terms(path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("composition", ["pre", "post"])
-def test_terms_of_a_pair(here, recorded, capsys, composition):
+def test_terms_sum_to_composed_value(here, recorded, capsys, composition):
     asked = ["--layer=1", "--query=5", "--key=2", f"--composition={composition}"]
     run("explain", "breakdown", "--checkpoint=model", f"--prompt={PROMPT}", *asked, "--out=out")
     found, maps = terms("out/breakdown.csv"), recorded["blocks.1.attn"].maps
@@ -48,7 +48,7 @@ def test_terms_of_a_pair(here, recorded, capsys, composition):
     assert (here / "out/breakdown.png").stat().st_size > 20_000
 
 
-def test_what_changes_most_is_found(here, recorded, capsys):
+def test_default_layer_and_key_have_largest_change(here, recorded, capsys):
     run("explain", "breakdown", "--checkpoint=model", f"--prompt={PROMPT}")
     changes = {n: (o.maps.composed_weights - o.maps.weights)[0, :, -1].abs().amax(0) for n, o in recorded.items()}
     layer = max(changes, key=lambda name: float(changes[name].max()))
@@ -70,7 +70,7 @@ def test_what_changes_most_is_found(here, recorded, capsys):
         (["--checkpoint=plain"], "plain: Decoder has no layer that composes heads"),
     ],
 )
-def test_mistakes(here, capsys, arguments, message):
+def test_invalid_arguments_report_error(here, capsys, arguments, message):
     given = {"--checkpoint": "model", "--prompt": PROMPT} | dict(a.split("=") for a in arguments)
     assert message in mistake(
         capsys, run, "explain", "breakdown", *(f"{name}={value}" for name, value in given.items())

@@ -1,4 +1,4 @@
-"""`dclm explain circuits`: heads whose circuits are known are found, and what they write is equation 12's."""
+"""`dclm explain circuits`: planted circuits are found, and logits follow equation 12."""
 
 import csv
 
@@ -20,12 +20,12 @@ def read(path) -> list[dict]:
 
 
 def planted(folder) -> None:
-    """A model of bytes whose head 1 of layer 0 copies, and head 0 of layer 1 writes the byte that follows."""
+    """Save a byte model in which head 1 of layer 0 copies and head 0 of layer 1 writes the next byte."""
     torch.manual_seed(0)
     vocabulary = ByteTokenizer().vocab_size
     shape = {"num_layers": 2, "num_heads": 2, "dim": 600, "mlp_dim": 8}
     decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", vocab_size=vocabulary, **shape))
-    codes = torch.eye(600)[:vocabulary]  # a channel for each token: a head of 300 holds them all
+    codes = torch.eye(600)[:vocabulary]  # one channel per token; a head has 300 channels, enough for all tokens
     with torch.no_grad():
         decoder.embed.weight.copy_(codes), decoder.output.weight.copy_(codes)
         for block in decoder.blocks:
@@ -54,7 +54,7 @@ def test_planted_circuits_are_found(here, capsys):
     assert (here / "out/heads.png").stat().st_size > 5_000
 
 
-def test_logits_are_those_of_the_equation(here):
+def test_logits_match_equation_12(here):
     small_folder(here / "pythia", name="dcpythia_debug")
     run("explain", "circuits", "--checkpoint=pythia", "--words= the", "--top=400", "--out=out")
     decoder, tokenizer = load_model("pythia")
@@ -80,7 +80,7 @@ def test_logits_are_those_of_the_equation(here):
         (" the", "", "pairs.tsv is empty"),
     ],
 )
-def test_mistakes(here, capsys, words, pairs, message):
+def test_invalid_arguments_report_error(here, capsys, words, pairs, message):
     relations = [] if pairs is None else ["--relations=pairs.tsv"]
     (here / "pairs.tsv").write_text(pairs or "")
     assert message in mistake(capsys, run, "explain", "circuits", "--checkpoint=model", f"--words={words}", *relations)

@@ -1,4 +1,4 @@
-"""Composition as it is learned: curves of every layer, and training as it is without them."""
+"""CompositionScalars callback: it logs curves of every layer and does not change training."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
         pytest.param(["--model.compile=true"], marks=pytest.mark.long, id="compiled"),
     ],
 )
-def test_curves_of_every_layer(corpus, tmp_path, more):
+def test_curves_of_every_layer_are_logged(corpus, tmp_path, more):
     asked = ["--trainer.max_epochs=2", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", *more]
     run("fit", *small(corpus, tmp_path / "plain"), *asked)
     run("fit", *small(corpus, tmp_path / "watched"), *asked, CALLBACK)
     plain, watched = curves(tmp_path / "plain"), curves(tmp_path / "watched")
     for tag in ("train/loss", "train/grad_norm"):
         assert watched[tag] == plain[tag]
-    # a compiled model is validated eagerly while it is watched: the same up to rounding
+    # with the callback, a compiled model is validated eagerly, so the losses agree up to rounding
     for (step, loss), (same_step, expected) in zip(watched["val/loss"], plain["val/loss"], strict=True):
         assert step == same_step and loss == pytest.approx(expected, rel=1e-6 if more else 0)
     added = {tag for tag in watched if tag not in plain}
@@ -53,7 +53,7 @@ def test_curves_of_every_layer(corpus, tmp_path, more):
     assert any(len({value for _, value in watched[tag]}) == 2 for tag in added)
 
 
-def test_values_are_those_of_the_first_batches():
+def test_values_match_measurement_of_first_batches():
     module = LanguageModel(overrides={"num_layers": 1, "dim": 32, "mlp_dim": 48, "num_heads": 4}, context_length=16)
     ids = torch.randint(257, (3, 2, 17), generator=torch.Generator().manual_seed(0))
     batches = [(row[:, :-1], row[:, 1:]) for row in ids]
@@ -70,7 +70,7 @@ def test_values_are_those_of_the_first_batches():
     assert not module.model.blocks[0].attn.compose._forward_hooks
 
 
-def test_mistakes(corpus, tmp_path, capsys):
+def test_plain_model_and_zero_batches_are_rejected(corpus, tmp_path, capsys):
     plain = "--model.overrides={pre_compose: false, post_compose: false}"
     assert "CompositionScalars: Decoder has no layer that composes heads" in mistake(
         capsys, run, "fit", *small(corpus, tmp_path), plain, CALLBACK

@@ -1,4 +1,4 @@
-"""`dclm explain diversity`: figure 5 of any models."""
+"""`dclm explain diversity`: figure 5 for arbitrary models."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from dctrain.evaluation.results import checksum
 from ..commands import run
 
 
-def test_models_side_by_side(here, capsys):
+def test_table_and_plot_compare_diversity_of_models(here, capsys):
     run("explain", "diversity", "--checkpoint", "model", "plain", "--out=out")
     with open("out/diversity.csv") as file:
         rows = {(row["model"], row["layer"], row["kind"]): row for row in csv.DictReader(file)}

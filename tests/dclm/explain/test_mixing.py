@@ -1,4 +1,4 @@
-"""`dclm explain mixing`: the numbers are those of the compositions over the very tokens."""
+"""`dclm explain mixing`: the statistics equal those of the compositions over the same tokens."""
 
 import csv
 
@@ -13,7 +13,7 @@ from ..commands import run
 from ..evaluation.models import SOURCES
 
 
-def test_numbers_are_those_of_the_tokens(here, capsys):
+def test_statistics_match_mixing_meter(here, capsys):
     run("explain", "mixing", "--checkpoint=model", f"--texts={SOURCES[0]}", "--tokens=200", "--out=out")
     with open("out/mixing.csv") as file:
         found = {(row["layer"], row["composition"], row["what"]): row for row in csv.DictReader(file)}
@@ -49,6 +49,6 @@ def test_numbers_are_those_of_the_tokens(here, capsys):
         (["--checkpoint=plain"], "plain: Decoder has no layer that composes heads"),
     ],
 )
-def test_mistakes(here, capsys, arguments, message):
+def test_invalid_arguments_report_error(here, capsys, arguments, message):
     given = {"--checkpoint": "model", "--texts": str(SOURCES[0])} | dict(a.split("=") for a in arguments)
     assert message in mistake(capsys, run, "explain", "mixing", *(f"{name}={value}" for name, value in given.items()))

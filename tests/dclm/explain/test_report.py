@@ -1,4 +1,4 @@
-"""`dclm explain report`: one page that needs nothing else, in a browser and on a phone."""
+"""`dclm explain report`: a self-contained page, tested in a browser and at the screen size of a phone."""
 
 import base64
 import json
@@ -38,11 +38,11 @@ def recorded(models):
     return recorded
 
 
-def test_the_page_holds_all_that_it_shows(page, recorded):
+def test_page_is_self_contained_and_includes_attention_maps(page, recorded):
     text = page.read_text(encoding="utf-8")
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)", text) and "http" not in text
     assert text.count("<svg ") == 4 and "| ---" not in text and "<pre>" not in text
-    assert text.count("<table>") == 5 + 6  # of all numbers, and of the most important ones
+    assert text.count("<table>") == 5 + 6  # tables of all numbers, and of the most important numbers
     data = json.loads(re.search(r'id="attention-data">(.*?)</script>', text, re.DOTALL)[1])
     assert "".join(data["words"]) == PROMPT
     for layer in data["layers"]:
@@ -54,8 +54,8 @@ def test_the_page_holds_all_that_it_shows(page, recorded):
 
 
 @needs_browser
-def test_a_head_shows_where_it_looks(page, recorded):
-    """As the address says, and when the pointer comes over it."""
+def test_page_shows_attention_of_selected_head(page, recorded):
+    """The fragment of the URL or the pointer over a button selects the head."""
     maps = recorded["blocks.1.attn"].maps.composed_weights[0]
     for script, head in (
         ("", 2),
@@ -71,7 +71,7 @@ def test_a_head_shows_where_it_looks(page, recorded):
 
 
 @needs_browser
-def test_tables_sort(page):
+def test_tables_sort_by_clicked_column(page):
     script = """
     const isOfCredits = (one) => one.querySelectorAll("th")[4]?.textContent === "value";
     const table = [...document.querySelectorAll("table")].find(isOfCredits);
@@ -85,7 +85,7 @@ def test_tables_sort(page):
 
 
 @needs_browser
-def test_it_fits_a_phone(page):
+def test_page_fits_phone_screen(page):
     script = """
     const texts = [...document.querySelectorAll("svg text")].filter((one) => one.textContent.trim());
     const letters = texts.map((one) => Math.max(one.getBoundingClientRect().height, one.getBoundingClientRect().width));
@@ -96,8 +96,8 @@ def test_it_fits_a_phone(page):
 
 
 @needs_browser
-def test_all_heads_of_a_layer_are_side_by_side(page, recorded):
-    """A click on one chooses it; each shows the whole map of its head."""
+def test_all_heads_of_a_layer_show_full_maps(page, recorded):
+    """A click on a figure selects its head. Each figure shows the full map of its head."""
     script = """
     document.querySelectorAll("#all-heads figure")[3].click();
     const canvas = document.querySelectorAll("#all-heads canvas")[3];
@@ -115,14 +115,14 @@ def test_all_heads_of_a_layer_are_side_by_side(page, recorded):
     )
 
 
-def test_plain_models_have_a_page(here):
+def test_plain_model_report_has_no_composition(here):
     run("explain", "report", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2")
     text = (here / "report.html").read_text(encoding="utf-8")
     assert "Plain attention: the model has no composition." in text
     assert text.count("<svg ") == 2 and '"name": "blocks.1.attn"' in text
 
 
-def test_mistakes(here, capsys):
+def test_invalid_arguments_report_error(here, capsys):
     asked = ("explain", "report", "--checkpoint=model")
     assert "target='qqq' is" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--target=qqq")
     assert "steps=0" in mistake(capsys, run, *asked, f"--prompt={PROMPT}", "--steps=0")
@@ -131,7 +131,7 @@ def test_mistakes(here, capsys):
     assert "file" in taken
 
 
-def test_out_may_be_a_folder(here, capsys):
+def test_out_option_accepts_a_folder(here, capsys):
     run("explain", "report", "--checkpoint=plain", f"--prompt={PROMPT}", "--steps=2", "--out=pages/first")
     assert capsys.readouterr().out.strip() == "pages/first/index.html"
     assert (here / "pages/first/index.html").read_text(encoding="utf-8").startswith("<!doctype html>")

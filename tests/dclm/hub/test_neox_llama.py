@@ -1,4 +1,4 @@
-"""GPT-NeoX and Llama checkpoints: logits of Hugging Face's own models, written by its own code, and mistakes."""
+"""GPT-NeoX and Llama checkpoints: logits of models that transformers saved, older formats and error messages."""
 
 import json
 
@@ -25,7 +25,7 @@ VARIANTS = {
 
 
 def theirs(kind: str, **options):
-    """A random model of Hugging Face's whose every parameter matters."""
+    """Return a random Hugging Face model in which every parameter affects the logits."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES | options))
@@ -36,10 +36,10 @@ def theirs(kind: str, **options):
     return model.eval()
 
 
-@pytest.mark.slow  # the import of the library takes seconds
+@pytest.mark.slow  # importing transformers takes seconds
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_logits_equal_the_librarys(name, tmp_path):
+def test_logits_match_transformers(name, tmp_path):
     kind, options = VARIANTS[name]
     model = theirs(kind, **options)
     model.save_pretrained(tmp_path)
@@ -51,7 +51,7 @@ def test_logits_equal_the_librarys(name, tmp_path):
 
 
 def saved(folder, model_type="gpt_neox"):
-    """A checkpoint in the fields and tensors of older versions of the library, made from a decoder of ours."""
+    """Save a decoder with the config fields and tensors of older versions of transformers, and return it."""
     torch.manual_seed(0)
     if model_type == "gpt_neox":
         config = SIZES | {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_size": 32, "attention_dropout": 0.0}
@@ -83,7 +83,7 @@ def shape(config):
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
 @torch.no_grad()
-def test_older_fields_and_names_are_read(model_type, tmp_path):
+def test_older_field_and_tensor_names_are_loaded(model_type, tmp_path):
     decoder = saved(tmp_path, model_type)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -124,7 +124,7 @@ def test_older_fields_and_names_are_read(model_type, tmp_path):
         ("llama", {"num_key_value_heads": 2}, r"qkv_proj.weight is \[96, 32\], not \[64, 32\]"),
     ],
 )
-def test_what_a_decoder_does_not_compute_is_refused(model_type, changes, message, tmp_path):
+def test_unsupported_config_raises_value_error(model_type, changes, message, tmp_path):
     saved(tmp_path, model_type)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -134,7 +134,7 @@ def test_what_a_decoder_does_not_compute_is_refused(model_type, changes, message
 
 @pytest.mark.parametrize(("model_type", "output"), [("gpt_neox", "embed_out"), ("llama", "lm_head")])
 @pytest.mark.filterwarnings("ignore")
-def test_an_output_is_tied_only_where_the_config_says_so(model_type, output, tmp_path):
+def test_missing_output_is_tied_only_if_config_ties_embeddings(model_type, output, tmp_path):
     saved(tmp_path, model_type)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -148,14 +148,14 @@ def test_an_output_is_tied_only_where_the_config_says_so(model_type, output, tmp
     assert torch.equal(decoder.output.weight, decoder.embed.weight)
 
 
-def test_mistral_has_a_window_if_it_says_nothing(tmp_path):
+def test_mistral_window_defaults_to_4096(tmp_path):
     saved(tmp_path, "llama")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mistral"}))
     assert dclm.load_pretrained(tmp_path).config.windows == (4096,)
 
 
-def test_a_missing_field_is_named(tmp_path):
+def test_missing_config_field_raises_value_error(tmp_path):
     saved(tmp_path)
     path = tmp_path / "config.json"
     content = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Published checkpoints: golden fixtures, every variant against a plain implementation, formats, and mistakes."""
+"""Published checkpoints: golden outputs, comparison with a plain implementation, file formats and error messages."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def assert_equal_weights(a: dclm.Decoder, b: dclm.Decoder) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_golden_logits_and_greedy_tokens(name):
+def test_logits_and_greedy_tokens_match_golden_outputs(name):
     decoder, golden = dclm.load_pretrained(GOLDEN / name), load_file(GOLDEN / name / "golden.safetensors")
     with torch.no_grad():
         assert relative_error(decoder(golden["input_ids"]), golden["logits"]) < 2e-5
@@ -76,7 +76,7 @@ def test_golden_logits_and_greedy_tokens(name):
     assert torch.equal(ids, torch.cat([prompts, golden["greedy_ids"]], 1))
 
 
-def test_golden_gradients():
+def test_gradients_match_golden_gradients():
     decoder, golden = dclm.load_pretrained(GOLDEN / "dcformer_lg"), load_file(GOLDEN / "dcformer_lg/golden.safetensors")
     grads = load_file(GOLDEN / "dcformer_lg/grads.safetensors")
     loss = decoder(golden["input_ids"][:, :-1], targets=golden["input_ids"][:, 1:])
@@ -90,7 +90,7 @@ def test_golden_gradients():
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_variants_equal_a_plain_implementation(config, tmp_path):
+def test_variants_match_plain_implementation(config, tmp_path):
     weights = published.random_weights(config)
     decoder = dclm.load_pretrained(write(tmp_path / "hub", config, weights))
     ids = torch.randint(23, (1, 11), generator=torch.Generator().manual_seed(1))
@@ -103,7 +103,7 @@ def test_variants_equal_a_plain_implementation(config, tmp_path):
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_written_models_read_back(config, tmp_path):
+def test_saved_models_load_with_equal_weights(config, tmp_path):
     weights = published.random_weights(config)
     decoder = dclm.load_pretrained(write(tmp_path / "hub", config, weights))
     again = dclm.load_pretrained(dclm.save_pretrained(decoder, tmp_path / "again"))
@@ -120,13 +120,13 @@ def test_written_models_read_back(config, tmp_path):
             assert torch.equal(dw1, weights[A + "dw1"]) and torch.equal(qkw, weights[A + "qkw"])
 
 
-def test_patterns_are_written_by_their_period(tmp_path):
+def test_window_pattern_is_saved_as_its_period(tmp_path):
     config = dclm.decoder_config("dcformer_pp_debug", vocab_size=9, windows=(8, None, 8, None))
     decoder = dclm.load_pretrained(dclm.save_pretrained(dclm.Decoder(config), tmp_path / "a"))
     assert decoder.config.windows == (8, None)
 
 
-def test_fresh_models_are_written_and_read(tmp_path):
+def test_new_models_are_saved_and_loaded(tmp_path):
     shape = {"vocab_size": 50, "dim": 32, "num_heads": 4, "num_layers": 2, "mlp_dim": 48}
     for name in ("dcformer_pp_debug", "transformer_pp_debug", "dcpythia_debug", "pythia_debug"):
         decoder = dclm.Decoder(dclm.decoder_config(name, **shape)).to(torch.bfloat16)
@@ -147,7 +147,7 @@ def test_fresh_models_are_written_and_read(tmp_path):
         ({"windows": (4, 8)}, r"windows=\[4, 8\] is not supported by the published format"),
     ],
 )
-def test_what_the_format_cannot_say_is_refused(overrides, message, tmp_path):
+def test_options_outside_published_format_are_rejected(overrides, message, tmp_path):
     decoder = dclm.Decoder(dclm.decoder_config("dcformer_pp_debug", vocab_size=50, **overrides))
     with pytest.raises(ValueError, match=message):
         dclm.save_pretrained(decoder, tmp_path / "out")
@@ -156,7 +156,7 @@ def test_what_the_format_cannot_say_is_refused(overrides, message, tmp_path):
 
 @pytest.fixture
 def lg(tmp_path) -> Path:
-    """A copy of a golden model, to be changed."""
+    """Return the folder of a modifiable copy of a golden model."""
     shutil.copytree(GOLDEN / "dcformer_lg", tmp_path / "lg")
     return tmp_path / "lg"
 
@@ -203,7 +203,7 @@ def legacy(folder: Path) -> None:
         legacy,
     ],
 )
-def test_spellings_of_the_same_weights(change, lg):
+def test_alternative_weight_formats_load_equal_weights(change, lg):
     expected = dclm.load_pretrained(lg).state_dict()
     change(lg)
     got = dclm.load_pretrained(lg).state_dict()
@@ -211,7 +211,7 @@ def test_spellings_of_the_same_weights(change, lg):
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_copies_that_differ_are_reported(lg):
+def test_inconsistent_derived_tensors_cause_warning(lg):
     tensors = load_file(lg / "model.safetensors")
     tensors["layers.1.attention.dyn_w_proj.dw_m"][0, 0] += 1
     save_file(tensors, lg / "model.safetensors")
@@ -222,7 +222,7 @@ def test_copies_that_differ_are_reported(lg):
         assert_equal_weights(got, dclm.load_pretrained(GOLDEN / "dcformer_lg"))
 
 
-def test_both_spellings_at_once_are_refused(lg):
+def test_fused_and_separate_qkv_weights_together_are_rejected(lg):
     tensors = load_file(lg / "model.safetensors")
     for letter in "qkv":
         tensors[f"layers.0.attention.w{letter}.weight"] = torch.zeros(64, 64)
@@ -231,7 +231,7 @@ def test_both_spellings_at_once_are_refused(lg):
         dclm.load_pretrained(lg)
 
 
-def test_mixed_dtypes_are_widened(lg):
+def test_mixed_dtypes_are_promoted_to_float32(lg):
     tensors = load_file(lg / "model.safetensors")
     save_file({k: t.half() if "dyn_w" in k else t for k, t in tensors.items()}, lg / "model.safetensors")
     with warnings.catch_warnings():
@@ -269,7 +269,7 @@ def edit_config(folder: Path, **changes) -> None:
         ({"mgate": True, "mgate_dim": 4}, "missing layers.0.feed_forward.mg.weight"),
     ],
 )
-def test_mistakes_in_the_config_are_named(changes, message, lg):
+def test_invalid_config_raises_value_error(changes, message, lg):
     edit_config(lg, **changes)
     with pytest.raises(ValueError, match=message):
         dclm.load_pretrained(lg)
@@ -296,7 +296,7 @@ def test_missing_and_unknown_tensors_are_all_listed(lg):
         assert part in str(error.value), part
 
 
-def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
+def test_missing_unsafe_and_malformed_files_raise_error(lg, tmp_path):
     class Payload:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "executed",))
@@ -327,7 +327,7 @@ def test_files_that_are_not_there_or_not_safe(lg, tmp_path):
         dclm.load_pretrained(lg)
 
 
-def test_models_are_never_overwritten(lg):
+def test_save_pretrained_does_not_overwrite_models(lg):
     before = (lg / "model.safetensors").read_bytes()
     with pytest.raises(FileExistsError, match="contains config.json; nothing was overwritten"):
         dclm.save_pretrained(dclm.load_pretrained(lg), lg)
@@ -344,7 +344,7 @@ def test_models_are_never_overwritten(lg):
     ("content", "rope_base"),
     [({"model_type": "dcformer"}, 10000), ({"model_type": "dcformer", "mgate": False}, 500000)],
 )
-def test_defaults_follow_the_version_of_the_code(content, rope_base):
+def test_config_defaults_follow_version_of_published_code(content, rope_base):
     from dclm.hub.published_config import config_from_hub
 
     config = config_from_hub(content)

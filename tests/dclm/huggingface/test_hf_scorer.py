@@ -1,4 +1,4 @@
-"""Other models of transformers: scores equal their own logits, and what cannot be scored is refused."""
+"""Scoring of other transformers models: agreement with their logits, and rejection of unsupported models."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from ..evaluation.models import SOURCES, numbers, pile
 
 
 def gpt2(folder, **options):
-    """A model with a tokenizer of its own, whose logits are far from even."""
+    """Save a GPT-2 model with clearly non-uniform logits and its tokenizer, and return the folder."""
     tokenizer = train_bpe([path.read_text() for path in SOURCES], 400)
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=400, n_positions=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
@@ -33,7 +33,7 @@ def gpt2(folder, **options):
 
 
 @torch.no_grad()
-def test_numbers_are_those_of_its_own_logits(tmp_path, monkeypatch):
+def test_perplexity_matches_logits_of_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = gpt2(tmp_path / "gpt2")
     pile(tmp_path / "pile.jsonl"), write_texts(tmp_path / "suite.jsonl", make_suite(tasks=TASKS[:1], count=1))
@@ -64,7 +64,7 @@ def mistake(capsys, *args) -> str:
     return error
 
 
-def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
+def test_unsupported_models_and_options_are_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pile(tmp_path / "pile.jsonl")
     gpt2(tmp_path / "gpt2")
@@ -86,15 +86,15 @@ def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch, capsys):
         assert said in said_now, (folder, said_now)
 
 
-def test_it_continues_no_text(tmp_path):
+def test_generation_is_rejected(tmp_path):
     alone = Ranks(0, 1, 0)
     scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, AnswerCache(tmp_path, "test", {}, alone), 5, 64)
     with pytest.raises(UserError, match="type 'gpt2' supports scoring only, not generation"):
         scorer.complete([Prompt((1, 2), 3, (), Sampling(0.0, None, None))])
 
 
-def test_code_in_a_model_folder_is_not_run(tmp_path, capsys, monkeypatch):
-    """And nobody is asked: transformers would take a "y" from the standard input."""
+def test_code_in_model_folder_is_not_executed(tmp_path, capsys, monkeypatch):
+    """The user is not asked for confirmation; transformers would accept a "y" from the standard input."""
     config = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'pwned')!r}).touch()\n")

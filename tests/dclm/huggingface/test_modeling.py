@@ -1,4 +1,4 @@
-"""DCFormer and DCPythia in Hugging Face's library: logits, its generation, training, LoRA, saving."""
+"""DCFormer and DCPythia in Hugging Face transformers: logits, generation, training, LoRA and saving."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 import dclm
 
-pytestmark = pytest.mark.slow  # the import of the library takes seconds
+pytestmark = pytest.mark.slow  # importing transformers takes seconds
 SHAPE = {"vocab_size": 97, "dim": 32, "num_layers": 3, "num_heads": 4, "mlp_dim": 48, "context_length": 64}
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["dcformer_pp_debug", "dcpythia_debug"]
@@ -29,14 +29,14 @@ def decoder(name="dcformer_pp_debug", **options) -> dclm.Decoder:
 def transformers():
     import transformers
 
-    import dclm.huggingface  # noqa: F401  which registers the models
+    import dclm.huggingface  # noqa: F401  registers the models
 
     return transformers
 
 
 @pytest.fixture(params=NAMES)
 def both(request, tmp_path, transformers):
-    """A decoder, and its published folder as the library loads it."""
+    """Return a decoder, and the transformers model loaded from its published folder."""
     made = decoder(request.param)
     dclm.save_pretrained(made, tmp_path / "published")
     return made, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "published")
@@ -47,14 +47,14 @@ def ids(*shape, seed=0):
 
 
 def left_padded():
-    """Two prompts of 13 and 20 tokens, padded on the left, and the mask."""
+    """Return two prompts of 13 and 20 tokens, padded on the left, and their attention mask."""
     input_ids, mask = ids(2, 20), torch.ones(2, 20, dtype=torch.long)
     input_ids[0, :7], mask[0, :7] = 0, 0
     return input_ids, mask
 
 
 @torch.no_grad()
-def test_logits_equal_the_decoders(both):
+def test_logits_equal_decoder_logits(both):
     ours, theirs = both
     input_ids = ids(2, 30)
     assert torch.equal(theirs(input_ids).logits, ours(input_ids))
@@ -64,15 +64,15 @@ def test_logits_equal_the_decoders(both):
 
 @pytest.mark.parametrize("name", ["dcformer_lg", "dcformer_mha", "dcpythia_parallel"])
 @torch.no_grad()
-def test_the_authors_own_folders_load(name, transformers):
-    """Folders that the published code wrote, its fields and derived tensors included."""
+def test_published_folders_of_the_authors_load(name, transformers):
+    """The published code wrote these folders, which include its config fields and derived tensors."""
     folder = GOLDEN / name
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(model(ids(1, 12) % 20).logits, dclm.load_pretrained(folder, torch.float32)(ids(1, 12) % 20))
 
 
 @torch.no_grad()
-def test_padding_on_either_side_changes_nothing(both):
+def test_padding_on_either_side_does_not_change_logits(both):
     ours, theirs = both
     input_ids, mask = ids(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = mask[0, 15:] = 0
@@ -84,7 +84,7 @@ def test_padding_on_either_side_changes_nothing(both):
         theirs(input_ids, attention_mask=mask)
 
 
-def test_generate_continues_as_the_decoder_does(both):
+def test_generate_matches_decoder_generation(both):
     ours, theirs = both
     input_ids, mask = left_padded()
     expected = dclm.generate(ours, [input_ids[0, 7:], input_ids[1]], 12)
@@ -92,11 +92,11 @@ def test_generate_continues_as_the_decoder_does(both):
     theirs.decoder.embed.register_forward_hook(lambda module, args, out: calls.append(args[0].shape[1]))
     got = theirs.generate(input_ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert torch.equal(got[0, 7:], expected[0]) and torch.equal(got[1], expected[1])
-    assert calls == [20] + [1] * 11  # through the cache
+    assert calls == [20] + [1] * 11  # one call for the prompts, then one call per token with the cache
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
-def test_beams_through_the_cache_equal_those_without(both, options):
+def test_beam_search_with_cache_equals_beam_search_without_cache(both, options):
     _, theirs = both
     input_ids, mask = left_padded()
     options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0} | options
@@ -106,7 +106,7 @@ def test_beams_through_the_cache_equal_those_without(both, options):
     assert not torch.equal(cached[: len(greedy)], greedy)
 
 
-def test_sampling_and_a_loop_of_ones_own(both):
+def test_sampling_varies_and_manual_cache_loop_matches_decoder(both):
     ours, theirs = both
     torch.manual_seed(0)
     sampled = theirs.generate(ids(1, 5), max_new_tokens=6, do_sample=True, num_return_sequences=4, pad_token_id=0)
@@ -119,8 +119,8 @@ def test_sampling_and_a_loop_of_ones_own(both):
         torch.testing.assert_close(out.logits, ours(row)[:, -4:], rtol=1e-4, atol=1e-4)
 
 
-def test_loss_is_the_librarys(both):
-    """Shifted labels, -100 left out; the mean of the tokens, or of a whole accumulated batch."""
+def test_loss_matches_cross_entropy_of_shifted_labels(both):
+    """Labels are shifted and -100 is ignored. The loss is the mean over the tokens or over an accumulated batch."""
     _, theirs = both
     input_ids = ids(2, 15)
     labels = input_ids.clone()
@@ -133,7 +133,7 @@ def test_loss_is_the_librarys(both):
         torch.testing.assert_close(shared, out.loss * (targets != -100).sum() / 50)
 
 
-def test_saved_folders_are_published_ones(both, tmp_path, transformers):
+def test_saved_folders_have_published_format(both, tmp_path, transformers):
     ours, theirs = both
     theirs.save_pretrained(tmp_path / "saved")
     again = dclm.load_pretrained(tmp_path / "saved")
@@ -145,19 +145,19 @@ def test_saved_folders_are_published_ones(both, tmp_path, transformers):
     assert content["model_type"] in ("dcformer", "dcpythia") and content["dim"] == 32
 
 
-def test_new_models_are_drawn_as_ours_are(transformers):
+def test_new_models_are_initialized_like_decoders(transformers):
     from dclm.huggingface import DCFormerConfig
 
     config = DCFormerConfig.from_decoder_config(decoder().config)
     torch.manual_seed(1)
     made = transformers.AutoModelForCausalLM.from_config(config)
-    assert made.decoder.config == replace(decoder().config, init_std=0.006)  # which the format does not tell
+    assert made.decoder.config == replace(decoder().config, init_std=0.006)  # the format does not store init_std
     assert 0.004 < made.decoder.embed.weight.std() < 0.008
     assert 0 < made.decoder.blocks[0].attn.compose.project.std() < 0.01
     assert DCFormerConfig().rope_base == 10000 and DCFormerConfig(prefill_pad=True).rope_base == 500000
 
 
-def test_gradient_checkpointing_changes_no_gradient(both):
+def test_gradient_checkpointing_does_not_change_gradients(both):
     _, theirs = both
     theirs.train()
     input_ids = ids(2, 12)
@@ -176,7 +176,7 @@ def test_gradient_checkpointing_changes_no_gradient(both):
     assert len(calls) == 2
 
 
-def test_the_trainer_learns_and_its_folder_loads(both, tmp_path, transformers):
+def test_trainer_reduces_loss_and_its_checkpoint_loads(both, tmp_path, transformers):
     _, theirs = both
     data = [{"input_ids": row, "labels": row} for row in ids(16, 12)]
     options = transformers.TrainingArguments(
@@ -201,7 +201,7 @@ def test_the_trainer_learns_and_its_folder_loads(both, tmp_path, transformers):
         torch.testing.assert_close(kept(ids(1, 9)), theirs.eval()(ids(1, 9)).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_lora_trains_little_and_merges(both, tmp_path, transformers):
+def test_lora_trains_adapters_only_and_merges(both, tmp_path, transformers):
     import peft
 
     ours, theirs = both
@@ -231,7 +231,7 @@ def test_lora_trains_little_and_merges(both, tmp_path, transformers):
         torch.testing.assert_close(dclm.load_pretrained(tmp_path / "merged")(ids(1, 9)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_more_tokens(both):
+def test_resize_token_embeddings_extends_vocabulary(both):
     _, theirs = both
     theirs.resize_token_embeddings(103)
     assert theirs.config.vocab_size == theirs.decoder.config.vocab_size == 103
@@ -250,12 +250,12 @@ def test_more_tokens(both):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused(both, call, message):
+def test_unsupported_arguments_are_rejected(both, call, message):
     with pytest.raises(ValueError, match=message):
         call(both[1])
 
 
-def test_values_outside_the_format_are_refused(transformers):
+def test_config_values_outside_the_format_are_rejected(transformers):
     from dclm.huggingface import DCFormerConfig, DCPythiaConfig
 
     with pytest.raises(ValueError, match="window_type='X' is unknown"):
@@ -266,8 +266,8 @@ def test_values_outside_the_format_are_refused(transformers):
         DCPythiaConfig.from_decoder_config(decoder().config)
 
 
-def test_the_trainer_resumes_and_keeps_the_best(both, tmp_path, transformers):
-    """Its checkpoints are in the published format; what it loads into a model that exists must be."""
+def test_trainer_resumes_and_loads_best_checkpoint(both, tmp_path, transformers):
+    """Checkpoints have the published format, which the trainer also loads into an existing model."""
     _, theirs = both
     data = [{"input_ids": row, "labels": row} for row in ids(16, 12)]
     common = {"per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 1}
@@ -296,7 +296,7 @@ def test_the_trainer_resumes_and_keeps_the_best(both, tmp_path, transformers):
     assert kept.evaluate()["eval_loss"] == pytest.approx(kept.state.best_metric, rel=1e-4)
 
 
-def test_an_adapter_on_the_output_is_trained(both):
+def test_adapter_on_output_layer_is_trained(both):
     import peft
 
     _, theirs = both
@@ -312,7 +312,7 @@ def test_an_adapter_on_the_output_is_trained(both):
 
 
 @torch.no_grad()
-def test_a_mask_after_the_first_call_must_say_the_same(both):
+def test_inconsistent_arguments_with_cache_are_rejected(both):
     _, theirs = both
     row, mask = ids(1, 6), torch.ones(1, 6, dtype=torch.long)
     cache = theirs(row[:, :4], use_cache=True).cache
@@ -334,13 +334,13 @@ def test_a_mask_after_the_first_call_must_say_the_same(both):
     "mask", [torch.ones(2, 4), torch.ones(2, 7), torch.ones(2, 5, 5), torch.full((2, 5), 0.5), "x"]
 )
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_masks_of_another_shape_are_refused(both, mask, use_cache):
+def test_invalid_attention_masks_are_rejected(both, mask, use_cache):
     _, model = both
     with pytest.raises(ValueError, match="attention_mask"):
         model(torch.ones(2, 5, dtype=torch.long), attention_mask=mask, use_cache=use_cache)
 
 
-def test_labels_and_counts_out_of_range_are_refused(both):
+def test_invalid_labels_and_item_counts_are_rejected(both):
     _, model = both
     ids = torch.ones(2, 5, dtype=torch.long)
     with pytest.raises(ValueError, match="num_items_in_batch=0"):
@@ -350,12 +350,12 @@ def test_labels_and_counts_out_of_range_are_refused(both):
 
 
 @torch.no_grad()
-def test_smaller_habits_of_the_library(both, tmp_path, transformers):
+def test_return_dict_logits_to_keep_config_overrides_and_repeated_saves_work(both, tmp_path, transformers):
     ours, theirs = both
     (logits,) = theirs(ids(1, 5), return_dict=False)
     assert torch.equal(logits, ours(ids(1, 5)))
     kept = theirs(ids(1, 5), logits_to_keep=torch.tensor([1, 3])).logits
-    torch.testing.assert_close(kept, ours(ids(1, 5))[:, [1, 3]])  # products of fewer rows may be rounded otherwise
+    torch.testing.assert_close(kept, ours(ids(1, 5))[:, [1, 3]])  # products of fewer rows may be rounded differently
     wide = type(theirs).from_pretrained(tmp_path / "published", window_size=None)
     assert wide.decoder.config.windows == (None,)
     theirs.save_pretrained(tmp_path / "s", max_shard_size="20KB")
@@ -363,8 +363,8 @@ def test_smaller_habits_of_the_library(both, tmp_path, transformers):
     dclm.load_pretrained(tmp_path / "s")
 
 
-def test_exported_folders_generate_text_until_its_end(tmp_path, transformers):
-    """A run's tokenizer comes along, and generation ends where documents end."""
+def test_exported_folder_includes_tokenizer_and_end_token(tmp_path, transformers):
+    """The tokenizer of the run is exported, and the end token of documents ends the generation."""
     from dclm.commands import _write_tokenizer
     from dclm.data.tokenizers import train_bpe
 

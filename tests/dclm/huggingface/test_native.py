@@ -1,4 +1,4 @@
-"""Every decoder reaches the library in the native format: grouped keys and values, each branch, masked models."""
+"""Native format in Hugging Face transformers: grouped keys and values, single branches, masked models."""
 
 import json
 
@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 import dclm
 from dclm.decoder import Decoder
 
-from .test_modeling import decoder, ids, left_padded, transformers  # noqa: F401  the last is a fixture
+from .test_modeling import decoder, ids, left_padded, transformers  # noqa: F401  transformers is a fixture
 
-pytestmark = pytest.mark.slow  # the import of the library takes seconds
+pytestmark = pytest.mark.slow  # importing transformers takes seconds
 CAUSAL = {
     "llama with grouped keys": ("transformer_pp_debug", {"num_kv_heads": 2}),
     "composed with grouped keys": ("dcformer_pp_debug", {"num_kv_heads": 2}),
@@ -28,7 +28,7 @@ def masked() -> Decoder:
 
 @pytest.fixture(params=CAUSAL)
 def both(request, tmp_path, transformers):  # noqa: F811
-    """A decoder, and its folder as the library loads it."""
+    """Return a decoder, and the transformers model loaded from its native folder."""
     name, options = CAUSAL[request.param]
     made = decoder(name, **options)
     dclm.save_pretrained(made, tmp_path / "native", native=True)
@@ -36,7 +36,7 @@ def both(request, tmp_path, transformers):  # noqa: F811
 
 
 @torch.no_grad()
-def test_logits_and_generation_equal_the_decoders(both):
+def test_logits_and_generation_equal_decoder_results(both):
     ours, theirs = both
     assert torch.equal(theirs(ids(2, 30)).logits, ours(ids(2, 30)))
     input_ids, mask = left_padded()
@@ -48,7 +48,7 @@ def test_logits_and_generation_equal_the_decoders(both):
     assert torch.equal(cached, theirs.generate(input_ids, **options, num_beams=3, use_cache=False))
 
 
-def test_saved_folders_load_on_either_side(both, tmp_path, transformers):  # noqa: F811
+def test_saved_folders_load_with_dclm_and_transformers(both, tmp_path, transformers):  # noqa: F811
     ours, theirs = both
     theirs.save_pretrained(tmp_path / "saved")
     content = json.loads((tmp_path / "saved/config.json").read_text())
@@ -60,7 +60,7 @@ def test_saved_folders_load_on_either_side(both, tmp_path, transformers):  # noq
     assert loaded.dtype == torch.bfloat16 and loaded.config.max_position_embeddings == 64
 
 
-def test_the_trainer_learns_and_resumes(tmp_path, transformers):  # noqa: F811
+def test_trainer_reduces_loss_and_resumes(tmp_path, transformers):  # noqa: F811
     dclm.save_pretrained(decoder("dcformer_pp_debug", num_kv_heads=2), tmp_path / "native", native=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "native")
     data = [{"input_ids": row, "labels": row} for row in ids(16, 12)]
@@ -80,7 +80,7 @@ def test_the_trainer_learns_and_resumes(tmp_path, transformers):  # noqa: F811
 
 
 @torch.no_grad()
-def test_hidden_states_are_those_between_the_blocks(both):
+def test_hidden_states_equal_block_inputs_and_outputs(both):
     ours, theirs = both
     out = theirs(ids(1, 9), output_hidden_states=True)
     assert len(out.hidden_states) == ours.config.num_layers + 1
@@ -98,7 +98,7 @@ def test_hidden_states_are_those_between_the_blocks(both):
         theirs(ids(1, 9), output_hidden_states=True, use_cache=True)
 
 
-def test_masked_models_fill_in(tmp_path, transformers):  # noqa: F811
+def test_masked_model_logits_and_loss_match_decoder(tmp_path, transformers):  # noqa: F811
     ours = masked()
     dclm.save_pretrained(ours, tmp_path / "native", native=True)
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "native")
@@ -119,25 +119,25 @@ def test_masked_models_fill_in(tmp_path, transformers):  # noqa: F811
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "native")
 
 
-def test_models_of_two_sequences_are_refused(transformers):  # noqa: F811
+def test_models_with_cross_attention_are_rejected(transformers):  # noqa: F811
     from dclm.huggingface import DCLMConfig
 
     with pytest.raises(ValueError, match="cross_layers=1"):
         DCLMConfig.from_decoder_config(decoder(context_dim=16, cross_layers=1).config)
 
 
-def test_new_models_are_drawn_as_ours_are(transformers):  # noqa: F811
+def test_new_models_are_initialized_like_decoders(transformers):  # noqa: F811
     from dclm.huggingface import DCLMConfig
 
     config = DCLMConfig.from_decoder_config(decoder(num_kv_heads=2).config)
     torch.manual_seed(1)
     made = transformers.AutoModelForCausalLM.from_config(config)
     assert made.decoder.config == decoder(num_kv_heads=2).config
-    assert 0.015 < made.decoder.embed.weight.std() < 0.025  # of the debug size
+    assert 0.015 < made.decoder.embed.weight.std() < 0.025  # init_std of the debug model
     assert DCLMConfig(num_attention_heads=8, hidden_size=64).decoder_config().num_heads == 8
 
 
-def test_tied_embeddings_are_refused(transformers):  # noqa: F811
+def test_tied_embeddings_are_rejected(transformers):  # noqa: F811
     from dclm.huggingface import DCLMConfig
 
     DCLMConfig(tie_word_embeddings=False)
@@ -146,8 +146,8 @@ def test_tied_embeddings_are_refused(transformers):  # noqa: F811
 
 
 @pytest.mark.parametrize(("change", "named"), [("missing", "output.weight"), ("unknown", "extra")])
-def test_folder_without_all_weights_or_with_others_is_refused(tmp_path, change, named, transformers):  # noqa: F811
-    """Nothing is drawn at random in their place, as the library does with a warning."""
+def test_folder_with_missing_or_unknown_weights_is_rejected(tmp_path, change, named, transformers):  # noqa: F811
+    """Missing weights raise an error; transformers alone would initialize them randomly with a warning."""
     from dclm.huggingface import DCLMConfig, DCLMForCausalLM
 
     model = DCLMForCausalLM(DCLMConfig())

@@ -1,4 +1,4 @@
-"""A page in a real browser, which Debian's package `chromium` brings."""
+"""Helpers that open a page in Chromium (Debian package `chromium`)."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ PHONE = (390, 844)
 
 
 def opened(page: Path, state: str = "", script: str = "", size: tuple[int, int] = (1100, 900)) -> str:
-    """The document after its scripts have run, and one more at its end."""
+    """Return the document after its scripts, and `script` at the end of its body, have run."""
     copy = page.with_name("opened.html")
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>"), "utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size[0]},{size[1]}", "--dump-dom"]
@@ -24,5 +24,5 @@ def opened(page: Path, state: str = "", script: str = "", size: tuple[int, int] 
 
 
 def title(document: str) -> str:
-    """What a script has written into the title."""
+    """Return the title of the document, which a script has set."""
     return unescape(re.search(r"<title>(.*?)</title>", document, re.DOTALL)[1])

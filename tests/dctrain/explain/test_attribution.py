@@ -1,4 +1,4 @@
-"""Integrated gradients: credits sum up to what they change together, and are exact where the model is linear."""
+"""Integrated gradients: credits sum to the total change of the objective and are exact for linear models."""
 
 from contextlib import nullcontext
 
@@ -32,7 +32,7 @@ def credited(model, kind: str, *objectives, steps: int = 2, alone: bool = False)
 
 
 @pytest.mark.parametrize("kind", ["branches", "heads"])
-def test_credits_sum_up(model, kind):
+def test_credits_sum_to_change_of_objective(model, kind):
     def objective():
         return model(X)[0, -1].log_softmax(-1)[3]
 
@@ -49,7 +49,7 @@ def test_credits_sum_up(model, kind):
         assert found.without == pytest.approx(float(objective()))
 
 
-def test_heads_of_one_layer_are_credited_with_what_they_write():
+def test_head_credits_of_one_layer_equal_ablation():
     layer = DCAttention(32, 4).double().eval().requires_grad_(False)
     found = credited(layer, "heads", lambda: layer(X).sum(), alone=True)
     assert found.parts.layers == ("",) * 4 and found.parts.names == ("head 0", "head 1", "head 2", "head 3")
@@ -72,8 +72,8 @@ def test_branches_are_named_by_layer_and_composition(model):
         credited(nn.Linear(2, 2), "branches", lambda: torch.zeros(()))
 
 
-def test_batches_add_up(model):
-    """What is credited for two batches is what is credited for each."""
+def test_credits_of_batches_are_summed(model):
+    """The credits of two batches equal the sum of the credits of each batch."""
     objectives = [lambda: model(X).sum(), lambda: model(2 * X)[0, 3].log_softmax(-1)[1]]
     both = credited(model, "branches", *objectives, steps=3, alone=True)
     each = [credited(model, "branches", one, steps=3, alone=True) for one in objectives]
@@ -93,7 +93,7 @@ def test_batches_add_up(model):
         ([3.0, 2.0, 1.0], None, None),
     ],
 )
-def test_orders_are_compared(credits, alone, expected):
+def test_rank_correlation_matches_expected_value(credits, alone, expected):
     parts = PartSet("heads", ("0",) * len(credits), tuple(f"head {h}" for h in range(len(credits))), nullcontext)
     values = torch.tensor(credits, dtype=torch.float64)
     found = Attribution(parts, values, 1.0, 0.0, None if alone is None else torch.tensor(alone, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What is trained, and how: weight decay, what no loss takes, weights of losses, the limit of the softmax's scale."""
+"""Optimization: weight decay, parameters without a loss, loss weights, and the limit of the softmax scale."""
 
 import math
 from itertools import pairwise
@@ -17,8 +17,8 @@ LIMIT = math.log(MAX_SOFTMAX_SCALE)
 
 
 @pytest.mark.parametrize("decay_all", [False, True])
-def test_compose_gates_are_not_decayed(decay_all):
-    """Those of self-attention in both towers, and of both sides of the cross-attention."""
+def test_compose_gates_are_decayed_only_with_decay_all(decay_all):
+    """The gates are those of self-attention in both towers and of both sides of cross-attention."""
     module = VisionLanguageModel(decay_all=decay_all)
     free = {id(p) for group in module._parameter_groups() if not group["weight_decay"] for p in group["params"]}
     gates = [p for name, p in module.model.named_parameters() if ".compose." in name and name.endswith(".gate")]
@@ -28,7 +28,7 @@ def test_compose_gates_are_not_decayed(decay_all):
 
 
 class AboveItsLimit(Callback):
-    """Begins with a scale above the limit, and keeps the scale of every step."""
+    """Start with a scale above the limit and record the scale of every step."""
 
     scales: list[float] = []  # noqa: RUF012
 
@@ -40,25 +40,25 @@ class AboveItsLimit(Callback):
         self.scales.append(float(pl_module.model.log_scale))
 
 
-def test_the_scale_of_the_softmax_has_a_limit_that_it_can_leave(tmp_path):
-    """At random embeddings so large a scale is dear: it falls from the limit at once."""
+def test_softmax_scale_is_clamped_and_can_decrease(tmp_path):
+    """With random embeddings, a large scale increases the loss, so it decreases from the limit immediately."""
     callback = "--trainer.callbacks+=tests.dcvl.test_optimization.AboveItsLimit"
     run("fit", *small(tmp_path), "--model.contrastive=softmax", "--model.warmup_fraction=0", callback)
     scales = AboveItsLimit.scales
-    assert LIMIT - 0.0031 < scales[0] < LIMIT - 0.001  # a step of AdamW
+    assert LIMIT - 0.0031 < scales[0] < LIMIT - 0.001  # one step of AdamW
     assert all(after < before for before, after in pairwise(scales))
 
 
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [
-        ("mobilenetv3_small_050", {"conv_head.weight", "conv_head.bias"}),  # is behind the pooling
-        ("efficientnet_lite0", set()),  # the layer of the same name is before it
+        ("mobilenetv3_small_050", {"conv_head.weight", "conv_head.bias"}),  # after the pooling
+        ("efficientnet_lite0", set()),  # the layer of the same name is before the pooling
         ("convnext_atto", {"head.norm.weight", "head.norm.bias"}),
         ("dcvit_tiny_patch16_224", set()),
     ],
 )
-def test_a_captioner_trains_what_the_patches_take(name, frozen):
+def test_captioner_freezes_parameters_unused_by_patches(name, frozen):
     text = {"dim": 16, "num_layers": 1, "num_heads": 2, "mlp_dim": 16, "windows": [None]}
     module = VisionLanguageModel(name, 32, text_overrides=text, contrastive=None)
     found = {name for name, p in module.model.image.named_parameters() if not p.requires_grad}
@@ -69,7 +69,7 @@ def test_a_captioner_trains_what_the_patches_take(name, frozen):
     assert all(p.grad is not None for p in module.model.parameters() if p.requires_grad)
 
 
-def test_weights_of_the_losses(tmp_path):
+def test_loss_is_weighted_sum(tmp_path):
     run("fit", *small(tmp_path), "--trainer.max_steps=2", "--model.contrastive_weight=0.5", "--model.caption_weight=2")
     found = validated(tmp_path)
     assert found["loss"] == pytest.approx(0.5 * found["contrastive_loss"] + 2 * found["caption_loss"], rel=1e-6)
