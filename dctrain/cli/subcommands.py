@@ -3,10 +3,13 @@
 import argparse
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple, NoReturn, get_args, get_origin
 
+import yaml
 from docstring_parser import parse
 from jsonargparse import ActionConfigFile, ArgumentParser
 
@@ -116,12 +119,11 @@ def run_function(program: str, name: str, function: Callable[..., None], args: l
             default=None if is_required else list(default),
             help=helps[key],
         )
+    if CONFIG not in parameters:
+        _check_sequences(args, sequences)
     switches = {f"--{key}" for key, parameter in parameters.items() if parameter.annotation is bool}
     with as_user_error("the arguments cannot be read", (RuntimeError, TypeError, AttributeError)):  # malformed YAML
         options = parser.parse_args(_completed(args, switches)).as_dict()
-    for key in (key for key in sequences if key != EXTRA):
-        if not isinstance(options[key], list):
-            raise UserError(f"{key}={options[key]!r}: expected a list.")
     check_not_empty({name: value for name, value in options.items() if name not in MAY_BE_EMPTY})
     if CONFIG not in parameters:
         del options[CONFIG]
@@ -140,6 +142,24 @@ def check_not_empty(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value == "" or (isinstance(value, Sequence) and "" in list(value)):
             raise UserError(f"{name}='': expected a name or a path (an unset shell variable is empty).")
+
+
+def _check_sequences(args: list[str], names: Sequence[str]) -> None:
+    """Check that configuration files contain lists for parameters with several values.
+
+    Raises:
+        UserError: If one is not a list.
+    """
+    for before, arg in zip(["", *args], args, strict=False):
+        option, _, value = arg.partition("=")
+        path = Path(arg if before == f"--{CONFIG}" else value if option == f"--{CONFIG}" else "")
+        content = None
+        if path.is_file():
+            with suppress(yaml.YAMLError, UnicodeDecodeError):  # the parser reports the position
+                content = yaml.safe_load(path.read_text())
+        for name in names if isinstance(content, dict) else ():
+            if not isinstance(content.get(name, []), list):
+                raise UserError(f"{name}={content[name]!r}: expected a list.")
 
 
 def _completed(args: list[str], switches: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Random operands for operator tests, and the error measure they share."""
+"""Random operands and error measures for the tests of the operator."""
 
 # B batch, T query tokens, S key tokens, H heads, D head dim, R compose rank, G head groups
 
@@ -12,10 +12,10 @@ from dcmha import ComposeWeights, SideWeights, composed_attention
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and set of features of composed attention.
+    """Shape and features of a call of composed attention.
 
-    A mask is "bool", "heads" (one of each head), "float", "float-inf" or "keys"; "bias 1HTS" is an operand, of that
-    shape. `shared` heads share one of the keys and values.
+    `mask` is "bool", "heads" (one mask per head), "float", "float-inf" or "keys". "bias 1HTS" is a floating-point mask
+    of this shape that is a differentiable operand. `shared` query heads share one key and value head.
     """
 
     B: int = 2
@@ -62,12 +62,12 @@ BRANCHES = ("query.down", "query.up", "query.gate", "key.down", "key.up", "key.g
 
 
 def named_branches(weights: ComposeWeights) -> dict[str, Tensor | None]:
-    """The tensors of a composition by name, such as "query.down"."""
+    """Return the tensors of a composition by name, such as "query.down"."""
     return dict(zip(BRANCHES, (*weights.query, *weights.key, weights.base), strict=True))
 
 
 def weights_from(branches: dict[str, Tensor]) -> ComposeWeights:
-    """The composition with these tensors; others are None."""
+    """Return the composition with these tensors. Missing tensors are None."""
     sides = (
         SideWeights(**{name.split(".")[1]: x for name, x in branches.items() if name.startswith(side)})
         for side in ("query", "key")
@@ -76,15 +76,16 @@ def weights_from(branches: dict[str, Tensor]) -> ComposeWeights:
 
 
 def weights_of(operands: dict[str, Tensor], composition: str) -> ComposeWeights:
-    """The composition "pre" or "post" of named operands."""
+    """Return the composition "pre" or "post" of named operands."""
     prefix = f"{composition}."
     return weights_from({name.removeprefix(prefix): x for name, x in operands.items() if name.startswith(prefix)})
 
 
 def make_mask(case: Case) -> Tensor | None:
-    """A mask with both hidden and visible cells, and one query that sees nothing.
+    """Return a mask with hidden and visible cells in which one query has no visible key.
 
-    For "keys" the queries of the first of several rows see nothing.
+    For "keys", no query of the first batch row has a visible key if there are several rows. For "float", no cell is
+    hidden.
     """
     if case.mask is None or case.mask.startswith("bias"):
         return None
@@ -103,7 +104,7 @@ def make_mask(case: Case) -> Tensor | None:
 
 
 def make_documents(case: Case) -> Tensor:
-    """Numbers of documents [B, S] of about six tokens; the last row's is one document."""
+    """Return document ids [B, S] with about six tokens per document. The last row is one document."""
     generator = torch.Generator().manual_seed(1)
     numbers = (torch.rand(case.B, case.S, generator=generator) < 1 / 6).cumsum(1)
     numbers[-1:] = 2
@@ -111,7 +112,7 @@ def make_documents(case: Case) -> Tensor:
 
 
 def make_operands(case: Case, dtype=torch.float64) -> dict[str, Tensor]:
-    """All differentiable operands by name."""
+    """Return all differentiable operands by name."""
     torch.manual_seed(0)
     key_heads = case.H // case.shared
     operands = {
@@ -129,7 +130,10 @@ def make_operands(case: Case, dtype=torch.float64) -> dict[str, Tensor]:
 
 
 def run(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None = None) -> Tensor:
-    """Call the operator on named operands; float64 goes through "cpu" in float32, the widest that it takes."""
+    """Call the operator on named operands.
+
+    For "cpu", float64 operands are converted to float32, the widest dtype that it supports.
+    """
     is_narrowed = impl == "cpu" and operands["q"].dtype == torch.float64
     if is_narrowed:
         operands = {name: x.float() for name, x in operands.items()}
@@ -154,12 +158,12 @@ def run(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None 
 
 
 def tolerance(impl: str) -> float:
-    """The relative error that an implementation may have for operands in float64."""
+    """Return the maximum relative error of an implementation for float64 operands."""
     return 2e-6 if impl == "cpu" else 1e-12
 
 
 def output_and_gradients(case: Case, impl: str, dtype=torch.float64) -> dict[str, Tensor]:
-    """Run forward and backward with a fixed random cotangent; everything in float64."""
+    """Run forward and backward with a fixed random cotangent. Return all results in float64."""
     operands = make_operands(case, dtype)
     mask = make_mask(case)
     out = run(case, operands, impl, mask)
@@ -169,6 +173,6 @@ def output_and_gradients(case: Case, impl: str, dtype=torch.float64) -> dict[str
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Relative L2 error; absolute where the expected tensor is all zeros."""
+    """Return the relative L2 error, or the absolute error if the expected tensor is all zeros."""
     scale = expected.detach().norm()
     return float((got - expected).detach().norm() / (scale if scale > 0 else 1.0))

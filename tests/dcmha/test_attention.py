@@ -1,4 +1,4 @@
-"""DCAttention: golden intermediates of the authors' code, options, rope, cache, autocast."""
+"""DCAttention: golden intermediates of the authors' code, options, rope, cache and autocast."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ PLAIN = DCAttention.with_options(pre_compose=False, post_compose=False)
 
 
 def rotate_half_rope(q, k):
-    """Rotary embedding, pairs (j, j + D/2), base 10000."""
+    """Apply rotary embedding to pairs (j, j + D/2) with base 10000."""
     T, D = q.shape[-2:]
     angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
@@ -49,7 +49,7 @@ def golden_layer(index: int, impl: str) -> tuple[DCAttention, dict[str, torch.Te
         window_size=8 if index == 0 else None,
         impl=impl,
     )
-    order = [0, 2, 1, 3]  # published order: pre query, pre key, post query, post key; ours: side-major
+    order = [0, 2, 1, 3]  # published order: pre query, pre key, post query, post key; this package: side-major
     layer.load_state_dict(
         {
             "qkv.weight": g["wqkv"],
@@ -103,10 +103,10 @@ class QueryWise(DCAttention):
 
 
 class GroupedQueryWise(QueryWise.with_options(num_groups=2)):
-    """A subclass of a class that `with_options` made."""
+    """Subclass of a class created by `with_options`."""
 
 
-def test_subclasses_set_other_defaults():
+def test_subclasses_override_defaults():
 
     assert QueryWise(32, 4).compose.hidden.shape == (2 * 8, 32)
     assert GroupedQueryWise(32, 4).compose.hidden.shape == (2 * 2 * 4, 32)
@@ -119,12 +119,12 @@ def test_subclasses_set_other_defaults():
         DCAttention.with_options(rank="a")
 
 
-def test_options_as_class_attributes_are_refused():
+def test_options_as_class_attributes_raise_error():
     with pytest.raises(TypeError, match=r"Old sets \['rank'\] as class attributes; set defaults"):
         type("Old", (DCAttention,), {"rank": 1})
 
 
-def test_copies_of_compiled_layers_are_their_own():
+def test_copies_of_compiled_layers_have_independent_parameters():
     layer = DCAttention.with_options(rank=1)(32, 4)
     layer.compile(backend="eager")
     x = torch.randn(1, 6, 32)
@@ -136,7 +136,7 @@ def test_copies_of_compiled_layers_are_their_own():
         assert not other(x).any() and layer(x).any()
 
 
-def test_groups_mean_nothing_to_plain_attention():
+def test_plain_attention_ignores_num_groups():
     assert PLAIN(32, 4, num_groups=3)(torch.randn(1, 5, 32)).shape == (1, 5, 32)
     with pytest.raises(ValueError, match="num_groups=3 must be a positive divisor of num_heads=4"):
         DCAttention(32, 4, num_groups=3)
@@ -151,7 +151,7 @@ def test_layers_made_with_options_can_be_pickled():
     assert type(pickle.loads(pickle.dumps(GroupedQueryWise(32, 4)))) is GroupedQueryWise
 
 
-def test_impl_is_recorded():
+def test_resolved_impl_is_set_by_the_first_call():
     x = torch.randn(1, 4, 32)
     for cls, impl, expected in (
         (DCAttention, "auto", "cpu"),
@@ -165,7 +165,7 @@ def test_impl_is_recorded():
         assert layer.resolved_impl == expected
 
 
-def test_window_and_groups_reach_the_operator():
+def test_window_size_and_num_groups_are_passed_to_the_operator():
     torch.manual_seed(0)
     x = torch.randn(1, 12, 32)
     layer = DCAttention(32, 4, window_size=3)
@@ -179,7 +179,7 @@ def test_window_and_groups_reach_the_operator():
 
 
 class GrowingCache:
-    """Keeps everything; the simplest cache the layer's protocol allows."""
+    """Simplest cache that implements the protocol of the layer. It keeps all tokens."""
 
     def __init__(self, window_size=None):
         self.k = self.v = self.keys = None
@@ -212,9 +212,9 @@ def test_decoding_with_a_cache_equals_the_full_call(window_size, num_kv_heads):
 
 
 # Relative L2 error under autocast against float64, measured over four seeds: bfloat16 0.0084 to 0.0095, float16 0.0010
-# to 0.0012. The bounds are half as much again.
+# to 0.0012. The bounds are about 1.5 times the largest error.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.014), (torch.float16, 0.0018)], ids=str)
-def test_autocast_error_against_float64(dtype, bound):
+def test_autocast_error_against_float64_is_bounded(dtype, bound):
     torch.manual_seed(0)
     layer = DCAttention(64, 4, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm)
     with torch.no_grad():
@@ -231,8 +231,8 @@ def test_autocast_error_against_float64(dtype, bound):
 
 @pytest.mark.parametrize("impl", ["reference", "compiled", "cpu", "triton"])
 @pytest.mark.parametrize("options", [{}, {"pre_compose": False, "post_compose": False}], ids=str)
-def test_shared_keys_are_repeated_keys(impl, options):
-    """Grouped-query attention equals attention whose rows of k and v are repeated, in gradients too."""
+def test_grouped_query_attention_equals_repeated_keys_and_values(impl, options):
+    """Compare grouped-query attention with attention whose k and v rows are repeated, including gradients."""
     torch.manual_seed(0)
     dtype = torch.float32 if impl in ("cpu", "triton") else torch.float64
     shared = DCAttention(48, 6, num_kv_heads=2, qkv_bias=True, impl=impl, dtype=dtype, **options)
@@ -254,13 +254,13 @@ def test_shared_keys_are_repeated_keys(impl, options):
         torch.testing.assert_close(a, b, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-def test_documents_do_not_see_each_other():
+def test_documents_do_not_attend_to_each_other():
     layer = DCAttention(32, 4, window_size=5).double()
     x, document_ids = torch.randn(2, 9, 32, dtype=torch.float64), torch.tensor([[7] * 4 + [3] * 5, [1] * 9])
     got = layer(x, is_causal=True, document_ids=document_ids)
     alone = torch.cat([layer(x[:1, :4], is_causal=True), layer(x[:1, 4:], is_causal=True)], 1)
     torch.testing.assert_close(got, torch.cat([alone, layer(x[1:], is_causal=True)]), rtol=1e-11, atol=1e-11)
-    document_ids[0] = 1  # in place: one document after all
+    document_ids[0] = 1  # changed in place: the first row becomes one document
     torch.testing.assert_close(layer(x, is_causal=True, document_ids=document_ids), layer(x, is_causal=True))
     with pytest.raises(ValueError, match="document_ids and cache cannot be combined"):
         layer(x, document_ids=document_ids, cache=GrowingCache())
@@ -273,7 +273,7 @@ def test_documents_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("options", [{}, {"pre_compose": False, "post_compose": False}], ids=str)
-def test_layers_share_one_mask_of_documents(options, monkeypatch):
+def test_layers_share_one_document_mask(options, monkeypatch):
     made, make = [], masking.same_document
     monkeypatch.setattr(masking, "same_document", lambda *args: made.append(make(*args)) or made[-1])
     document_ids = masking.document_bounds(torch.tensor([[1, 1, 2, 2, 2]]))
@@ -282,7 +282,7 @@ def test_layers_share_one_mask_of_documents(options, monkeypatch):
     assert len(made) == 1
 
 
-def test_mistakes_are_named():
+def test_invalid_layer_arguments_raise_error():
     for arguments, message in (
         ({"dim": 32, "num_heads": 5}, r"dim=32 must be divisible by num_heads=5"),
         ({"dim": 32, "num_heads": 4, "num_groups": 3}, r"num_groups=3 must be a positive divisor of num_heads=4"),

@@ -1,4 +1,4 @@
-"""Wrong arguments of the public functions: a ValueError that names the argument."""
+"""Invalid arguments of the public functions raise a ValueError that names the argument."""
 
 import math
 from fractions import Fraction
@@ -44,7 +44,7 @@ LAYER = [
 
 @pytest.mark.parametrize("layer", [DCAttention, DCCrossAttention])
 @pytest.mark.parametrize(("options", "named"), LAYER, ids=str)
-def test_layers_name_a_wrong_argument(layer, options, named):
+def test_invalid_layer_argument_raises_error_with_its_name(layer, options, named):
     with pytest.raises(ValueError, match=f"{named}="):
         layer(**{"dim": 32, "num_heads": 4} | options)
 
@@ -62,19 +62,19 @@ def test_layers_name_a_wrong_argument(layer, options, named):
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
-def test_operator_names_a_wrong_argument(options, named):
+def test_invalid_operator_argument_raises_error_with_its_name(options, named):
     with pytest.raises(ValueError, match=named):
         composed_attention(Q, Q, Q, **options)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (-1, 4), (32, 0), (32, -4), ("32", 4), (32.0, 4), (32, None), (True, 4)])
-def test_projection_names_a_wrong_size(sizes):
+def test_invalid_projection_size_raises_error_with_its_name(sizes):
     with pytest.raises(ValueError, match="dim=|num_heads="):
         ComposeProjection(*sizes)
 
 
 @pytest.mark.parametrize("x", [torch.ones(5, 32), torch.ones(1, 5, 16), torch.ones(1, 5, 32, dtype=torch.int64)])
-def test_projection_names_wrong_tokens(x):
+def test_invalid_projection_input_raises_error(x):
     with pytest.raises(ValueError, match=r"x is .*\[B, T, C\]"):
         ComposeProjection(32, 4)(x)
 
@@ -92,7 +92,7 @@ def test_projection_names_wrong_tokens(x):
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
-def test_choice_names_a_wrong_argument(arguments, named):
+def test_invalid_resolve_impl_argument_raises_error_with_its_name(arguments, named):
     with pytest.raises(ValueError, match=named):
         resolve_impl(**{"impl": "auto", "q": Q, "is_composed": True} | arguments)
 
@@ -106,12 +106,12 @@ def test_choice_names_a_wrong_argument(arguments, named):
     ],
     ids=str,
 )
-def test_rotary_embedding_names_a_wrong_argument(options, named):
+def test_invalid_rotary_embedding_argument_raises_error_with_its_name(options, named):
     with pytest.raises(ValueError, match=f"{named}="):
         rotary_embedding(**{"positions": torch.arange(3), "rotary_dim": 4} | options)
 
 
-def test_rotation_of_other_sizes_is_refused():
+def test_rotary_embedding_rejects_mismatched_shapes():
     for rope in (rotary_embedding(torch.arange(5), 4), rotary_embedding(torch.arange(3), 16)):
         with pytest.raises(ValueError, match="x has shape"):
             rope(Q, Q)
@@ -143,7 +143,7 @@ def test_rotation_of_other_sizes_is_refused():
         lambda: DecodingCache([None], 5).advance(-1, 1, torch.device("cpu")),
     ],
 )
-def test_wrong_counts_are_refused(call):
+def test_invalid_counts_raise_error(call):
     with pytest.raises(ValueError, match="must be|expected"):
         call()
 
@@ -152,17 +152,17 @@ def test_wrong_counts_are_refused(call):
 @pytest.mark.parametrize("S", [1, 5, 8])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window_size", [None, 1, 3, 20])
-def test_visible_pairs_are_those_of_the_mask(T, S, is_causal, window_size):
+def test_visible_pairs_equals_number_of_visible_mask_cells(T, S, is_causal, window_size):
     mask = visible_keys(T, S, is_causal=is_causal, window_size=window_size, device="cpu", query_offset=S - T)
     expected = T * S if mask is None else int(mask.sum())
     assert visible_pairs(T, S, is_causal=is_causal, window_size=window_size) == expected
 
 
-def test_visible_pairs_of_any_size_are_counted_at_once():
+def test_visible_pairs_of_huge_sequences_are_computed_without_a_mask():
     assert visible_pairs(10**12, 10**12, is_causal=True) == 10**12 * (10**12 + 1) // 2
 
 
-def test_context_seen_by_another_layer_is_refused():
+def test_context_precomputed_by_incompatible_layer_raises_error():
     context, x = torch.randn(1, 5, 32), torch.randn(1, 3, 32)
     layer = DCCrossAttention(32, 4)
     layer(x, layer.precompute_kv(context))
@@ -177,14 +177,14 @@ def test_context_seen_by_another_layer_is_refused():
             other(x, layer.precompute_kv(context))
 
 
-def test_numbers_of_other_libraries_become_plain_ones():
+def test_plain_number_converts_numbers_of_other_libraries():
     given = (np.int64(3), np.float32(0.5), np.float64(0.5), Fraction(1, 2), True, 7, 0.25, None)
     got = [plain_number(x) for x in given]
     assert got == [3, 0.5, 0.5, 0.5, 1, 7, 0.25, None]
     assert [type(x) for x in got] == [int, float, float, float, int, int, float, type(None)]
 
 
-def test_bounds_of_documents_are_checked_and_made_dense():
+def test_document_bounds_are_validated_and_made_contiguous():
     starts, stops = document_bounds(torch.tensor([[1, 1, 2], [4, 4, 4]]))
     loose = DocumentBounds(starts.long().t().contiguous().t(), torch.stack([stops, stops], 2).long()[..., 0])
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in document_bounds(loose))

@@ -1,4 +1,4 @@
-"""The chunked implementation where it is compiled: how many graphs, and what a compiler sees of many blocks."""
+"""The chunked implementation under compilation: number of compiled graphs and tracing of several blocks."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ CASE = Case(B=2, T=40, S=40, H=4, D=8, is_causal=True)
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Compile blocks as on CUDA, with a backend that counts; blocks of 8 queries from 16 on."""
+    """Compile blocks as on CUDA with a backend that records graphs. Calls of more than 16 queries have blocks of 8."""
     made = []
 
     def count(graph, inputs):
@@ -51,8 +51,11 @@ def errors(case: Case) -> float:
 
 
 @pytest.mark.long
-def test_a_training_run_needs_few_graphs(graphs):
-    """Training, evaluation and an odd last batch of texts: none for each block, none after the first epoch."""
+def test_training_run_compiles_few_graphs(graphs):
+    """Run training and evaluation with a smaller last batch and with short sequences.
+
+    The number of graphs does not depend on the number of blocks and does not grow after the first epoch.
+    """
     training, last, short = CASE, replace(CASE, B=1), replace(CASE, T=13, S=13)
     counts = []
     for _ in range(2):
@@ -61,11 +64,11 @@ def test_a_training_run_needs_few_graphs(graphs):
             with torch.no_grad():
                 run(case, make_operands(case), "compiled")
         counts.append(len(graphs))
-    # of each batch size two kinds of blocks, of short texts their only one: forward, backward, without gradients
+    # 2 kinds of blocks per batch size, 1 for short sequences; each has forward, backward and forward without gradients
     assert counts == [3 * (2 + 2 + 1)] * 2
 
 
-def test_a_growing_cache_needs_one_graph(graphs):
+def test_growing_cache_compiles_one_graph(graphs):
     with torch.no_grad():
         for S in range(5, 40):
             case = Case(B=1, T=1, S=S, H=2, D=4, branches="qkg")
@@ -75,7 +78,7 @@ def test_a_growing_cache_needs_one_graph(graphs):
 
 
 @pytest.mark.slow
-def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
+def test_shapes_beyond_the_limit_of_static_shapes_share_a_graph(graphs, monkeypatch):
     monkeypatch.setattr(blocks, "STATIC_SHAPES", 2)
     for T in range(3, 9):
         assert errors(replace(CASE, T=T, S=T)) < 1e-12
@@ -95,7 +98,7 @@ def test_beyond_so_many_shapes_all_share_a_graph(graphs, monkeypatch):
     ids=str,
 )
 @pytest.mark.usefixtures("graphs")
-def test_all_kinds_of_calls_compile(case):
+def test_compiled_blocks_match_the_reference_for_all_kinds_of_calls(case):
     assert errors(case) < 1e-12
 
 
@@ -108,7 +111,7 @@ def test_all_kinds_of_calls_compile(case):
     ],
     ids=str,
 )
-def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
+def test_several_blocks_are_traced_as_one_operator(case, monkeypatch):
     monkeypatch.setattr(chunking, "WHOLE_LENGTH", 16)
     monkeypatch.setattr(chunking, "CHUNK", 8)
     operands, calls = make_operands(case), []
@@ -133,8 +136,8 @@ def test_many_blocks_are_one_operator_to_a_compiler(case, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("graphs")
-def test_gradients_of_blocks_compile(monkeypatch):
-    """What the operator's backward pass does on CUDA."""
+def test_compiled_gradients_of_blocks_match_the_reference(monkeypatch):
+    """Run the backward pass of the operator as on CUDA."""
     monkeypatch.setattr(custom_op, "attend", blocks.attend_compiled)
     monkeypatch.setattr(custom_op, "gradients", blocks.gradients_compiled)
     operands = make_operands(CASE)
@@ -146,7 +149,7 @@ def test_gradients_of_blocks_compile(monkeypatch):
 
 
 def call(case: Case, operands: dict[str, torch.Tensor], impl: str, document_ids: torch.Tensor | None) -> torch.Tensor:
-    """Call the operator, without a generator of random numbers: a compiler cannot trace that."""
+    """Call the operator without a random number generator, which a compiler cannot trace."""
     weights = {c: weights_of(operands, c) if c in case.compositions else None for c in ("pre", "post")}
     return composed_attention(
         *(operands[name] for name in "qkv"),

@@ -1,4 +1,4 @@
-"""Cross-attention: from one sequence to another, with padding."""
+"""Cross-attention from one sequence to another, with padding."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def sequences() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"static_base": True, "num_groups": 2}, {"key_wise": False}, {"query_wise": False}]
 )
-def test_attending_to_itself_is_self_attention(options):
+def test_cross_attention_of_a_sequence_to_itself_equals_self_attention(options):
     torch.manual_seed(0)
     layer = DCAttention(32, 4, qkv_bias=True, **options).double()
     cross = DCCrossAttention(32, 4, qkv_bias=True, **options).double()
@@ -48,7 +48,7 @@ def test_attending_to_itself_is_self_attention(options):
 
 
 @pytest.mark.parametrize("impl", ["reference", "compiled", "cpu", "triton"])
-def test_implementations_agree(impl):
+def test_implementations_match_float64_output(impl):
     x, context = (t.float().requires_grad_() for t in sequences())
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 4:] = False
@@ -61,7 +61,7 @@ def test_implementations_agree(impl):
     assert all(p.grad.isfinite().all() and p.grad.any() for p in (*layer.parameters(), x, context))
 
 
-def test_padding_changes_nothing():
+def test_padded_context_tokens_do_not_change_the_output():
     layer, (x, context) = make(), sequences()
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[:, 6:] = False
@@ -73,7 +73,7 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(layer(x, context, mask)[0], layer.proj.bias.expand(5, 32))
 
 
-def test_without_composition_it_is_plain():
+def test_without_compositions_equals_plain_cross_attention():
     layer, (x, context) = make(pre_compose=False, post_compose=False), sequences()
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 3:] = False
@@ -87,8 +87,8 @@ def test_without_composition_it_is_plain():
 @pytest.mark.parametrize(
     "options", [{}, {"key_wise": False}, {"query_wise": False}, {"pre_compose": False, "post_compose": False}]
 )
-def test_a_context_is_seen_once(options):
-    """Later tokens and other rows of the batch need only the precomputed keys and values of the context."""
+def test_precomputed_context_gives_the_same_output(options):
+    """The precomputed context is sufficient for later tokens and for other rows of the batch."""
     layer, (x, context) = make(**options), sequences()
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 3:] = False
@@ -101,8 +101,8 @@ def test_a_context_is_seen_once(options):
 
 
 @pytest.mark.parametrize("branch", ["query", "key"])
-def test_each_side_comes_from_its_own_sequence(branch):
-    """The compose weights of a side move with the tokens of its sequence alone."""
+def test_each_side_of_the_compose_weights_depends_only_on_its_sequence(branch):
+    """A change of one sequence changes only the compose weights of its side."""
     layer, (x, context) = make(), sequences()
     pre, post = layer.compose(x, context)
     moved = layer.compose(x + 1, context) if branch == "query" else layer.compose(x, context + 1)
@@ -113,7 +113,7 @@ def test_each_side_comes_from_its_own_sequence(branch):
                 assert same == (side != branch)
 
 
-def test_bad_input():
+def test_invalid_input_raises_error():
     layer, (x, context) = make(), sequences()
     with pytest.raises(ValueError, match=r"x has shape \[2, 9, 24\]; expected \[2, tokens, 32\]"):
         layer(context, context)

@@ -1,4 +1,4 @@
-"""Derivatives beyond the first, and transforms of torch.func: right, or refused; never wrong."""
+"""Higher derivatives and torch.func transforms either match the reference or raise an error."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from dcmha import DCAttention
 from dcmha.impl.compiled.chunking import CHUNK, WHOLE_LENGTH
 
 EXACT = ("reference", "compiled")
-LENGTHS = (9, WHOLE_LENGTH + CHUNK // 2)  # in one chunk, and in several that are computed again
+LENGTHS = (9, WHOLE_LENGTH + CHUNK // 2)  # one chunk; several chunks that are recomputed
 
 
 def make_layer(impl: str, dtype: torch.dtype | None = None) -> DCAttention:
-    """Make a layer whose compositions do something; by default in the widest dtype that the implementation takes."""
+    """Make a layer with non-trivial compositions, by default in the widest dtype that the implementation supports."""
     torch.manual_seed(0)
     dtype = dtype or (torch.float64 if impl in EXACT else torch.float32)
     layer = DCAttention(16, 4, impl=impl, dtype=dtype)
@@ -24,7 +24,7 @@ def make_layer(impl: str, dtype: torch.dtype | None = None) -> DCAttention:
 
 
 def make_inputs(layer: DCAttention, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make an input and a direction."""
+    """Make a random input and a random direction."""
     shape, dtype = (1, tokens, layer.dim), layer.qkv.weight.dtype
     return torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
 
@@ -47,7 +47,10 @@ def penalty_of_weights(layer, x, u):
 
 
 def slope_of_a_linear_loss(layer, x, u):
-    """The gradient of the output does not need one itself: a refusal must not hang on it."""
+    """Differentiate the gradient of a linear loss.
+
+    The gradient of the output does not require a gradient itself. The error must not depend on that.
+    """
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad((layer(x) * u).sum(), x, create_graph=True)
     return torch.autograd.grad((slope * u).sum(), x)[0]
@@ -86,14 +89,14 @@ def test_second_derivatives_of_compiled_equal_the_reference(name, tokens):
 
 @pytest.mark.parametrize("impl", ["auto", "cpu", "triton"])
 @pytest.mark.parametrize("name", SECOND)
-def test_second_derivatives_are_refused(name, impl):
+def test_unsupported_second_derivatives_raise_error(name, impl):
     layer = make_layer(impl)
     with pytest.raises(NotImplementedError, match="has no second derivatives; use impl='reference'"):
         SECOND[name](layer, *make_inputs(layer, 9))
 
 
 @pytest.mark.parametrize("impl", ["cpu", "triton"])
-def test_a_graph_of_the_gradients_that_nobody_differentiates_is_fine(impl):
+def test_create_graph_without_second_derivatives_matches_the_reference(impl):
     layer = make_layer(impl)
     x = make_inputs(layer, 9)[0].requires_grad_()
     slopes = []
@@ -105,7 +108,7 @@ def test_a_graph_of_the_gradients_that_nobody_differentiates_is_fine(impl):
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("impl", ["auto", "compiled"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_equal_the_reference(name, impl, tokens):
+def test_torch_func_transforms_equal_the_reference(name, impl, tokens):
     layers = (make_layer(name, torch.float64) for name in (EXACT[0], impl))
     expected, got = (TRANSFORMS[name](layer, *make_inputs(layer, tokens)) for layer in layers)
     torch.testing.assert_close(got, expected)
@@ -113,13 +116,13 @@ def test_transforms_equal_the_reference(name, impl, tokens):
 
 @pytest.mark.parametrize("impl", ["cpu", "triton"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_are_refused(name, impl):
+def test_unsupported_torch_func_transforms_raise_error(name, impl):
     layer = make_layer(impl)
     with pytest.raises(ValueError, match=f"impl='{impl}' cannot run: transforms of torch.func"):
         TRANSFORMS[name](layer, *make_inputs(layer, 9))
 
 
-def test_forward_mode_equals_the_reference_or_is_refused():
+def test_forward_mode_equals_the_reference_or_raises_error():
     expected, got = (make_dual(layer, *make_inputs(layer, 9)) for layer in map(make_layer, EXACT))
     torch.testing.assert_close(got, expected)
     for impl in ("cpu", "triton"):
@@ -129,8 +132,8 @@ def test_forward_mode_equals_the_reference_or_is_refused():
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
-def test_triton_drops_no_tangent(tokens):
-    """Of inputs, too, that need no gradient."""
+def test_triton_forward_mode_raises_error_for_inputs_without_gradient(tokens):
+    """Tangents of inputs that require no gradient must not be dropped silently."""
     layer = make_layer("triton").requires_grad_(False)
     x, u = make_inputs(layer, tokens)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="impl='triton' has no forward-mode"):

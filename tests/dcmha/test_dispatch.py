@@ -1,4 +1,4 @@
-"""Which implementation a call uses, on devices that need not be there."""
+"""Selection of the implementation of a call, for devices that need not be present."""
 
 import logging
 
@@ -11,14 +11,14 @@ from dcmha.impl.call import ComposeRanks
 
 
 def queries(*shape: int, device: str = "cuda", dtype=torch.bfloat16) -> torch.Tensor:
-    """Queries without values, on a device that is only pretended."""
+    """Return fake queries without data on a device that need not be present."""
     with FakeTensorMode():
         return torch.empty(*shape, device=device, dtype=dtype)
 
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Pretend a GPU of compute capability 9.0, or of what is set."""
+    """Simulate a GPU of compute capability 9.0, or of the capability that the test sets."""
     value = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: value["capability"])
     return value
@@ -50,7 +50,7 @@ def capability(monkeypatch):
     ],
     ids=str,
 )
-def test_auto(q, options, impl, reason):
+def test_auto_selects_expected_implementation(q, options, impl, reason):
     choice = resolve_impl("auto", q, is_composed=True, **options)
     assert choice.impl == impl
     assert choice.reason is None if reason is None else reason in choice.reason
@@ -61,12 +61,12 @@ def test_auto(q, options, impl, reason):
 @pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("tokens", [1, 2048])
 @pytest.mark.parametrize("heads", [3, 6, 12, 16, 24, 32, 40, 48, 52, 64])
-def test_named_models_and_swapped_ones_are_fused(heads, tokens):
-    """Decoders of 405M to 33B and DCPythia (16 to 52), DCViT (6 to 12), the models of timm (up to 48: Swin-L)."""
+def test_auto_selects_fused_kernels_for_heads_of_named_models(heads, tokens):
+    """Use the heads of decoders of 405M to 33B and DCPythia (16 to 52), DCViT (6 to 12) and timm (up to 48: Swin-L)."""
     assert resolve_impl("auto", queries(1, heads, tokens, 64), is_composed=True) == ("triton", None)
 
 
-def test_an_old_gpu(capability):
+def test_old_gpu_falls_back_to_compiled(capability):
     capability["capability"] = (7, 5)
     choice = resolve_impl("auto", queries(2, 6, 197, 64), is_composed=True)
     assert choice.impl == "compiled" and "needs compute capability 8.0, got 7.5" in choice.reason
@@ -74,20 +74,20 @@ def test_an_old_gpu(capability):
         resolve_impl("triton", queries(2, 6, 197, 64), is_composed=True)
 
 
-def test_an_unknown_impl():
+def test_unknown_impl_raises_error():
     with pytest.raises(
         ValueError, match="impl='flash' is unknown; expected 'auto', 'reference', 'compiled', 'cpu', 'triton'"
     ):
         resolve_impl("flash", queries(2, 6, 9, 64), is_composed=True)
 
 
-def test_cpu_needs_a_cpu():
+def test_impl_cpu_with_cuda_tensors_raises_error():
     with pytest.raises(ValueError, match="impl='cpu' cannot run: it needs CPU tensors, got q on cuda:0; use"):
         resolve_impl("cpu", queries(2, 6, 9, 64), is_composed=True)
 
 
-def test_a_compiler_takes_the_operator_and_an_exported_program_the_form_that_runs_anywhere():
-    """The answer is asked for inside of what is compiled."""
+def test_auto_selects_cpu_under_compile_and_compiled_under_export():
+    """Call `resolve_impl` inside the compiled or exported module."""
     choices = []
 
     class Ask(torch.nn.Module):
@@ -104,7 +104,7 @@ def test_a_compiler_takes_the_operator_and_an_exported_program_the_form_that_run
     ]
 
 
-def test_an_old_triton(capability, monkeypatch):
+def test_old_triton_falls_back_to_compiled(capability, monkeypatch):
     import triton
 
     monkeypatch.setattr(triton, "__version__", "3.4.0+git")
@@ -112,7 +112,7 @@ def test_an_old_triton(capability, monkeypatch):
     assert choice.impl == "compiled" and "it needs Triton 3.5, got 3.4.0+git (a newer torch brings" in choice.reason
 
 
-def test_a_choice_for_want_of_another_is_a_warning(caplog):
+def test_fallback_to_compiled_logs_warning(caplog):
     layer._log_choice.cache_clear()
     attention = DCAttention(12, 3, dtype=torch.float64)
     with caplog.at_level(logging.WARNING, "dcmha"):
@@ -121,7 +121,7 @@ def test_a_choice_for_want_of_another_is_a_warning(caplog):
     assert "impl='auto' runs as 'compiled': 'cpu' does not support the call: it takes float32" in record.message
 
 
-def test_a_choice_is_logged_once_for_layers_alike(caplog):
+def test_resolved_impl_is_logged_once_for_equal_layers(caplog):
     layer._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "dcmha"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The operator: against loops, SDPA and theorems; implementations against each other; masks; causality; errors."""
+"""The operator against loops, SDPA, theorems and other implementations; masks, causality and invalid arguments."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ from .inputs import (
     weights_of,
 )
 
-EXACT = ("reference", "compiled")  # to the last bits of float64
+EXACT = ("reference", "compiled")  # accurate to float64 rounding
 IMPLS = (*EXACT, "cpu")
 
 
 def loop_compose(a, w, b, i, j, groups):
-    """Equation 7 for one query-key pair, head vector `a`, one head at a time."""
+    """Apply equation 7 to the head vector `a` of one query-key pair, one head at a time."""
     H = len(a)
     size = H // groups
     out = a.clone()
@@ -73,7 +73,7 @@ LOOP_CASES = [
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", LOOP_CASES, ids=str)
-def test_equals_the_paper_pair_by_pair(case, impl):
+def test_operator_equals_equation_7_for_each_query_key_pair(case, impl):
     x = {name: value.detach() for name, value in make_operands(case).items()}
     mask = make_mask(case)
     weights = [weights_of(x, composition) for composition in ("pre", "post")]
@@ -123,7 +123,7 @@ CHUNKS = Case(B=1, T=300, S=300, H=2, D=4, is_causal=True, window_size=30)
 
 
 @pytest.mark.parametrize("case", [Case(T=20, S=20, mask="bool"), pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=str)
-def test_traces_into_one_graph(case):
+def test_operator_is_traced_into_one_graph(case):
     compiled_run = torch.compile(run, fullgraph=True, backend="aot_eager")
     operands, mask = make_operands(case), make_mask(case)
     expected = run(case, operands, "reference", mask)
@@ -135,8 +135,8 @@ def test_traces_into_one_graph(case):
 
 
 @pytest.mark.long
-def test_chunk_compiles_with_inductor():
-    """The per-chunk function that CUDA compiles, compiled for this CPU with dynamic shapes, forward and backward."""
+def test_chunk_compiled_with_inductor_matches_eager():
+    """Compile the per-chunk function, which CUDA compiles, for the CPU with dynamic shapes, forward and backward."""
     compiled = torch.compile(attend, dynamic=True, fullgraph=True)
     for T, S in ((24, 40), (17, 31)):
         operands = make_operands(Case(T=T, S=S, H=4, D=8), torch.float32)
@@ -153,9 +153,10 @@ def test_chunk_compiles_with_inductor():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [Case(T=64, S=64, H=6, D=32), Case(B=1, T=300, S=300, H=4, is_causal=True)], ids=str)
 def test_low_precision_error_is_at_most_that_of_the_reference(case, dtype):
-    """All paths against float64 on the rounded inputs; float32 inside must not lose to rounding at every step.
+    """Compare all implementations with float64 on the rounded inputs.
 
-    In float32 itself the sums of "cpu" are plain ones: a few more rounding errors than a library's.
+    Internal float32 arithmetic must not be less accurate than rounding after every step. For float32 operands, "cpu"
+    has another tolerance because its plain sums have a few more rounding errors than those of a library.
     """
     rounded = {k: x.detach().to(dtype).double().requires_grad_() for k, x in make_operands(case).items()}
     exact_out = run(case, rounded, "reference")
@@ -174,9 +175,9 @@ def test_low_precision_error_is_at_most_that_of_the_reference(case, dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("factor", [1, 128], ids="x{}".format)  # a power of two, exact in bfloat16
-def test_bfloat16_loses_no_more_than_its_own_rounding(impl, factor):
-    """Everything between the 16-bit inputs and the 16-bit results is float32, also where scores are large."""
+@pytest.mark.parametrize("factor", [1, 128], ids="x{}".format)  # powers of two: scaling is exact in bfloat16
+def test_bfloat16_error_is_below_its_machine_epsilon(impl, factor):
+    """All arithmetic between the 16-bit inputs and the 16-bit results is float32, also for large scores."""
     case = Case(T=50, S=50, H=6, D=64, is_causal=True)
     rounded = {k: x.detach().bfloat16().double() for k, x in make_operands(case).items()}
     rounded["q"] *= factor
@@ -185,8 +186,8 @@ def test_bfloat16_loses_no_more_than_its_own_rounding(impl, factor):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_large_scores_lose_what_float32_loses_in_them(impl):
-    """Scores of some hundreds are off by their own rounding, and weights and gradients by a small multiple of it."""
+def test_error_for_large_scores_is_bounded_by_their_float32_rounding(impl):
+    """The errors of weights and gradients are a small multiple of the rounding error of scores of several hundred."""
     case = Case(T=50, S=50, H=6, D=64)
     rounded = {k: x.detach().float().double() for k, x in make_operands(case).items()}
     rounded["q"] *= 128
@@ -196,7 +197,7 @@ def test_large_scores_lose_what_float32_loses_in_them(impl):
 
 
 def errors_of(case, rounded: dict[str, torch.Tensor], impl: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of an implementation's output and gradients in a dtype, against the reference in float64."""
+    """Return relative errors of the output and gradients in a dtype against the float64 reference."""
 
     def results(impl, dtype):
         operands = {k: x.to(dtype).requires_grad_() for k, x in rounded.items()}
@@ -209,7 +210,7 @@ def errors_of(case, rounded: dict[str, torch.Tensor], impl: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("impl", EXACT)
-def test_gradcheck(impl):
+def test_gradients_pass_gradcheck(impl):
     case = Case(B=1, T=3, S=4, H=4, D=2, G=2, R=1, is_causal=True, mask="bool")
     operands, mask = make_operands(case), make_mask(case)
     names = list(operands)
@@ -219,7 +220,7 @@ def test_gradcheck(impl):
 
 
 @pytest.mark.parametrize("impl", EXACT)
-def test_gradcheck_of_a_bias(impl):
+def test_gradients_with_a_bias_pass_gradcheck(impl):
     case = Case(B=1, T=5, S=5, H=2, D=2, R=1, is_causal=True, window_size=3, mask="float")
     operands, mask = make_operands(case), make_mask(case)
 
@@ -244,7 +245,7 @@ def test_identity_weights_equal_sdpa(case, impl):
 @pytest.mark.parametrize(
     "case", [Case(), Case(is_causal=True), Case(mask="bool"), Case(T=9, S=20, is_causal=True)], ids=str
 )
-def test_without_compositions_it_is_sdpa(case):
+def test_without_compositions_equals_softmax_attention(case):
     operands, mask = make_operands(case), make_mask(case)
     q, k, v = (operands[n] for n in "qkv")
     bias = torch.zeros(case.T, case.S, dtype=torch.float64)
@@ -263,7 +264,7 @@ def test_theorem_2_1_composing_scores_expands_query_key_projections():
     B, T, H, D, C = 2, 7, 4, 5, 12
     torch.manual_seed(0)
     x, wq, wk, wv = torch.randn(B, T, C).double(), *torch.randn(3, H, C, D).double()
-    composition = torch.randn(H, H).double()  # C_hj, (to, from)
+    composition = torch.randn(H, H).double()  # C_hj: axes (to head h, from head j)
     q, k, v = (torch.einsum("btc,hcd->bhtd", x, w) for w in (wq, wk, wv))
     base = (composition.T - torch.eye(H))[None]
     got = composed_attention(q, k, v, pre=ComposeWeights(base=base), scale=1.0, impl="reference")
@@ -284,7 +285,7 @@ def test_theorem_2_2_composing_weights_expands_output_value_projections():
     v = torch.einsum("btc,hcd->bhtd", x, wv)
     composed = composed_attention(q, k, v, post=ComposeWeights(base=base), impl="reference")
     got = torch.einsum("bhtd,hdc->btc", composed, wo)
-    # Equation 2 composes over the index that the tiled output projection sums out: head i carries sum_j C_ji V_j W_j^O.
+    # Equation 2 composes over the index that the tiled output projection sums over: head i has sum_j C_ji V_j W_j^O.
     weights = (q @ k.mT / D**0.5).softmax(-1)
     values = torch.stack([torch.cat([composition[j, i] * wv[j] for j in range(H)], 1) for i in range(H)])
     tiled = torch.cat(list(wo), 0)
@@ -295,7 +296,7 @@ def test_theorem_2_2_composing_weights_expands_output_value_projections():
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("composition", ["pre", "post"])
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_each_branch_moves_the_output(impl, composition, branch):
+def test_each_branch_changes_the_output(impl, composition, branch):
     case = Case(T=9, S=9)
     operands = {k: x.detach() for k, x in make_operands(case).items()}
     before = run(case, operands, impl)
@@ -305,8 +306,8 @@ def test_each_branch_moves_the_output(impl, composition, branch):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("T", [40, 300])
-def test_causality_is_exact(impl, T):
-    """Changing token t leaves the outputs before t bit-identical, through keys, values and key-side weights."""
+def test_causal_outputs_do_not_depend_on_later_tokens(impl, T):
+    """Outputs before token t stay bit-identical if the operands of token t change, including key-side weights."""
     case = Case(B=1, T=T, S=T, H=4, D=8, is_causal=True)
     operands = {k: x.detach() for k, x in make_operands(case, torch.float32).items()}
     before = run(case, operands, impl)
@@ -322,7 +323,7 @@ def test_causality_is_exact(impl, T):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_empty_rows_give_zeros_and_finite_gradients(impl):
+def test_queries_without_visible_keys_have_zero_output_and_finite_gradients(impl):
     case = Case(T=12, S=7, is_causal=True, mask="bool")
     operands, mask = make_operands(case), make_mask(case)
     out = run(case, operands, impl, mask)
@@ -333,7 +334,7 @@ def test_empty_rows_give_zeros_and_finite_gradients(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_mask_values_beyond_the_dtype_hide(impl):
+def test_mask_values_below_the_dtype_range_hide_keys(impl):
     case = Case(T=4, S=4)
     operands = {k: x.detach() for k, x in make_operands(case, torch.float16).items()}
     mask = torch.zeros(4, 4)
@@ -344,14 +345,14 @@ def test_mask_values_beyond_the_dtype_hide(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", [Case(B=0), Case(T=0), Case(S=0), Case(T=0, S=0)], ids=str)
-def test_nothing_in_nothing_out(case, impl):
+def test_empty_inputs_give_empty_or_zero_results(case, impl):
     got = output_and_gradients(case, impl)
     assert got["out"].shape == (case.B, case.H, case.T, case.D)
     assert all(x.abs().sum() == 0 for x in got.values())
 
 
 @pytest.mark.parametrize("impl", ["reference", "compiled"])
-def test_dropout_acts_on_composed_weights(impl):
+def test_dropout_is_applied_to_composed_weights(impl):
     case = Case(T=8, S=8, D=2, compositions="post", branches="b")
     operands = make_operands(case)
     q, k, v = (operands[n].detach() for n in "qkv")
@@ -364,8 +365,8 @@ def test_dropout_acts_on_composed_weights(impl):
     assert relative_error(mean, kept) < 0.05
 
 
-def test_dropout_is_the_same_in_the_recomputed_backward():
-    """With every chunk recomputed, gradients are those of the very dropout mask the forward drew."""
+def test_recomputed_backward_uses_the_dropout_mask_of_the_forward():
+    """If every chunk is recomputed, the gradients use the dropout mask of the forward pass."""
     q, k, v = torch.randn(3, 1, 2, 300, 4, dtype=torch.float64).unbind(0)
     v.requires_grad_()
     torch.manual_seed(3)
@@ -374,7 +375,7 @@ def test_dropout_is_the_same_in_the_recomputed_backward():
     torch.testing.assert_close((gradient * v).sum(), out.sum())  # the output is linear in v
 
 
-def test_autocast_casts_like_sdpa_and_computes_in_float32():
+def test_autocast_equals_call_with_bfloat16_operands():
     case = Case(T=64, S=64, D=32)
     operands = {k: x.detach() for k, x in make_operands(case, torch.float32).items()}
     with torch.autocast("cpu", torch.bfloat16):
@@ -431,19 +432,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(name):
+def test_invalid_arguments_raise_error(name):
     change, message = MISTAKES[name]
     arguments = {"q": Q, "k": Q, "v": Q} | change
     with pytest.raises(ValueError, match=message):
         composed_attention(**arguments)
 
 
-def test_integer_mask_is_a_type_error():
+def test_integer_mask_raises_type_error():
     with pytest.raises(TypeError, match=r"attn_mask has dtype torch.int64; expected torch.bool"):
         composed_attention(Q, Q, Q, attn_mask=torch.ones(5, 5).long())
 
 
-def test_broadcast_masks_of_every_rank():
+def test_masks_of_every_rank_are_broadcast():
     case = Case(T=6, S=6, H=4)
     operands = {k: x.detach() for k, x in make_operands(case).items()}
     keys = torch.tensor([True, True, False, True, True, False])
@@ -455,8 +456,8 @@ def test_broadcast_masks_of_every_rank():
 
 
 @pytest.mark.parametrize("impl", IMPLS[1:])
-def test_padding_does_not_reach_the_output(impl):
-    """What lies behind a key-padding mask, in keys, values and key-side weights, changes nothing."""
+def test_padded_keys_do_not_change_the_output(impl):
+    """Keys, values and key-side weights that a key-padding mask hides do not change the output."""
     case = Case(T=6, S=6, H=4)
     operands = {k: x.detach() for k, x in make_operands(case).items()}
     mask = torch.tensor([True] * 4 + [False] * 2)

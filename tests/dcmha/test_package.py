@@ -1,4 +1,4 @@
-"""The package stands alone: it needs torch and nothing of the trainers."""
+"""The package requires only torch and nothing from the trainers."""
 
 import subprocess
 import sys
@@ -26,11 +26,11 @@ EXTRAS = (
 )
 
 
-def test_works_with_torch_alone():
+def test_package_works_with_only_torch_installed():
     command = [sys.executable, "-c", WITHOUT_EXTRAS.format(extras=EXTRAS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "1 cpu", result.stderr
 
 
-def test_everything_exported_exists():
+def test_all_exported_names_exist():
     assert all(hasattr(dcmha, name) for name in dcmha.__all__)

@@ -1,4 +1,4 @@
-"""split_heads: what the ranks' shares of a layer give adds up to the layer, and so do gradients."""
+"""split_heads: outputs and gradients of the shares of all ranks sum to those of the layer."""
 
 import copy
 
@@ -20,7 +20,7 @@ LAYERS = {
 
 
 def share(whole: Tensor, split: ShardedDim, rank: int, ranks: int) -> Tensor:
-    """A rank's share of a parameter, as the docstring of `ShardedDim` says."""
+    """Return the share of a parameter for one rank, as documented in `ShardedDim`."""
     if split.dim is None:
         return whole
     unit = whole.shape[split.dim] // sum(split.parts)
@@ -36,13 +36,13 @@ def share_of(layer: DCAttention, rank: int, ranks: int) -> tuple[DCAttention, di
         own = share(whole.detach(), splits.get(name, ShardedDim()), rank, ranks)
         part.get_submodule(owner)._parameters[key] = nn.Parameter(own.clone())
     if rank:
-        part.proj.bias = None  # added once
+        part.proj.bias = None  # only rank 0 adds the bias
     return part, splits
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_shares_add_up(kind, ranks):
+def test_shares_of_all_ranks_sum_to_the_layer(kind, ranks):
     torch.manual_seed(0)
     layer = DCAttention(48, 8, attn_head_dim=5, qkv_bias=True, **LAYERS[kind]).double()
     x = torch.randn(2, 7, 48, dtype=torch.float64, requires_grad=True)
@@ -74,6 +74,6 @@ def test_shares_add_up(kind, ranks):
         (LAYERS["plain"] | {"scale_norm": True, "norm_layer": nn.LayerNorm}, "scale_norm=True: a norm over all heads"),
     ],
 )
-def test_what_cannot_be_split_is_refused(options, message):
+def test_layers_that_cannot_be_split_raise_error(options, message):
     with pytest.raises(ValueError, match=message):
         split_heads(DCAttention(48, 6, **options), 2)

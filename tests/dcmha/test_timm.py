@@ -1,4 +1,4 @@
-"""DCAttention takes the place of timm's `Attention`: arguments, state dict, initialization."""
+"""DCAttention as a replacement for timm's `Attention`: arguments, state dict and initialization."""
 
 import math
 
@@ -21,7 +21,7 @@ TIMM_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", TIMM_OPTIONS, ids=str)
-def test_without_compositions_it_is_timms_attention(options):
+def test_without_compositions_equals_timm_attention(options):
     torch.manual_seed(0)
     theirs = Attention(32, 4, **options).eval()
     ours = PLAIN(32, 4, **options).eval()
@@ -33,15 +33,15 @@ def test_without_compositions_it_is_timms_attention(options):
         torch.testing.assert_close(ours(x, **arguments), theirs(x, **arguments))
 
 
-def test_state_dict_adds_only_under_compose():
+def test_state_dict_adds_only_compose_parameters():
     ours, theirs = (cls(32, 4, gated=True, qk_norm=True, norm_layer=nn.LayerNorm) for cls in (DCAttention, Attention))
     extra = set(ours.state_dict()) - set(theirs.state_dict())
     assert set(theirs.state_dict()) <= set(ours.state_dict())
     assert extra == {"compose.hidden", "compose.project", "compose.gate"}
 
 
-def test_works_in_timm_and_keeps_its_initialization():
-    """timm resets every nn.Linear; the compose parameters must come out as the paper sets them."""
+def test_timm_model_preserves_compose_initialization_and_has_finite_gradients():
+    """timm initializes every nn.Linear again. The compose parameters must have the initialization of the paper."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", attn_layer=DCAttention, img_size=32, num_classes=3)
     compose = model.blocks[3].attn.compose

@@ -1,4 +1,4 @@
-"""ComposeProjection: the paper's equations 5 and 6, initialization, switches, parameter counts."""
+"""ComposeProjection: equations 5 and 6 of the paper, initialization, options and parameter counts."""
 
 import math
 
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from dcmha import ComposeProjection, compose_cost
 
 
-def test_equations_5_and_6_token_by_token():
+def test_projection_equals_equations_5_and_6_for_each_token():
     C, H, R, G = 10, 6, 2, 2
     torch.manual_seed(0)
     projection = ComposeProjection(C, H, rank=R, num_groups=G).double()
     x = torch.randn(1, 3, C, dtype=torch.float64)
     pre, post = projection(x)
     width, heads = 2 * R * H // G, H // G
-    hidden = projection.hidden.view(2, 2, G, width, C)  # side, composition, group
+    hidden = projection.hidden.view(2, 2, G, width, C)  # axes: side, composition, group
     project = projection.project.view(2, 2, G, width, 2, R, heads)
     gate = projection.gate.view(2, 2, H, C)
     for side, name in enumerate(("query", "key")):
@@ -37,7 +37,7 @@ def test_equations_5_and_6_token_by_token():
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_initialization(groups):
+def test_initialization_has_expected_mean_and_standard_deviation(groups):
     C, H, R = 512, 16, 2
     torch.manual_seed(0)
     projection = ComposeProjection(C, H, rank=R, static_base=True, num_groups=groups)
@@ -67,7 +67,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("options", SWITCHES, ids=str)
-def test_switches_and_parameter_count(options):
+def test_options_determine_branches_and_parameter_count(options):
     projection = ComposeProjection(24, 6, **options)
     weights = projection(torch.randn(2, 5, 24))
     assert [w is not None for w in weights] == [options.get("pre_compose", True), options.get("post_compose", True)]
@@ -90,6 +90,6 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("options", "message"), MISTAKES)
-def test_mistakes_are_named(options, message):
+def test_invalid_options_raise_error(options, message):
     with pytest.raises(ValueError, match=message):
         ComposeProjection(24, 6, **options)

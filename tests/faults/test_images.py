@@ -99,7 +99,7 @@ def test_invalid_image_raises_error(name):
 def test_image_above_max_pixels_raises_error_before_decoding(monkeypatch):
     encoded = saved(Image.new("1", (20_000, 20_000)), "PNG")
     monkeypatch.setattr("dcvision.data.decode.decode_image", lambda *args: pytest.fail("the image was decoded"))
-    with pytest.raises(BadImage, match="20000 x 20000 is more than max_pixels=134,217,728"):
+    with pytest.raises(BadImage, match="more than max_pixels=134,217,728 pixels"):
         decode(encoded)
     with pytest.raises(BadImage, match=r"40 x 30 is more than max_pixels=1,000 pixels"):
         decode(GOOD["JPEG"](), max_pixels=1000)

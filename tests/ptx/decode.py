@@ -1,4 +1,4 @@
-"""Instructions as functions of the programs that execute them."""
+"""Decoder of instructions into functions of the programs that execute them."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ SYNCHRONISING = re.compile(r"bar|fence|membar|mbarrier|\w+\.shared|ldmatrix|stma
 
 
 def decode(instruction: Instruction) -> Step:
-    """Return what an instruction does."""
+    """Return the function that executes an instruction."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "mov.b32" and isinstance(operands[0], tuple):
         return _unpack(instruction)

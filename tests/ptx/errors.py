@@ -1,5 +1,5 @@
-"""The error of a kernel."""
+"""Error of the PTX executor."""
 
 
 class PTXError(Exception):
-    """A kernel accesses memory wrongly, or is not supported; names the program, the instruction and its source line."""
+    """Invalid memory access or unsupported kernel. The message names program, instruction and source line."""

@@ -1,7 +1,7 @@
-"""Execution of PTX on CPU tensors, in batches of programs.
+"""Execution of PTX on CPU tensors in batches of programs.
 
-Programs of a batch that have the same block next execute it together. Branches part them: those at the first block go
-on, the others wait, so that they come together again after a loop or a condition.
+Programs of a batch with the same next block execute it together. A branch divides them: the programs at the first block
+continue and the others wait, so that they are joined again after a loop or a condition.
 """
 
 import math
@@ -19,22 +19,22 @@ from .operations import DTYPES
 from .parse import BasicBlock, Kernel, parse
 from .warps import Warps, join
 
-BATCH = 128  # programs
-Steps = list[list[tuple[Step, str]]]  # of each block, with the text of the instruction
+BATCH = 128  # programs per batch
+Steps = list[list[tuple[Step, str]]]  # per block, functions with the texts of their instructions
 
 
 def run(ptx: str, grid: tuple[int, int, int], arguments: Sequence[Tensor | int | float | None]) -> None:
     """Execute a kernel.
 
-    Every access is checked: bounds, alignment, and races between programs and between lanes, which nothing orders.
+    Every access is checked for its bounds, its alignment, and races between programs and lanes, which are not ordered.
 
     Args:
-        ptx: A module of one kernel of one warp, without shared memory.
-        grid: Programs along three axes.
-        arguments: One of each parameter: tensors on the CPU, which stores go to, numbers, None for a null pointer.
+        ptx: Module with one kernel of one warp without shared memory.
+        grid: Number of programs along three axes.
+        arguments: One argument per parameter: a CPU tensor, which stores modify, a number, or None for a null pointer.
 
     Raises:
-        PTXError: At the first access that is wrong, or for an instruction that is not supported.
+        PTXError: At the first invalid access or for an unsupported instruction.
     """
     kernel, steps = prepare(ptx)
     given = dict(zip(kernel.parameters, arguments, strict=True))
@@ -77,7 +77,7 @@ def _special_registers(programs: Array, grid: tuple[int, int, int]) -> dict[str,
 
 
 def _run_batch(blocks: list[BasicBlock], steps: Steps, warps: Warps, memory: Memory) -> None:
-    waiting = {0: [warps]}  # parts of the batch, by the block that they execute next
+    waiting = {0: [warps]}  # parts of the batch by the number of their next block
     while waiting:
         number = min(waiting)
         warps, block = join(waiting.pop(number)), blocks[number]
@@ -93,7 +93,7 @@ def _run_batch(blocks: list[BasicBlock], steps: Steps, warps: Warps, memory: Mem
 
 
 def _taken(block: BasicBlock, warps: Warps) -> Array:
-    """Tell which programs take a block's branch [programs]."""
+    """Return which programs take the branch of a block, [programs]."""
     if block.branch is None:
         return np.zeros(len(warps.programs), bool)
     condition = warps.condition(block.branch)

@@ -1,4 +1,4 @@
-"""Launches of Gluon kernels that are compiled for a GPU that need not be there, and executed on CPU tensors.
+"""Launches of Gluon kernels, compiled for a GPU that need not be present and executed on CPU tensors.
 
 TRITON_INTERPRET must not be set when Triton is imported.
 """
@@ -28,29 +28,28 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-SCRATCH = (None, None)  # parameters that Triton adds: memory for the compiler's and a profiler's use, which is not used
+SCRATCH = (None, None)  # parameters added by Triton, unused here: memory for the compiler and for a profiler
 Types = str | tuple["Types", ...]
 
 
 def execute(
     kernel: JITFunction, grid: tuple[int, int, int], arguments: tuple, constants: tuple, capability: int = 90
 ) -> None:
-    """Execute a kernel as `dcmha.impl.gluon.launch.launch` does, with the checks of `run`.
+    """Execute a kernel like `dcmha.impl.gluon.launch.launch`, with the checks of `run`.
 
     Args:
-        kernel: The kernel.
-        grid: Programs along three axes.
-        arguments: Its arguments but for the constants: tensors on the CPU, numbers, None, and tuples of them.
-        constants: The constants, which come after them.
-        capability: Compute capability of the GPU that it is compiled for: 80 or 90; those above have other
-            instructions.
+        kernel: Kernel to execute.
+        grid: Number of programs along three axes.
+        arguments: All arguments except the constants: CPU tensors, numbers, None, and tuples of them.
+        constants: Constants, which follow the arguments.
+        capability: Compute capability of the target GPU: 80 or 90. Later GPUs have other instructions.
     """
     values = [value for _, value, _ in _leaves("", arguments) if value is not None]
     run(compile_kernel(kernel, _types(arguments), constants, capability), grid, [*values, *SCRATCH])
 
 
 def install(patch: pytest.MonkeyPatch, capability: int = 90) -> None:
-    """Let launches of composed attention end in `execute`."""
+    """Replace the launches of composed attention with `execute`."""
     patch.setattr(call, "launch", lambda *arguments: execute(*arguments[:4], capability))
 
 
@@ -69,7 +68,7 @@ def compile_kernel(kernel: JITFunction, types: tuple[Types, ...], constants: tup
 
 
 def is_aligned(name: str, type: str) -> bool:
-    """Tell whether an argument is an address or a size that is a multiple of 16."""
+    """Return whether an argument is an address or a size that is a multiple of 16."""
     return name in ALIGNED or (type.startswith("*") and name not in UNALIGNED)
 
 
@@ -87,7 +86,7 @@ def _types(value: object, name: str = "") -> Types:
 
 
 def _leaves(name: str, value: object, place: tuple[int, ...] = ()) -> Iterator[tuple[str, object, tuple[int, ...]]]:
-    """Yield the name, value and place of each part of nested tuples; parts of plain tuples have the tuple's name."""
+    """Yield name, value and position of each part of nested tuples. Parts of plain tuples have the tuple's name."""
     if not isinstance(value, tuple):
         yield name, value, place
         return

@@ -1,7 +1,8 @@
-"""Global memory: the tensors that a kernel was passed, with checks of every access.
+"""Global memory: the tensors passed to a kernel, with checks of every access.
 
-Tensors lie at made-up addresses, far apart, so that no access strays from one into another unnoticed: the number of a
-tensor, from 1, times 2^40, plus the number of the byte within its storage. So storages are aligned as on GPUs.
+The tensors have artificial addresses that are far apart, so that every access beyond a tensor is detected. An address
+is the number of the tensor, counted from 1, times 2^40, plus the byte offset within its storage. Storages are therefore
+aligned as on GPUs.
 """
 
 from collections.abc import Iterator
@@ -14,18 +15,18 @@ from torch import Tensor
 from .errors import PTXError
 from .floats import Array
 
-LANES = 32  # of a program: one warp
-SPACING = 40  # bits of the number of a byte within a storage
-SEVERAL = -1  # programs have read a byte
+LANES = 32  # per program: one warp
+SPACING = 40  # bits of the byte offset within a storage
+SEVERAL = -1  # value of `reader` for a byte that several programs have read
 
 
 class Storage:
-    """Bytes of a storage, and who accessed them.
+    """Bytes of a storage and the threads that accessed them.
 
     Attributes:
-        data: The bytes.
-        writer: Of each byte, 1 + the thread that wrote it last, 0 for none.
-        reader: Of each byte, 1 + the program that read it, 0 for none, `SEVERAL`.
+        data: Bytes of the storage.
+        writer: For each byte, 1 + the last thread that wrote it, or 0 for none.
+        reader: For each byte, 1 + the program that read it, 0 for none, or `SEVERAL`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -33,7 +34,7 @@ class Storage:
         self.writer, self.reader = (np.zeros(len(self.data), np.int32) for _ in range(2))
 
     def load(self, places: Array, threads: Array) -> Array:
-        """Load bytes at places [accesses, bytes of each] for threads [accesses, 1]."""
+        """Load bytes at offsets `places` [accesses, bytes per access] for threads [accesses, 1]."""
         _check("reads", self.writer[places], threads)
         before, program = self.reader[places], threads // LANES + 1
         reader = np.where((before == 0) | (before == program), program, SEVERAL)
@@ -42,9 +43,10 @@ class Storage:
         return self.data[places]
 
     def store(self, places: Array, data: Array, threads: Array) -> None:
-        """Store bytes, likewise: lanes of one program may store the same value to one place.
+        """Store bytes in the same form. Lanes of one program may store the same value to the same byte.
 
-        They may also store what another lane read by an earlier instruction: lanes that do not diverge keep that order.
+        They may also overwrite a byte that another lane read in an earlier instruction, because lanes that do not
+        diverge preserve this order.
         """
         reader = self.reader[places]
         races = (reader != 0) & (reader != threads // LANES + 1)
@@ -56,7 +58,7 @@ class Storage:
 
 
 def _check(verb: str, before: Array, threads: Array, differ: bool | Array = True) -> None:
-    """Raise where another thread wrote a byte before; for the same program, only where the values differ."""
+    """Raise an error if another thread wrote a byte before. Within a program, raise only if the values differ."""
     is_other_program = (before - 1) // LANES != threads // LANES
     races = (before != 0) & (before != threads + 1) & (is_other_program | differ)
     if races.any():
@@ -65,7 +67,7 @@ def _check(verb: str, before: Array, threads: Array, differ: bool | Array = True
 
 
 class Argument(NamedTuple):
-    """A tensor that was passed: name of the parameter, its storage, its first byte, and the byte after its last."""
+    """Tensor argument: name of the parameter, storage, first byte, and the byte after the last."""
 
     name: str
     storage: Storage
@@ -74,10 +76,10 @@ class Argument(NamedTuple):
 
 
 class Memory:
-    """The tensors of a launch, by names of parameters.
+    """Tensors of a launch by parameter name.
 
     Attributes:
-        addresses: Address of the first element of each.
+        addresses: Address of the first element of each tensor.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -90,19 +92,19 @@ class Memory:
             self.addresses[name] = (number << SPACING) + start
 
     def load(self, addresses: Array, length: int, threads: Array) -> Array:
-        """Load bytes [accesses, length] from addresses [accesses], for threads [accesses]."""
+        """Load bytes [accesses, length] from addresses [accesses] for threads [accesses]."""
         data = np.empty((len(addresses), length), np.uint8)
         for storage, chosen, places in self._accesses(addresses, length, threads):
             data[chosen] = storage.load(places, threads[chosen, None])
         return data
 
     def store(self, addresses: Array, data: Array, threads: Array) -> None:
-        """Store bytes [accesses, length], likewise."""
+        """Store bytes [accesses, length] in the same form."""
         for storage, chosen, places in self._accesses(addresses, data.shape[1], threads):
             storage.store(places, data[chosen], threads[chosen, None])
 
     def _accesses(self, addresses: Array, length: int, threads: Array) -> Iterator[tuple[Storage, Array, Array]]:
-        """Check accesses, and yield those to each tensor: which of all they are, and the bytes [accesses, length]."""
+        """Check accesses. Yield for each tensor its storage, access indices and byte offsets [accesses, length]."""
         numbers = addresses >> SPACING
         for number in np.unique(numbers):
             chosen = np.flatnonzero(numbers == number)
@@ -119,12 +121,12 @@ class Memory:
 
 
 def describe(thread: int) -> str:
-    """Name a thread."""
+    """Return the program and the lane of a thread as text."""
     return f"program {thread // LANES}, lane {thread % LANES}"
 
 
 def _extent(tensor: Tensor) -> int:
-    """Count the elements from the first to the last in a storage."""
+    """Return the number of elements from the first to the last within the storage."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))

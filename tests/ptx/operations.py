@@ -1,4 +1,4 @@
-"""Instructions that compute each lane's result from the lane's own registers."""
+"""Instructions that compute the result of each lane from registers of the same lane."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,12 +14,12 @@ DTYPES = {
     type: np.dtype(f"{'i' if type[0] == 's' else 'u'}{int(type[1:]) // 8}") for type in ["b8", "u8", "s8", *INTEGERS]
 }
 DTYPES |= {"pred": np.dtype("bool"), "f32": np.dtype("f4")}
-WIDER = {"16": "32", "32": "64"}  # bits of wide products
+WIDER = {"16": "32", "32": "64"}  # number of bits of wide products
 FORMATS = {"bf16": BFloat16, "f16": Float16}
 
 
 class Operation(NamedTuple):
-    """A function of arrays, and the types of its arguments; its result has a dtype of the destination's size."""
+    """Function of arrays and the types of its arguments. The dtype of the result has the size of the destination."""
 
     compute: Callable[..., Array]
     types: tuple[str, ...]
@@ -30,7 +30,7 @@ def _wide_product(a: Array, b: Array) -> Array:
 
 
 def _high_product(a: Array, b: Array) -> Array:
-    """Return the upper half of a product; of 64 bits by halves, for numbers without a sign."""
+    """Return the upper half of a product. 64-bit products are computed from halves and must be unsigned."""
     if a.dtype.itemsize < 8:
         return (_wide_product(a, b) >> 8 * a.dtype.itemsize).astype(a.dtype)
     low, half = np.uint64(2**32 - 1), np.uint64(32)
@@ -40,13 +40,13 @@ def _high_product(a: Array, b: Array) -> Array:
 
 
 def _bit_field(a: Array, first: Array, count: Array) -> Array:
-    """Return some bits of a, with the sign of the highest for signed numbers."""
+    """Return a bit field of `a`, sign-extended for signed numbers."""
     unused = (32 - count).astype(a.dtype)
     return a << (unused - first.astype(a.dtype)) >> unused
 
 
 def _choose_bytes(a: Array, b: Array, selector: Array) -> Array:
-    """Make a word of four of the eight bytes of two words, by their numbers in four digits of a selector."""
+    """Return a word of four of the eight bytes of two words, selected by the four hexadecimal digits of a selector."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     result = np.zeros_like(both)
     for n in range(4):
@@ -56,11 +56,11 @@ def _choose_bytes(a: Array, b: Array, selector: Array) -> Array:
 
 
 def _unordered(compare: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a comparison that is true for NaN."""
+    """Return a comparison that is also true for NaN."""
     return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
 
 
-# Functions by names of instructions, and the types that they take: t the instruction's, w twice as wide, u u32, p pred.
+# Functions by instruction name, with argument types: t is the type of the instruction, w twice as wide, u u32, p pred.
 Functions = dict[str, tuple[Callable[..., Array], str]]
 MOVES: Functions = {
     "mov": (lambda x: x, "t"),
@@ -132,7 +132,7 @@ def _conversions() -> dict[str, Operation]:
 
 
 def _narrow_floats(name: str, format: floats.Format) -> dict[str, Operation]:
-    """Return the instructions of numbers of 16 bits, and of pairs of them."""
+    """Return the instructions for 16-bit numbers and for pairs of them."""
     fma, add = partial(floats.narrow_fma, format=format), partial(floats.narrow_add, format=format)
     return {
         f"cvt.f32.{name}": Operation(format.expand, ("b16",)),

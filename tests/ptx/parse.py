@@ -1,4 +1,4 @@
-"""PTX text as basic blocks of instructions."""
+"""Parser of PTX text into basic blocks of instructions."""
 
 import re
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ ENDS = ("bra", "bra.uni", "ret")  # opcodes that end a block
 
 
 class Address(NamedTuple):
-    """[register + offset], in bytes."""
+    """Address [register + offset] in bytes."""
 
     register: str
     offset: int
 
 
-Operand = str | tuple[str, ...] | Address  # a register, parameter, number or label; a vector; a place in memory
+Operand = str | tuple[str, ...] | Address  # register, parameter, number or label; vector; memory address
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        opcode: With all modifiers and types.
-        operands: The destination comes first.
-        predicate: Register that must be true; None if the instruction is always executed.
-        negated: Whether it must be false instead.
-        text: The instruction and its source line.
+        opcode: Opcode with all modifiers and types.
+        operands: Operands, with the destination first.
+        predicate: Register that must be true, or None if the instruction is always executed.
+        negated: Whether the register must be false instead.
+        text: Text of the instruction and its source line.
     """
 
     opcode: str
@@ -42,13 +42,13 @@ class Instruction:
 
 
 class BasicBlock(NamedTuple):
-    """Instructions without a branch, and what follows.
+    """Instructions without a branch, and the blocks that follow.
 
     Attributes:
-        instructions: All but the branch.
-        branch: The branch; None where the next block follows.
-        taken: Number of the block that the branch leads to; None for the end of the program.
-        following: Number of the next block; None after an unconditional branch.
+        instructions: All instructions except the branch.
+        branch: Branch at the end, or None if execution continues with the next block.
+        taken: Number of the target block of the branch, or None for the end of the program.
+        following: Number of the next block, or None after an unconditional branch.
     """
 
     instructions: list[Instruction]
@@ -58,7 +58,7 @@ class BasicBlock(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel: its name, types of parameters by their names, and blocks; the first is its entry."""
+    """Kernel: name, types of parameters by name, and blocks. The first block is the entry."""
 
     name: str
     parameters: dict[str, str]
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
 
 
 def parse(ptx: str) -> Kernel:
-    """Parse a module of one kernel of one warp."""
+    """Parse a module with one kernel of one warp."""
     name, parameters = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.S).groups()
     if not re.search(r"\.reqntid\s+32\b", ptx):
         raise PTXError(f"{name}: programs of more than one warp are not supported")
@@ -75,7 +75,7 @@ def parse(ptx: str) -> Kernel:
 
 
 def _instructions(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Return the instructions, and of each label the number of the instruction after it."""
+    """Return the instructions, and for each label the index of the instruction after it."""
     files = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', ptx))
     body = ptx[ptx.index("{", ptx.index(".reqntid")) :].split(".section")[0]
     instructions, labels, source = [], {}, "no source line"

@@ -1,4 +1,4 @@
-"""Programs at one place of a kernel, and their registers."""
+"""Programs at the same instruction of a kernel, and their registers."""
 
 from functools import cache, cached_property
 
@@ -12,11 +12,11 @@ from .parse import Instruction
 
 
 class Warps:
-    """Programs that have the same instruction to execute next.
+    """Programs with the same next instruction.
 
     Attributes:
-        programs: Their numbers [programs].
-        registers: Values [programs, 32] of registers and parameters, each of the dtype that it was computed in.
+        programs: Program numbers [programs].
+        registers: Values [programs, 32] of registers and parameters, each in the dtype in which it was computed.
     """
 
     def __init__(self, programs: Array, registers: dict[str, Array]) -> None:
@@ -24,36 +24,36 @@ class Warps:
 
     @cached_property
     def threads(self) -> Array:
-        """Numbers of the threads [programs, 32] within the launch."""
+        """Thread numbers [programs, 32] within the launch."""
         return self.programs[:, None] * LANES + np.arange(LANES)
 
     def read(self, operand: str, dtype: np.dtype) -> Array:
-        """Return a register, parameter or number, [programs, 32]."""
+        """Return the value of a register, parameter or number, [programs, 32]."""
         if operand in self.registers:
             return cast(self.registers[operand], dtype)
         return np.broadcast_to(constant(operand, dtype), self.threads.shape)
 
     def write(self, register: str, value: Array, instruction: Instruction) -> None:
-        """Write a register where the instruction's predicate is true."""
+        """Write a register where the predicate of the instruction is true."""
         if instruction.predicate is not None:
             value = np.where(self.condition(instruction), value, self.read(register, value.dtype))
         self.registers[register] = value
 
     def condition(self, instruction: Instruction) -> Array:
-        """Tell where an instruction's predicate is true, [programs, 32]."""
+        """Return where the predicate of an instruction is true, [programs, 32]."""
         if instruction.predicate is None:
             return np.ones(self.threads.shape, bool)
         return self.read(instruction.predicate, DTYPES["pred"]) ^ instruction.negated
 
     def select(self, chosen: Array) -> "Warps":
-        """Return the programs that are chosen [programs]."""
+        """Return the programs selected by a boolean array [programs]."""
         if chosen.all():
             return self
         return Warps(self.programs[chosen], {name: value[chosen] for name, value in self.registers.items()})
 
 
 def join(parts: list[Warps]) -> Warps:
-    """Join programs that came to the same place on different ways; registers that only some wrote are left out."""
+    """Join programs that reached the same instruction on different paths. Drop registers that only some wrote."""
     if len(parts) == 1:
         return parts[0]
     registers = {}
@@ -65,7 +65,7 @@ def join(parts: list[Warps]) -> Warps:
 
 
 def cast(value: Array, dtype: np.dtype) -> Array:
-    """Take the bits of a value as another type: of a narrower one the lower bits, for a wider one extended."""
+    """Reinterpret the bits of a value as another type. Truncate to a narrower type; extend to a wider one."""
     if value.dtype == dtype:
         return value
     if value.dtype.itemsize != dtype.itemsize:
@@ -76,7 +76,7 @@ def cast(value: Array, dtype: np.dtype) -> Array:
 
 @cache
 def constant(text: str, dtype: np.dtype) -> Array:
-    """Read a number: decimal, hexadecimal, with or without U behind it, or the bits of a float32 (0f3F800000)."""
+    """Parse a number: decimal or hexadecimal, with or without the suffix U, or the bits of a float32 (0f3F800000)."""
     if text.startswith("%"):
         raise PTXError(f"{text} was never written")
     bits = int(text[2:], 16) if text[:2].lower() == "0f" else int(text.removesuffix("U"), 0)

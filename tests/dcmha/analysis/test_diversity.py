@@ -1,4 +1,4 @@
-"""Head diversity against the matrices themselves, formed whole."""
+"""Head diversity from factors against the full matrices."""
 
 import pytest
 import timm
@@ -10,7 +10,7 @@ from dcmha.analysis import head_diversity, head_weights, model_diversity
 
 
 def formed(matrices: torch.Tensor) -> torch.Tensor:
-    """The captured variance of matrices [H, C, C'] side by side, by their singular values."""
+    """Return the captured variance of the concatenated matrices [H, C, C'], computed from their singular values."""
     variances = torch.linalg.svdvals(torch.cat(matrices.unbind(0), 1)).square()
     return variances.cumsum(0) / variances.sum()
 
@@ -27,7 +27,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_factors_capture_what_whole_matrices_do(kind):
+def test_diversity_from_factors_equals_diversity_of_full_matrices(kind):
     torch.manual_seed(0)
     layer = LAYERS[kind]().double()
     query, key, value, output = head_weights(layer)
@@ -36,7 +36,7 @@ def test_factors_capture_what_whole_matrices_do(kind):
         assert len(found) == min(24, query.shape[0] * query.shape[1]) and found[-1] == pytest.approx(1.0)
 
 
-def test_the_weights_of_a_head_make_its_scores_and_its_output():
+def test_head_weights_reproduce_the_scores_and_the_output_of_a_layer():
     torch.manual_seed(0)
     layer = DCAttention(24, 4, num_kv_heads=2, pre_compose=False, post_compose=False, proj_bias=False)
     x = torch.randn(1, 5, 24)
@@ -46,7 +46,7 @@ def test_the_weights_of_a_head_make_its_scores_and_its_output():
     torch.testing.assert_close(out[None], layer(x))
 
 
-def test_heads_that_are_alike_are_less_diverse():
+def test_equal_heads_are_less_diverse():
     torch.manual_seed(0)
     layer = DCAttention(24, 4)
     before = head_diversity(layer)
@@ -59,9 +59,9 @@ def test_heads_that_are_alike_are_less_diverse():
     assert (head_diversity(layer).qk == 1).all()
 
 
-def test_models_are_measured_layer_by_layer():
+def test_model_diversity_measures_each_layer_and_rejects_unsupported_models():
     model = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3)
     assert list(model_diversity(model)) == ["blocks.0.attn", "blocks.1.attn"]
-    for other in (nn.Linear(2, 2), timm.create_model("tiny_vit_5m_224")):  # whose heads interleave q, k and v
+    for other in (nn.Linear(2, 2), timm.create_model("tiny_vit_5m_224")):  # TinyViT heads interleave q, k and v
         with pytest.raises(ValueError, match=f"{type(other).__name__} has no supported attention layers"):
             model_diversity(other)

@@ -1,4 +1,4 @@
-"""A branch that is switched off is one that the model does not have; factors have gradients."""
+"""Scaling of branches and heads: a factor of zero equals a model without the part; factors receive gradients."""
 
 import pytest
 import timm
@@ -27,7 +27,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("part", WITHOUT)
-def test_switched_off_is_not_there(part):
+def test_branches_scaled_by_zero_equal_a_layer_without_them(part):
     layer = composed(static_base=True)
     without = DCAttention(32, 4, **WITHOUT[part]).double()
     state = layer.state_dict()
@@ -45,7 +45,7 @@ def test_switched_off_is_not_there(part):
     assert not torch.allclose(found, layer(X, is_causal=True))
 
 
-def test_branches_are_listed_by_what_layers_have():
+def test_composition_branches_lists_only_existing_branches():
     model = torch.nn.Sequential(
         composed(static_base=True), DCAttention(32, 4, pre_compose=False, key_wise=False, rank=0)
     )
@@ -57,7 +57,7 @@ def test_branches_are_listed_by_what_layers_have():
         composition_branches(plain)
 
 
-def test_factors_have_gradients_and_ones_change_nothing():
+def test_factors_of_one_preserve_the_output_and_receive_gradients():
     layer = composed()
     factors = {branch: torch.ones((), requires_grad=True) for branch in composition_branches(layer)}
     heads = torch.ones(4, requires_grad=True)
@@ -71,7 +71,7 @@ def test_factors_have_gradients_and_ones_change_nothing():
 
 
 @pytest.mark.parametrize("make", [composed, lambda: timm.layers.Attention(32, 4).double()])
-def test_a_head_that_is_switched_off_writes_nothing(make):
+def test_head_scaled_by_zero_does_not_contribute_to_the_output(make):
     layer = make()
     with scale_heads(layer, {"": torch.tensor([1.0, 0.0, 1.0, 1.0])}):
         found = layer(X)
@@ -80,7 +80,7 @@ def test_a_head_that_is_switched_off_writes_nothing(make):
     torch.testing.assert_close(found, layer(X))
 
 
-def test_pooling_is_scaled():
+def test_scaled_branch_of_cross_attention_equals_zeroed_weights():
     layer = DCCrossAttention(32, 4)
     x, context = X.float(), X.float()
     with scale_branches(layer, {Branch("", "post", "key gate"): 0.0}):
@@ -102,6 +102,6 @@ def test_pooling_is_scaled():
         (lambda m: scale_heads(m, {"0": torch.ones(5)}), r"factors of '0' have shape \[5\]; expected a tensor \[4\]"),
     ],
 )
-def test_what_is_not_there(context, message):
+def test_unknown_branches_or_layers_and_wrong_shapes_raise_error(context, message):
     with pytest.raises(ValueError, match=message), context(torch.nn.Sequential(composed())):
         pass

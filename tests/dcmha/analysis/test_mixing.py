@@ -1,4 +1,4 @@
-"""What is said of compositions, against matrices made one pair at a time."""
+"""Statistics of compositions against matrices computed for one pair at a time."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.dcmha.inputs import Case, make_weights
 
 
 def of_pair(weights: ComposeWeights, sequence: int, query: int, key: int) -> torch.Tensor:
-    """The composition of a pair as a matrix, a head at a time."""
+    """Return the composition matrix of one query-key pair."""
     heads = torch.eye(6, dtype=torch.float64)[:, :, None, None]
     sides = (
         side.map(lambda w, at=at: w[sequence, at].expand(6, 1, *w.shape[2:]))
@@ -26,15 +26,15 @@ def weights() -> ComposeWeights:
     return make_weights(Case(B=2, T=4, S=5, H=6, G=2))
 
 
-def test_matrices_compose_as_the_operator_does(weights):
+def test_branch_matrices_sum_to_the_composition_of_the_operator(weights):
     made = branch_matrices(weights, 6, 2)
     total = torch.eye(6, dtype=torch.float64) + made["base"][0, 0]
     total = total + sum(made[f"query {part}"][1, 2] + made[f"key {part}"][1, 3] for part in ("projection", "gate"))
     torch.testing.assert_close(total, of_pair(weights, 1, 2, 3))
 
 
-def test_sizes_and_shares_are_those_of_all_pairs(weights):
-    """Of one sequence, and of the same in two calls: the mean squared distance to the identity, split."""
+def test_sizes_and_shares_equal_statistics_over_all_pairs(weights):
+    """The shares divide the mean squared distance to the identity. Adding the same sequence again changes nothing."""
     weights = ComposeWeights(*(side.map(lambda w: w[:1]) for side in (weights.query, weights.key)), weights.base)
     meter = MixingMeter(6, 2)
     meter.add(weights)
@@ -57,7 +57,7 @@ def test_sizes_and_shares_are_those_of_all_pairs(weights):
         assert list(mixing.sizes) == ["base", "query projection", "query gate", "key projection", "key gate"]
 
 
-def test_effective_ranks():
+def test_effective_rank_equals_rank_of_known_matrices():
     values = torch.tensor([1.0, 1.0, 1.0, 0.0])
     basis = torch.linalg.qr(torch.randn(4, 4))[0]
     torch.testing.assert_close(
@@ -71,7 +71,7 @@ def test_effective_ranks():
     assert meter.mixing().effective_rank == pytest.approx((3.0, 1.0))
 
 
-def test_what_adds_nothing_has_no_shares():
+def test_zero_composition_has_zero_shares_and_empty_meter_raises_error():
     meter = MixingMeter(4, 1)
     with pytest.raises(ValueError, match="no composition has been added"):
         meter.mixing()
@@ -80,7 +80,7 @@ def test_what_adds_nothing_has_no_shares():
     assert mixing.shares == {"static": 0.0, "query": 0.0, "key": 0.0} and mixing.effective_rank.mean == pytest.approx(4)
 
 
-def test_layers_are_measured_while_the_context_is_open():
+def test_layers_are_measured_only_inside_the_context():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         DCAttention(32, 4),
@@ -99,7 +99,7 @@ def test_layers_are_measured_while_the_context_is_open():
     assert meters["0"]["post"].mixing() == expected.mixing()
 
 
-def test_cross_attention_and_what_composes_nothing():
+def test_cross_attention_is_measured_and_plain_attention_raises_error():
     layer = DCCrossAttention(32, 4, context_dim=16)
     with measure_mixing(layer) as meters:
         layer(torch.randn(2, 3, 32), torch.randn(2, 5, 16))

@@ -1,4 +1,4 @@
-"""Recorded maps are those of the definition, and recording changes nothing."""
+"""Recorded attention maps match their definition, and recording does not change the output."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.dcmha.inputs import Case, make_weights
 @pytest.mark.parametrize(
     "options", [{}, {"window_size": 3, "num_groups": 2}, {"post_compose": False, "static_base": True}]
 )
-def test_maps_make_the_output(options):
+def test_recorded_maps_reproduce_the_output(options):
     torch.manual_seed(0)
     layer = DCAttention(32, 4, **options)
     with torch.no_grad():
@@ -50,8 +50,8 @@ def test_compiled_models_are_recorded():
         torch.testing.assert_close(model(x), expected)
 
 
-def test_the_mean_composition_is_the_mean_over_pairs():
-    """Composing a one-hot of each head and averaging over all pairs gives the rows."""
+def test_mean_composition_equals_mean_over_pairs():
+    """Each row is the composition of a one-hot head vector, averaged over all pairs."""
     case = Case(B=2, T=5, S=6, H=4, G=2)
     torch.manual_seed(0)
     weights = make_weights(case)
@@ -63,7 +63,7 @@ def test_the_mean_composition_is_the_mean_over_pairs():
     torch.testing.assert_close(mean_composition(weights, 4, 2).double(), torch.stack(rows), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_kept_of_chosen_layers():
+def test_record_attention_selects_layers_and_applies_a_function():
     model = torch.nn.Sequential(DCAttention(32, 4), DCAttention(32, 4))
     x = torch.randn(2, 7, 32)
     with record_attention(model, ["1"], lambda one: one.maps.weights[0, 3, -1]) as recorded:
@@ -79,7 +79,7 @@ def test_what_is_kept_of_chosen_layers():
 
 
 @pytest.mark.parametrize("composition", ["pre", "post"])
-def test_the_terms_of_a_pair_sum_to_the_composed_value(composition):
+def test_breakdown_terms_of_a_pair_sum_to_the_composed_value(composition):
     torch.manual_seed(0)
     layer = DCAttention(32, 6, attn_head_dim=8, static_base=True, num_groups=2)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_the_terms_of_a_pair_sum_to_the_composed_value(composition):
     torch.testing.assert_close(found.terms["base"], found.before @ torch.block_diag(*found.weights.base))
 
 
-def test_a_cross_attention_is_broken_down():
+def test_breakdown_supports_cross_attention():
     layer = DCCrossAttention(32, 4, context_dim=16, key_wise=False)
     with record_attention(layer) as recorded:
         layer(torch.randn(2, 3, 32), torch.randn(2, 5, 16))
@@ -125,7 +125,7 @@ def test_a_cross_attention_is_broken_down():
         (("both", 0, 0), "composition='both'; expected 'pre', 'post'"),
     ],
 )
-def test_pairs_that_are_not_there(arguments, message):
+def test_breakdown_with_invalid_arguments_raises_error(arguments, message):
     layer = DCAttention(32, 4, post_compose=False)
     with record_attention(layer) as recorded:
         layer(torch.randn(2, 7, 32))
@@ -133,7 +133,7 @@ def test_pairs_that_are_not_there(arguments, message):
         recorded[""].breakdown(*arguments)
 
 
-def test_only_while_the_context_is_open():
+def test_recording_stops_when_the_context_ends():
     layer = DCAttention(32, 4)
     with pytest.raises(RuntimeError, match="stop"), record_attention(layer) as recorded:
         layer(torch.randn(1, 3, 32))

@@ -1,4 +1,4 @@
-"""The same source in other widths of a vector, and under the sanitizers of the compiler."""
+"""The C++ source compiled for other vector widths and with the sanitizers of the compiler."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ OF_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x
 
 
 def fails(compiler: str, **environment: str) -> str:
-    """Run the operator's tests on what this compiler makes of the source, in another process; tell what failed."""
+    """Run the operator's tests in another process with this compiler. Return the output if a test fails, or ""."""
     own = {"CXX": compiler, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow", *SHORT]
     command += ["tests/dcmha/cpu/test_operator.py"]
@@ -25,13 +25,13 @@ def fails(compiler: str, **environment: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["-mno-avx512f", "-mno-avx"])
 @OF_X86
-def test_other_widths(options):
+def test_operator_tests_pass_with_other_vector_widths(options):
     assert not fails(f"g++ {options}")
 
 
 @pytest.mark.long
 @OF_X86
-def test_no_address_is_wrong_and_nothing_undefined():
+def test_operator_tests_pass_with_address_and_undefined_behavior_sanitizers():
     libraries = (["g++", f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so.6"))
     paths = (subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in libraries)
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"

@@ -1,4 +1,4 @@
-"""The library: compiled once, by whichever process comes first; and what runs where it cannot be."""
+"""The compiled library: the first process compiles it once; another implementation runs if it is unavailable."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ print(layer.resolved_impl)
 
 @pytest.fixture(autouse=True)
 def anew(tmp_path, monkeypatch):
-    """Let this process ask anew, with an empty cache."""
+    """Forget the loaded libraries of this process and use an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library._load.cache_clear()
     yield
@@ -49,16 +49,16 @@ def program(path: Path, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_compile_once(tmp_path):
+def test_concurrent_processes_compile_once(tmp_path):
     processes = [attend() for _ in range(3)]
     told = [process.communicate(timeout=120) for process in processes]
     assert [out.strip() for out, _ in told] == ["cpu"] * 3, told
     assert sum(error.count("compiled composed attention for this processor in") for _, error in told) == 1
     kept = sorted(path.suffix for path in (tmp_path / "cache/dcmha/cpu").iterdir())
-    assert kept in ([".so"], [".lock", ".so"])  # a lock is an empty file, which some systems leave
+    assert kept in ([".so"], [".lock", ".so"])  # some systems leave the lock, which is an empty file
 
 
-def test_without_a_compiler_everything_works(tmp_path, monkeypatch, caplog):
+def test_missing_compiler_falls_back_to_compiled(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     choice = resolve_impl("auto", Q, is_composed=True)
@@ -89,27 +89,27 @@ def test_without_a_compiler_everything_works(tmp_path, monkeypatch, caplog):
         ('for last; do :; done; [ $1 = --version ] || echo junk > "$last"', "cannot be loaded: "),
     ],
 )
-def test_a_compiler_that_fails_is_told(tmp_path, monkeypatch, compiler, reason):
+def test_compiler_failure_is_reported_as_reason(tmp_path, monkeypatch, compiler, reason):
     monkeypatch.setenv("CXX", program(tmp_path / "c++", compiler))
     choice = resolve_impl("auto", Q, is_composed=True)
     assert choice.impl == "compiled" and reason in choice.reason
     assert not [path for path in (tmp_path / "cache/dcmha/cpu").iterdir() if path.suffix != ".lock"]
 
 
-def test_a_compiler_that_is_none(monkeypatch):
+def test_invalid_cxx_is_reported_as_reason(monkeypatch):
     for name, reason in (("no-such-compiler -O2", "CXX=no-such-compiler was not found"), ("g++ 'x", "No closing quot")):
         library._load.cache_clear()
         monkeypatch.setenv("CXX", name)
         assert reason in resolve_impl("auto", Q, is_composed=True).reason
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_cache_is_reported_as_reason(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "its library cannot be built or cached" in resolve_impl("auto", Q, is_composed=True).reason
 
 
-def test_without_a_home(monkeypatch):
+def test_missing_home_directory_is_reported_as_reason(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(
         Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
@@ -117,7 +117,7 @@ def test_without_a_home(monkeypatch):
     assert "Could not determine home directory." in resolve_impl("auto", Q, is_composed=True).reason
 
 
-def test_a_name_is_that_of_source_command_compiler_and_processor(tmp_path, monkeypatch):
+def test_fingerprint_depends_on_source_command_compiler_and_processor(tmp_path, monkeypatch):
     names = {library._fingerprint(["g++"]), library._fingerprint(["g++", "-DRANK_QUERY=1"])}
     monkeypatch.setattr(library, "_processor", lambda: "another")
     names.add(library._fingerprint(["g++"]))
@@ -129,13 +129,13 @@ def test_a_name_is_that_of_source_command_compiler_and_processor(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_each_pair_of_ranks_has_a_library_and_a_damaged_one_is_compiled_again(tmp_path):
+def test_each_pair_of_ranks_has_a_library_and_damaged_libraries_are_recompiled(tmp_path):
     kept = []
     for ranks in (ComposeRanks(1, None), ComposeRanks(0, 0), ComposeRanks(0, 0)):
         assert library.why_unavailable(ranks) is None
         kept = sorted((tmp_path / "cache/dcmha/cpu").glob("*.so"))
         library._load.cache_clear()
         for path in kept:
-            path.unlink()  # it may be in use: another file takes its place
+            path.unlink()  # the library may be in use: replace the file
             path.write_bytes(b"junk")
     assert len(kept) == 2

@@ -1,4 +1,4 @@
-"""The C++ against the reference in float64: every branch, mask and odd size; threads, processes and compilers."""
+"""The C++ operator against the float64 reference: branches, masks, odd sizes, threads, processes and compilers."""
 
 import os
 import subprocess
@@ -63,14 +63,17 @@ LONG = [replace(s, **k, **f) for s in SHAPES for k in KINDS for f in (*FORMS, *M
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fill what is allocated without values with NaN."""
+    """Fill uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def check(case: Case) -> None:
-    """Compare; where much cancels, with what the dense form makes of it in the same precision."""
+    """Compare "cpu" with the float64 reference.
+
+    Where much cancels, the bound is three times the error of the dense reference in float32.
+    """
     exact, got = (output_and_gradients(case, impl) for impl in ("reference", "cpu"))
     dense = output_and_gradients(case, "reference", torch.float32)
     for name, value in exact.items():
@@ -90,7 +93,7 @@ def test_every_combination_equals_the_reference(case):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5])
-def test_few_queries_whose_keys_are_not_packed(tokens):
+def test_few_queries_with_unpacked_keys_equal_the_reference(tokens):
     check(Case(B=2, T=tokens, S=70, H=5, D=20, is_causal=True, window_size=40))
 
 
@@ -99,8 +102,8 @@ def test_few_queries_whose_keys_are_not_packed(tokens):
     "kind", [{}, {"is_causal": True, "window_size": 300}, {"mask": "bool"}, {"mask": "float-inf"}], ids=str
 )
 @pytest.mark.parametrize("tokens", [1, 30])
-def test_keys_are_shared_between_idle_threads(threads, tokens, kind):
-    """Of one block of queries: the sums of every share enter the weights of every other."""
+def test_keys_split_over_idle_threads_equal_the_reference(threads, tokens, kind):
+    """For one block of queries, the sums of each share of the keys affect the weights of all other shares."""
     torch.set_num_threads(threads)
     check(Case(B=1, T=tokens, S=530, H=5, D=20, **kind))
 
@@ -109,7 +112,7 @@ def test_keys_are_shared_between_idle_threads(threads, tokens, kind):
     ("rows", "blocks", "keys", "shares"),
     [(1, 1, 530, 4), (2, 1, 530, 2), (3, 1, 530, 1), (1, 1, 300, 2), (1, 2, 530, 1)],
 )
-def test_where_keys_are_shared(rows, blocks, keys, shares):
+def test_share_keys_returns_expected_number_of_shares(rows, blocks, keys, shares):
     torch.set_num_threads(4)
     assert share_keys(rows, blocks, keys).shares == shares
 
@@ -117,8 +120,8 @@ def test_where_keys_are_shared(rows, blocks, keys, shares):
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("low", [-1e6, -1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("tokens", [3, 20])
-def test_rows_that_see_everything_far_below_zero(tokens, low, threads):
-    """As the masks of padded queries are: their weights are those of the same row without the mask, or all alike."""
+def test_rows_with_large_negative_mask_values_match_compiled(tokens, low, threads):
+    """Masks of padded queries have such rows. Their weights equal those of the row without a mask, or are uniform."""
     torch.set_num_threads(threads)
     case = Case(B=1, T=tokens, S=512, H=4, D=16)
     mask = torch.zeros(1, 1, tokens, 512)
@@ -132,7 +135,7 @@ def test_rows_that_see_everything_far_below_zero(tokens, low, threads):
         assert float((got - expected).norm()) <= 1e-3 * float(expected.norm()) + 1e-6, name
 
 
-def test_compositions_of_different_ranks():
+def test_compositions_of_different_ranks_equal_the_reference():
     case = Case(T=20, S=20, R=2)
     operands = make_operands(case)
     for name in ("pre.query.down", "pre.query.up", "post.key.down", "post.key.up"):
@@ -149,8 +152,8 @@ BIASES = [(2, 6, 33, 33), (1, 6, 33, 33), (6, 33, 33), (33, 33), (2, 1, 1, 33), 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", BIASES, ids=str)
-def test_gradients_of_a_bias(shape, threads):
-    """Of one that is the same along any axis, the batch's and the queries' too, to which threads would add together."""
+def test_gradients_of_a_bias_equal_the_reference(shape, threads):
+    """The bias may be broadcast along any axis, including batch and queries, where threads would add concurrently."""
     case = Case()
     torch.set_num_threads(threads)
     torch.manual_seed(1)
@@ -162,13 +165,13 @@ def test_gradients_of_a_bias(shape, threads):
             torch.autograd.grad((out * torch.arange(33.0)[:, None]).sum(), bias if impl == "cpu" else pairs)[0]
         )
     pairs, got, again = results
-    summed = pairs.abs().sum_to_size(shape)  # of many that may cancel
+    summed = pairs.abs().sum_to_size(shape)  # the summed terms may cancel
     assert torch.equal(got, again)
     assert float((got - pairs.sum_to_size(shape)).norm()) < tolerance("cpu") * float(summed.norm())
 
 
-def test_operands_that_lie_anywhere():
-    """Views with strides of their own, and rows at addresses that are no multiple of a vector."""
+def test_operands_stored_anywhere_in_memory_give_equal_output():
+    """Use views with arbitrary strides and rows at addresses that are not multiples of the vector size."""
     case = Case(T=20, S=20, D=24)
     operands = make_operands(case, torch.float32)
     expected = run(case, operands, "cpu")
@@ -185,7 +188,7 @@ def test_operands_that_lie_anywhere():
     assert torch.equal(run(case, swapped, "cpu"), expected)
 
 
-def test_what_is_not_a_number_is_not_lost():
+def test_nan_propagates_as_in_the_reference():
     case = Case(T=9, S=9)
     operands = {name: x.detach() for name, x in make_operands(case, torch.float32).items()}
     for name, value in (("q", torch.nan), ("q", torch.inf), ("v", torch.nan), ("pre.query.gate", torch.nan)):
@@ -196,7 +199,7 @@ def test_what_is_not_a_number_is_not_lost():
 
 
 @pytest.mark.parametrize("case", [Case(B=1, T=200, S=200, is_causal=True), Case(B=3, T=70, S=90)], ids=str)
-def test_threads_change_rounding_alone_and_repeats_nothing(case):
+def test_number_of_threads_changes_only_rounding_and_repeats_are_identical(case):
     results = {}
     for threads in (1, 2, 3, 2):
         torch.set_num_threads(threads)
@@ -213,7 +216,7 @@ def test_threads_change_rounding_alone_and_repeats_nothing(case):
     ("B", "blocks", "threads"), [(1, 1, 8), (1, 64, 2), (3, 4, 2), (64, 4, 2), (5, 0, 4), (0, 3, 2)]
 )
 @pytest.mark.parametrize("has_sums", [False, True])
-def test_the_work_is_shared(B, blocks, threads, has_sums):
+def test_share_distributes_the_work_over_all_threads(B, blocks, threads, has_sums):
     torch.set_num_threads(threads)
     split = share(B, blocks, has_sums)
     assert split.threads == threads and 1 <= split.parts <= max(1, blocks) and split.slots == B * split.parts
@@ -221,7 +224,7 @@ def test_the_work_is_shared(B, blocks, threads, has_sums):
 
 
 def attend(operands: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """The gradient of the values."""
+    """Return the gradient of the values."""
     case = Case(T=40, S=40)
     operands = operands or make_operands(case, torch.float32)
     return torch.autograd.grad(run(case, operands, "cpu").square().sum(), operands["v"])[0]
@@ -252,8 +255,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_other_processes(tmp_path, method):
-    """As workers of a loader are started, after threads have run here."""
+def test_operator_runs_in_child_processes(tmp_path, method):
+    """Start a process like the workers of a data loader, after threads have run in the parent process."""
     script = tmp_path / "attend.py"
     script.write_text(IN_A_PROCESS)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -263,7 +266,7 @@ def test_other_processes(tmp_path, method):
     assert done.returncode == 0, done.stderr
 
 
-def test_several_python_threads():
+def test_concurrent_python_threads_give_equal_gradients():
     operands, results = make_operands(Case(T=40, S=40), torch.float32), []
     expected = attend(operands)
     threads = [threading.Thread(target=lambda: results.append(attend(operands))) for _ in range(4)]
@@ -275,7 +278,7 @@ def test_several_python_threads():
 
 
 def arguments(tokens: int = 5, **kind) -> tuple:
-    """Arguments of the operator itself."""
+    """Return arguments of the registered operator."""
     case = Case(B=1, T=tokens, S=tokens, H=3, D=4, **kind)
     x = make_operands(case, torch.float32)
     weights = [x.get(f"{c}.{n}") for c in ("pre", "post") for n in NAMES]
@@ -288,7 +291,7 @@ NAMES = [f"{side}.{field}" for side in ("query", "key") for field in SideWeights
 
 
 @pytest.mark.parametrize("kind", [{}, {"branches": "qg", "tokens": 130}], ids=str)
-def test_opcheck(kind):
+def test_operator_passes_opcheck(kind):
     torch.set_num_threads(2)
     operator, given = attention.forward_op, arguments(**kind)
     torch.library.opcheck(operator, given, test_utils=("test_schema", "test_autograd_registration"))
@@ -298,7 +301,7 @@ def test_opcheck(kind):
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiles_whole(backend, dynamic):
+def test_layer_compiles_into_one_graph_and_matches_eager(backend, dynamic):
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
@@ -312,7 +315,7 @@ def test_compiles_whole(backend, dynamic):
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
-def test_the_operator_compiles_with_sizes_that_change():
+def test_operator_compiles_with_changing_rank():
     case = Case(T=9, S=9)
     compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
     for rank in (2, 1):
@@ -320,24 +323,25 @@ def test_the_operator_compiles_with_sizes_that_change():
         assert torch.equal(compiled(case, operands, "auto"), run(case, operands, "cpu"))
 
 
-def test_a_bias_of_no_rows():
+def test_bias_gradient_of_an_empty_batch_is_zero():
     bias = torch.zeros(1, 1, 33, 33, requires_grad=True)
     run(Case(B=0), make_operands(Case(B=0), torch.float32), "cpu", bias).sum().backward()
     assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
-def test_gradients_that_nobody_needs():
+def test_partial_gradients_no_grad_and_inference_mode_are_supported():
     case = Case(T=9, S=9)
     operands = {name: x.detach() for name, x in make_operands(case, torch.float32).items()}
     value = operands["v"].requires_grad_()
-    torch.autograd.grad(run(case, operands, "cpu").sum(), value)
+    got, expected = (torch.autograd.grad(run(case, operands, impl).sum(), value) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         assert not run(case, operands, "cpu").requires_grad
     with torch.inference_mode():
         torch.testing.assert_close(run(case, operands, "cpu"), run(case, operands, "reference"), rtol=1e-4, atol=1e-5)
 
 
-def test_a_query_on_a_long_cache_equals_the_same_query_among_others():
+def test_single_query_on_a_long_cache_equals_the_last_query_of_a_full_call():
     torch.manual_seed(0)
     B, H, S, D = 2, 4, 90, 16
     q, k, v = torch.randn(3, B, H, S, D).unbind(0)
@@ -349,8 +353,8 @@ def test_a_query_on_a_long_cache_equals_the_same_query_among_others():
     torch.testing.assert_close(one, whole[:, :, -1:], rtol=1e-5, atol=1e-5)
 
 
-def test_memory_grows_with_the_length_alone():
-    """What autograd keeps: operands, output and one number a row."""
+def test_saved_memory_is_linear_in_the_sequence_length():
+    """Autograd saves the operands, the output and one number per row."""
     saved = []
     case = Case(B=1, T=512, S=512, H=4, D=8)
     operands = make_operands(case, torch.float32)
@@ -359,7 +363,7 @@ def test_memory_grows_with_the_length_alone():
     assert max(saved) <= 4 * 8 * 512
 
 
-def test_masks_of_every_kind_hide():
+def test_boolean_and_floating_masks_give_the_same_output():
     case = Case(mask="bool", T=20, S=33, is_causal=True, window_size=12)
     mask, operands = make_mask(case), make_operands(case)
     hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""Compiling the Gluon kernels for a GPU that need not be there: registers, spills, shared memory, barriers of each.
+"""Compilation of the Gluon kernels for a GPU that need not be present: registers, spills, shared memory, barriers.
 
 python -m tests.dcmha.gluon.aot CAPABILITY VARIANT...
 """
@@ -38,7 +38,7 @@ KERNELS = {
     )
 }
 NARROW = ("short_weights", "short_gradients", "key_gradients")  # up to 16 heads
-WIDE = ("wide_key_gradients",)  # more
+WIDE = ("wide_key_gradients",)  # more than 16 heads
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 SPEC = ComposeSpec(QUERY_RANK=2, QUERY_GATE=1, KEY_RANK=2, KEY_GATE=1, BASE=0)
 KIND = KernelConfig(
@@ -76,13 +76,13 @@ VARIANTS = {
 
 
 class Resources(NamedTuple):
-    """Of one kernel.
+    """Resources of one kernel.
 
     Attributes:
-        registers: Of a thread.
-        spills: Bytes of a thread.
-        shared: Bytes of shared memory of a program.
-        barriers: Instructions that wait for other warps.
+        registers: Registers per thread.
+        spills: Bytes of spilled registers per thread.
+        shared: Bytes of shared memory per program.
+        barriers: Number of instructions that wait for other warps.
     """
 
     registers: int
@@ -92,7 +92,7 @@ class Resources(NamedTuple):
 
 
 def resources(name: str, capability: int, spec: ComposeSpec = SPEC, **kind: object) -> Resources:
-    """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., and count what it uses."""
+    """Compile a kernel with its launch options for compute capability 80, 90, 100, ... and count its resources."""
     compiled = compile_kernel(name, capability, spec, **kind)
     usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
     return Resources(
@@ -104,7 +104,7 @@ def resources(name: str, capability: int, spec: ComposeSpec = SPEC, **kind: obje
 
 
 def compile_kernel(name: str, capability: int, spec: ComposeSpec = SPEC, **kind: object) -> CompiledKernel:
-    """Compile a kernel of a kind of call."""
+    """Compile a kernel for one kind of call."""
     config = KIND._replace(**kind)
     kernel, constants = KERNELS[name], {"KIND": config, "PRE": spec, "POST": spec, "SPEC": spec}
     is_wide = config.BLOCKS > 1
@@ -123,7 +123,7 @@ def compile_kernel(name: str, capability: int, spec: ComposeSpec = SPEC, **kind:
 
 
 def _argument(name: str, config: KernelConfig) -> object:
-    """Make an argument of the type that a call gives."""
+    """Return an argument of the same type as in a call."""
     data = torch.empty(1, dtype=torch.bfloat16 if gl.bfloat16 == config.DTYPE else torch.float16)
     match name:
         case "lse" | "delta":
@@ -144,7 +144,7 @@ def _argument(name: str, config: KernelConfig) -> object:
 
 
 def _types(place: tuple, name: str, value: object, constexprs: dict, attributes: dict) -> object:
-    """Name the types of an argument as Triton does; note its constants, and what is a multiple of 16."""
+    """Return Triton's names of the types of an argument. Record its constants and its multiples of 16."""
     if isinstance(value, tuple):
         parts = zip(value._fields, value, strict=True)
         return type(value)(*(_types((*place, n), *part, constexprs, attributes) for n, part in enumerate(parts)))
@@ -167,7 +167,7 @@ def _dump(cubin: bytes, what: str) -> str:
 
 
 def main(capability: str, *variants: str) -> None:
-    """Print, as JSON, the resources of every kernel in some variants."""
+    """Print the resources of every kernel for some variants as JSON."""
     rows = {}
     for variant in variants:
         for name in KERNELS:

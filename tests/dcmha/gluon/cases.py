@@ -1,4 +1,4 @@
-"""Problems for the Gluon kernels: every form of a call that they take."""
+"""Problems for the Gluon kernels, which cover all forms of calls that the kernels support."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,16 @@ SMALL_CHUNKS = {"WORKSPACE_MIB": 1 / 16, "MIN_QUERIES": 16, "BLOCK_QUERIES": 16}
 
 
 class Problem(NamedTuple):
-    """A case, and how the kernels get it.
+    """Case and the form in which the kernels receive it.
 
     Attributes:
-        case: The case.
+        case: Shape and features of the call.
         dtype: Dtype of the operands.
-        constants: Constants that cut it into several chunks, or take it for one of long rows.
-        has_large_values: Whether its boolean mask becomes one of large values, most of them the same for all keys.
-        has_hidden_nan: Whether the first row of the batch, whose keys are all hidden, holds NaN; the others count.
-        is_displaced: Whether tensors begin where kernels that load 16 bytes at once must not load them.
+        constants: Constants that divide the call into several chunks, or select the kernels for long rows.
+        has_large_values: Whether large values replace the boolean mask. Most of them are equal for all keys of a query.
+        has_hidden_nan: Whether the first batch row, whose keys are all hidden, contains NaN. Only the other rows are
+            compared.
+        is_displaced: Whether tensors start at addresses that are not aligned to loads of 16 bytes.
     """
 
     case: Case

@@ -1,4 +1,4 @@
-"""Leave out what needs the kernels where the installed Triton cannot compile them."""
+"""Skip tests that need the Gluon kernels if the installed Triton cannot compile them."""
 
 from dcmha.impl.gluon import why_unavailable
 

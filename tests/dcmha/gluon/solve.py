@@ -1,4 +1,4 @@
-"""Solve problems by the Gluon kernels, compiled for compute capability 9.0 and executed on CPU tensors; print errors.
+"""Print the errors of the Gluon kernels, compiled for compute capability 9.0 and executed on CPU tensors.
 
 python -m tests.dcmha.gluon.solve CASE...
 """
@@ -20,17 +20,17 @@ from .cases import CASES, Problem
 
 
 def multiply(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
-    """Multiply as `products.multiply` does on a GPU, with sums that are not rounded."""
+    """Multiply like `products.multiply` on a GPU, but with sums in float64."""
     out.copy_(scale * (a.double() @ b.double()))
 
 
 def accumulate(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
-    """Multiply and add as `products.accumulate` does, for which a CPU has no product."""
+    """Multiply and add like `products.accumulate`, whose matrix product is not available on a CPU."""
     out.add_(scale * (a.double() @ b.double()))
 
 
 def results(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | None) -> dict[str, Tensor]:
-    """Compute the output and the gradients of all operands, in float64."""
+    """Compute the output and the gradients of all operands. Return them in float64."""
     out = run(case, operands, impl, mask)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).to(out.dtype)
     grads = torch.autograd.grad(out, list(operands.values()), cotangent)
@@ -38,9 +38,10 @@ def results(case: Case, operands: dict[str, Tensor], impl: str, mask: Tensor | N
 
 
 def large_values(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make a floating mask of large values that weighs keys as a boolean one [B, 1, T, S] does.
+    """Make a floating-point mask of large values that is equivalent to a boolean mask [B, 1, T, S].
 
-    All keys that a query sees have one value, and others -inf, or the lowest number where that is far below.
+    All visible keys of a query have the same value. Hidden keys have -inf, or the lowest finite number if it is far
+    below that value.
     """
     lowest = torch.finfo(dtype).min
     of_query = torch.tensor([0.0, -1e6, -1e9, 1e20, 3e38, lowest])[torch.arange(visible.shape[2]) % 6, None]
@@ -49,12 +50,12 @@ def large_values(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def displaced(x: Tensor) -> Tensor:
-    """Copy a tensor to memory that begins one element after an aligned address."""
+    """Copy a tensor to memory that starts one element after an aligned address."""
     return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
 def errors(problem: Problem) -> dict[str, tuple[float, float]]:
-    """Solve a problem: relative errors against float64 by name, of the kernels and of the reference in their dtype."""
+    """Return relative errors against float64 by name, of the kernels and of the reference in the same dtype."""
     torch.manual_seed(0)
     rounded = {name: x.detach().to(problem.dtype) for name, x in make_operands(problem.case).items()}
     mask = make_mask(problem.case)
@@ -68,7 +69,7 @@ def errors(problem: Problem) -> dict[str, tuple[float, float]]:
         return results(problem.case, {name: x.requires_grad_() for name, x in operands.items()}, impl, mask)
 
     exact, usual = solve("reference", torch.float64), solve("reference", problem.dtype)
-    torch.use_deterministic_algorithms(True)  # fills memory that is allocated without values with NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     got = solve("triton", problem.dtype, large_values(mask, problem.dtype) if problem.has_large_values else mask)
     torch.use_deterministic_algorithms(False)
     rows = slice(1 if problem.has_hidden_nan else 0, None)
@@ -79,7 +80,7 @@ def errors(problem: Problem) -> dict[str, tuple[float, float]]:
 
 
 def main(names: list[str]) -> None:
-    """Print the errors of some problems, by name, as JSON."""
+    """Print the errors of some problems by name as JSON."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         launch.install(patch)

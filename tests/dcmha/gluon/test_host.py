@@ -1,4 +1,4 @@
-"""Work of the host for a call: few operations, none that waits for the device, so that a CUDA graph can capture it."""
+"""Host work of a call: few operations, and none that waits for the device, so that CUDA graphs can capture the call."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empt
 
 
 class Operations(TorchDispatchMode):
-    """Lists operations of torch that write memory."""
+    """Dispatch mode that records torch operations that write memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """List launches in place of making them."""
+    """Record kernel launches instead of executing them."""
     names = []
 
     def note(kernel, grid, *rest):
         names.append(kernel.fn.__name__)
         assert 1 <= grid[0] < 2**31 and all(1 <= n <= 65535 for n in grid[1:])
 
-    monkeypatch.setattr(products, "accumulate", lambda a, b, scale, out: out.add_(1.0))  # tensors without memory
+    monkeypatch.setattr(products, "accumulate", lambda a, b, scale, out: out.add_(1.0))  # tensors have no memory
     monkeypatch.setattr(call_module, "launch", note)
     return names
 
@@ -47,7 +47,7 @@ def launches(monkeypatch):
 def solve(
     B: int = 1, H: int = 16, T: int = 64, D: int = 32, S: int | None = None, base: bool = False, **options
 ) -> None:
-    """Forward and backward on tensors without memory: what needs their values raises."""
+    """Run forward and backward on fake tensors, which raise an error if an operation needs their values."""
     with FakeTensorMode():
 
         def rand(*shape):
@@ -76,7 +76,7 @@ def solve(
         (0, ["composed_weights", "post_gradients", "key_gradients", "pre_gradients"]),
     ],
 )
-def test_a_call_of_one_chunk_takes_few_operations(launches, monkeypatch, short_row, kernels):
+def test_call_of_one_chunk_runs_few_operations(launches, monkeypatch, short_row, kernels):
     monkeypatch.setattr(call_module, "SHORT_ROW", short_row)
     assert solve() == ["aten::baddbmm"] * 7
     assert [name for name in launches if name != "pack_weights"] == kernels and launches.count("pack_weights") == 2
@@ -94,26 +94,26 @@ def test_no_operation_waits_for_the_device(options, launches):
     [{"B": 70_000, "T": 2}, {"B": 300_000, "H": 1, "T": 1}, {"B": 9, "H": 4, "T": 12_000, "is_causal": False}],
     ids=str,
 )
-def test_large_calls_stay_within_what_kernels_count(options, launches, monkeypatch):
+def test_grids_of_large_calls_are_within_cuda_limits(options, launches, monkeypatch):
     monkeypatch.setattr(call_module, "workspace_mib", lambda device: call_module.MAX_MIB)
     assert solve(**options) and launches
 
 
-def test_too_many_keys_for_the_kernels_are_refused(launches):
+def test_too_many_keys_raise_error(launches):
     with pytest.raises(ValueError, match="k has S = 40000000 tokens, too many"):
         solve(H=64, T=1, S=40_000_000)
 
 
-def test_what_a_caller_passes_is_compiled_for_any_address_and_stride():
+def test_arguments_from_the_caller_are_compiled_for_any_address_and_stride():
     x = torch.zeros(4, 4, dtype=torch.bfloat16)
     side = launch._representative(packing.side_of(SideWeights(x[None], x[None], None)))
     assert side.down.data_ptr() % 16 == 2 and side.gate is None and side.up_row >= 2**31
     sizes = launch._representative(Sizes(*range(16, 27)))
     assert sizes.num_keys % 16 == 0 and sizes.T % 2 == 1 and max(sizes) < 2**31
-    assert launch._representative((x,))[0] is x  # allocated by the operator: aligned
+    assert launch._representative((x,))[0] is x  # tensors that the operator allocates are aligned
 
 
-def test_masks_of_another_dtype_are_refused():
+def test_mask_of_another_dtype_raises_error():
     q = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
     call = AttentionCall(q, q, q, None, None, None, torch.zeros(1, 1, 3, 3), None, True, None, 1.0, 0.0, 1)
     with pytest.raises(ValueError, match="mask has dtype torch.float32; expected torch.bool, or the dtype of q"):

@@ -1,6 +1,6 @@
-"""The operator, from the public function to the kernels: output and every gradient against float64.
+"""The operator, from the public function to the Gluon kernels: output and every gradient against float64.
 
-The kernels are executed as `tests/ptx` does, which also raises at accesses out of bounds or misaligned, and at races.
+`tests/ptx` executes the kernels. It also raises an error for out-of-bounds or misaligned accesses and for races.
 """
 
 import json
@@ -15,11 +15,11 @@ from tests.dctrain.commands import ROOT
 
 from .cases import CASES, LONG, QUICK, SLOW
 
-MAX_USUAL = 0.02  # error of the reference in a 16-bit dtype: more would mean that it solved another problem
+MAX_USUAL = 0.02  # maximum error of the reference in a 16-bit dtype; a larger one means that the problems differ
 
 
 def solve(*names: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """Solve problems in a process of its own, without Triton's interpreter."""
+    """Solve problems in a separate process without the Triton interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.dcmha.gluon.solve", *names]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=570)
@@ -40,7 +40,7 @@ def groups(names: list[str], size: int) -> list[list[str]]:
     ],
     ids=", ".join,
 )
-def test_as_exact_as_the_reference_in_the_same_dtype(names):
+def test_error_is_at_most_twice_that_of_the_reference_in_the_same_dtype(names):
     for name, found in solve(*names).items():
         eps = torch.finfo(CASES[name].dtype).eps
         for tensor, (error, usual) in found.items():

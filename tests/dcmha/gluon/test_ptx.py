@@ -1,4 +1,4 @@
-"""The executor of PTX, on kernels of a few instructions."""
+"""The PTX executor on kernels of a few instructions."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ PLACE = """
     mad.lo.s32 %r3, %r2, 32, %r1;
     mad.wide.s32 %rd2, %r3, 4, %rd1;
     mad.wide.s32 %rd3, %r1, 4, %rd1;
-"""  # addresses of the int32 of a thread, and of a lane
+"""  # rd2 and rd3: addresses of the int32 of a thread and of a lane
 
 
 def execute(body: str, *tensors: torch.Tensor, programs: int = 1) -> None:
-    """Run a kernel that takes tensors."""
+    """Run a kernel with tensors as its parameters."""
     parameters = ", ".join(f".param .u64 test_param_{n}" for n in range(len(tensors)))
     lines = "\n".join(["{", REGISTERS, PLACE, body, "ret;", "}"])
     run(f".visible .entry test({parameters})\n.reqntid 32\n{lines}", (programs, 1, 1), tensors)
@@ -29,13 +29,13 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def load_all(first: int, count: int, parameter: int) -> str:
-    """Load a lane's numbers [count, 32] into registers."""
+    """Return instructions that load the numbers [count, 32] of each lane into registers."""
     lines = [f"ld.param.b64 %rd4, [test_param_{parameter}];", "mad.wide.u32 %rd5, %r1, 4, %rd4;"]
     lines += [f"ld.global.b32 {{ %r{first + n} }}, [ %rd5 + {128 * n} ];" for n in range(count)]
     return "\n".join(lines)
 
 
-def test_programs_and_lanes_write_their_own_places():
+def test_each_program_and_lane_writes_its_own_element():
     out = integers(3, 32)
     execute("st.global.b32 [ %rd2 + 0 ], { %r3 };", out, programs=3)
     assert out.flatten().tolist() == list(range(96))
@@ -60,7 +60,7 @@ def test_programs_and_lanes_write_their_own_places():
         ("setp.lt.s32 %p1, %r1, 5;\n@%p1 bra $end;\n$end:", "divergence: program 0, lane 5"),
     ],
 )
-def test_errors_name_the_thread(body, message):
+def test_invalid_kernels_raise_error_with_cause(body, message):
     with pytest.raises(PTXError, match=message):
         execute(body, integers(32))
 
@@ -74,7 +74,7 @@ def test_error_names_the_source_line():
 
 
 @pytest.mark.parametrize("body", ["st.global.b32 [ %rd3 + 0 ], { %r1 };", "ld.global.b32 { %r4 }, [ %rd3 + 0 ];"])
-def test_programs_must_not_write_what_others_access(body):
+def test_writes_to_memory_accessed_by_another_program_raise_error(body):
     write = "setp.eq.s32 %p1, %r2, 1;\n@%p1 st.global.b32 [ %rd3 + 0 ], { %r1 };"
     execute(body, integers(32))
     execute(write, integers(32), programs=2)
@@ -82,27 +82,27 @@ def test_programs_must_not_write_what_others_access(body):
         execute(f"{body}\n{write}" if "ld" in body else body, integers(32), programs=2)
 
 
-def test_an_access_does_not_stray_into_another_tensor():
+def test_access_beyond_a_tensor_in_a_shared_storage_raises_error():
     storage = integers(96)
     execute("st.global.b32 [ %rd2 + 0 ], { %r3 };", storage[:32], storage[32:])
     with pytest.raises(PTXError, match="out of bounds"):
         execute("st.global.b32 [ %rd2 + 128 ], { %r3 };", storage[:32], storage[32:])
 
 
-def test_lanes_may_write_the_same_value_to_one_place():
+def test_lanes_may_write_the_same_value_to_one_address():
     out = integers(1)
     execute("mov.b32 %r4, 7; st.global.b32 [ %rd1 + 0 ], { %r4 };", out)
     assert out.item() == 7
 
 
-def test_loads_under_a_predicate_keep_old_values():
+def test_predicated_loads_preserve_old_values():
     out, x = integers(32), torch.arange(1, 33, dtype=torch.int32)
     load = load_all(4, 1, 1).replace("ld.global", "setp.lt.s32 %p1, %r1, 5;\nmov.b32 %r4, -1;\n@!%p1 ld.global")
     execute(f"{load}\nst.global.b32 [ %rd2 + 0 ], {{ %r4 }};", out, x)
     assert out.tolist() == [-1] * 5 + list(range(6, 33))
 
 
-def test_programs_leave_a_loop_at_different_times():
+def test_programs_may_leave_a_loop_after_different_iterations():
     out = integers(150, 32)
     body = """
         mov.b32 %r4, 0;
@@ -120,13 +120,13 @@ def test_programs_leave_a_loop_at_different_times():
     assert torch.equal(out, 3 * torch.arange(150, dtype=torch.int32)[:, None].expand(-1, 32))
 
 
-def test_shuffle():
+def test_butterfly_shuffle_exchanges_values_between_lanes():
     out = integers(32)
     execute("shfl.sync.bfly.b32 %r4, %r1, 5, 31, -1; st.global.b32 [ %rd2 + 0 ], { %r4 };", out)
     assert out.tolist() == [lane ^ 5 for lane in range(32)]
 
 
-def test_comparisons_of_nan():
+def test_ordered_and_unordered_comparisons_of_nan_match_ptx():
     out, x = integers(32), torch.tensor([float("nan"), 1.0, 2.0]).repeat(11)[:32]
     results = []
     for test in ("lt", "ltu", "ne", "neu", "ge"):
@@ -136,7 +136,7 @@ def test_comparisons_of_nan():
     assert results == [[0, 1, 0], [1, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1]]
 
 
-def test_integers():
+def test_integer_instructions_give_expected_values():
     bodies = {
         "shr.s32 %r4, %r3, 40;": -1,
         "shr.u32 %r4, %r3, 28;": 15,
@@ -159,10 +159,10 @@ def test_integers():
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")])
-def test_pairs_are_rounded_once(dtype, name):
+def test_fma_of_16_bit_pairs_is_rounded_once(dtype, name):
     torch.manual_seed(0)
     x = torch.randn(3, 64, dtype=torch.float64).to(dtype)
-    x[:, 0] = torch.tensor([1.125, 1.34375, -(2.0**-30)]).to(dtype)  # a little less than 193.5 / 128
+    x[:, 0] = torch.tensor([1.125, 1.34375, -(2.0**-30)]).to(dtype)  # exact result: slightly less than 193.5 / 128
     out = torch.zeros(64, dtype=dtype)
     body = f"fma.rn.{name}x2 %r7, %r4, %r5, %r6;\nst.global.b32 [ %rd2 + 0 ], {{ %r7 }};"
     execute(f"{load_all(4, 3, 1)}\n{body}", out, x)
@@ -172,7 +172,7 @@ def test_pairs_are_rounded_once(dtype, name):
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")])
-def test_matrix_product(dtype, name):
+def test_matrix_product_matches_torch(dtype, name):
     torch.manual_seed(0)
     a, b, c = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype), torch.randn(16, 8)
     lane, pair, four = torch.arange(32), torch.arange(2), torch.arange(4)[:, None]

@@ -1,4 +1,4 @@
-"""Compiling the kernels for a GPU that need not be there: registers, spills, shared memory and instructions of each."""
+"""Compilation of the kernels for a GPU that need not be present: registers, spills, shared memory and instructions."""
 
 import json
 import re
@@ -41,13 +41,14 @@ DOTS = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16, "fp32
 
 
 class Resources(NamedTuple):
-    """Of one kernel.
+    """Resources of one kernel.
 
     Attributes:
-        registers: Of a thread.
-        spills: Bytes of a thread.
-        shared: Bytes of shared memory of a block.
-        instructions: Of the main loop, for 32 elements (one query, key and head each): issue slots of a warp per 32.
+        registers: Registers per thread.
+        spills: Bytes of spilled registers per thread.
+        shared: Bytes of shared memory per block.
+        instructions: Instructions of the main loop per 32 elements (one query, key and head each), which are the issue
+            slots of a warp.
     """
 
     registers: int
@@ -64,9 +65,15 @@ def compile_kernel(
     form: dict[str, int] | None = None,
     **kind,
 ) -> Resources:
-    """Compile a kernel as it is launched, for compute capability 80, 90, 100, ..., with its shipped tile or another.
+    """Compile a kernel with its launch options for compute capability 80, 90, 100, ...
 
-    Both compositions are of `SPEC`, the call of `KIND`, with other fields as given.
+    Args:
+        name: Name of the kernel.
+        capability: Compute capability.
+        dtype: Dtype of the operands.
+        tile: Tile to use instead of the default one.
+        form: Fields of both compositions that differ from `SPEC`.
+        **kind: Fields of the call that differ from `KIND`.
     """
     kind, form = _kind(dtype, **kind), _form(form or {}, dtype, **kind)
     tile = tile or launch.tile_of(name, 4 if dtype == "fp32" else 2, kind)
@@ -83,7 +90,7 @@ def compile_decoding(
     form: dict[str, int] | None = None,
     **kind,
 ) -> Resources:
-    """Compile a kernel of few queries likewise, with a mask of keys."""
+    """Compile a decoding kernel with a mask of keys in the same way."""
     kind, form = _kind(dtype, MASK=1, **kind), _form(form or {}, dtype, **kind)
     constants = decode.decode_tile(name, num_queries, head_dim, 4 if dtype == "fp32" else 2, kind) | {
         "KIND": kind,
@@ -111,7 +118,7 @@ def _compile(
     options = launch.launch_options(True, warps, stages, registers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = (_dump(compiled.asm["cubin"], what) for what in ("--dump-resource-usage", "--dump-sass"))
-    elements = constants["BLOCK_M"] * constants["BLOCK_N"] * 16 * constants["KIND"].BLOCKS / (32 * warps)  # of a thread
+    elements = constants["BLOCK_M"] * constants["BLOCK_N"] * 16 * constants["KIND"].BLOCKS / (32 * warps)  # per thread
     return Resources(
         int(re.search(r"REG:(\d+)", usage)[1]),
         int(re.search(r"STACK:(\d+)", usage)[1]),
@@ -121,20 +128,20 @@ def _compile(
 
 
 def _form(fields: dict[str, int], dtype: str, **kind) -> ComposeSpec:
-    """Complete the description of a composition."""
+    """Return `SPEC` with other fields, and with its derived field."""
     form = SPEC._replace(**fields)
     return form._replace(FACTORED=int(_kind(dtype, **kind).BLOCKS > WHOLE_BLOCKS and not form.BASE))
 
 
 def _kind(dtype: str, **kind) -> KernelConfig:
-    """Complete the description of a call."""
+    """Return `KIND` with other fields, and with its derived fields."""
     kind = KIND._replace(DOT=DOTS[dtype], **kind)
     slots = slots_of_group(kind.HEADS)
     return kind._replace(GROUP_SLOTS=slots, BLOCKS=max(1, slots // 16))
 
 
 def _type_of(argument: str, dtype: str, constants: dict) -> str | tuple:
-    """Tell the type of an argument, as it is launched; tuples have one for each field."""
+    """Return the type of an argument at launch. A tuple has one type per field."""
     kind, pointer = constants["KIND"], f"*{dtype}"
     if argument in ("pre", "post"):
         form = constants[argument.upper()]
@@ -158,7 +165,7 @@ def _type_of(argument: str, dtype: str, constants: dict) -> str | tuple:
 
 
 def _parts(place: tuple[int, ...], kernel_config: str | tuple) -> list[tuple[tuple[int, ...], str]]:
-    """List the places of an argument and their types."""
+    """Return the positions of all parts of an argument and their types."""
     if isinstance(kernel_config, tuple):
         return [part for number, inner in enumerate(kernel_config) for part in _parts((*place, number), inner)]
     return [(place, kernel_config)]
@@ -173,7 +180,7 @@ def _dump(cubin: bytes, what: str) -> str:
 
 
 def _main_loop(code: str) -> int:
-    """Count the instructions of the shortest loop among those with most products of matrices."""
+    """Count the instructions of the shortest loop among the loops with the most matrix products."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     instructions = [(int(address, 16), text) for address, text in found]
     loops = []
@@ -226,7 +233,7 @@ DECODING = {  # few queries over many keys
 
 
 def main(capability: str, *variants: str) -> None:
-    """Print, as JSON, the resources of every kernel in some variants."""
+    """Print the resources of every kernel for some variants as JSON."""
     rows = {}
     for variant in variants:
         if variant in DECODING:

@@ -1,4 +1,4 @@
-"""The kernels of few queries over many keys, against the float64 reference, in the interpreter."""
+"""The decoding kernels (few queries, many keys) against the float64 reference, in the Triton interpreter."""
 
 import itertools
 from dataclasses import replace
@@ -17,7 +17,7 @@ SHAPES = [
     {"B": 3, "T": 1, "S": 33, "H": 3, "D": 24},
     {"B": 2, "T": 3, "S": 37, "H": 6, "D": 96},
     {"B": 1, "T": 5, "S": 20, "H": 8, "G": 2, "D": 160},
-    {"B": 2, "T": 4, "S": 3, "H": 4},  # the first query sees no key where it is causal
+    {"B": 2, "T": 4, "S": 3, "H": 4},  # if causal, the first query has no visible key
     {"B": 1, "T": 2, "S": 40, "H": 24, "D": 32, "shared": 3},
     {"B": 1, "T": 3, "S": 21, "H": 40, "D": 8},
     {"B": 1, "T": 1, "S": 35, "H": 64, "D": 8, "shared": 8},
@@ -56,7 +56,7 @@ CASES.append(pytest.param(Case(B=1, T=8, S=21, H=40, D=8, is_causal=True), marks
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Count the calls that go through the kernels of few queries."""
+    """Record the calls of the decoding kernels."""
     calls, attend = [], decode_op.attend
 
     def count(*args):
@@ -69,7 +69,7 @@ def calls(monkeypatch):
 
 @torch.no_grad()
 def error(case: Case, dtype: torch.dtype = torch.float32) -> float:
-    """Relative error of the output."""
+    """Return the relative error of the output."""
     operands, mask = {n: x.detach().to(dtype).double() for n, x in make_operands(case).items()}, make_mask(case)
     expected = run(case, operands, "reference", mask)
     got = run(case, {n: x.to(dtype) for n, x in operands.items()}, "triton", mask)
@@ -84,7 +84,7 @@ def test_float32_equals_the_reference(case, calls):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5] | {"is_causal": True}], ids=str)
-def test_16_bit_is_as_exact_as_its_output_can_be(shape, dtype):
+def test_16_bit_error_is_within_the_rounding_of_the_output(shape, dtype):
     assert error(Case(**shape, branches="qkg"), dtype) < 2 * torch.finfo(dtype).eps
 
 
@@ -93,8 +93,8 @@ def test_16_bit_is_as_exact_as_its_output_can_be(shape, dtype):
     [Case(B=3, T=1, S=90, H=6), pytest.param(Case(B=2, T=3, S=90, H=24, D=8, window_size=60), marks=pytest.mark.slow)],
     ids=str,
 )
-def test_splits_and_chunks_of_rows_change_nothing(case, calls, monkeypatch):
-    """More splits than one step of the second kernel reads, and a workspace that holds one row of the batch."""
+def test_splits_and_chunks_of_rows_preserve_accuracy(case, calls, monkeypatch):
+    """Use more splits than the second kernel reads per step, and a workspace for one row of the batch."""
     monkeypatch.setattr(decode, "MAX_SPLITS", 1)
     whole = error(case)
     monkeypatch.setattr(decode, "MAX_SPLITS", 128)
@@ -102,13 +102,13 @@ def test_splits_and_chunks_of_rows_change_nothing(case, calls, monkeypatch):
     assert max(error(case), whole) < 2e-6
 
 
-def test_many_splits(calls):
-    """More than the second kernel reads at once: 16."""
+def test_many_splits_equal_the_reference(calls):
+    """Use more than the 16 splits that the second kernel reads at once."""
     assert error(Case(B=1, T=1, S=16 * 19 + 3, H=4, D=8, is_causal=True)) < 2e-6
 
 
-def test_a_cache_is_read_as_it_lies(calls):
-    """Keys and values come transposed, as a cache keeps them: their memory is what the kernels get."""
+def test_transposed_cache_is_read_without_a_copy(calls):
+    """Keys and values are transposed as in a cache. The kernels receive their memory and strides unchanged."""
     case = Case(B=2, T=1, S=40, H=6, is_causal=True)
     operands = {n: x.detach().float() for n, x in make_operands(case).items()}
     for name in "kv":
@@ -124,8 +124,8 @@ def test_a_cache_is_read_as_it_lies(calls):
 @torch.no_grad()
 @pytest.mark.parametrize("mask", [(1, 0, 0, 1), (0, 0, 1, 1), (1, 0, 1, 0)], ids=str)
 @pytest.mark.parametrize("case", [Case(B=2, T=3, S=20, H=6), Case(B=1, T=1, S=20, H=24, D=8)], ids=str)
-def test_heads_see_what_is_hidden_from_others(case, mask):
-    """A mask that differs between heads: hidden scores of one are mixed into others before it hides them."""
+def test_masks_that_differ_between_heads_equal_the_reference(case, mask):
+    """Scores that the mask hides for one head are mixed into other heads before the mask is applied."""
     full = (case.B, case.H, case.T, case.S)
     shape = [1 if same else n for same, n in zip(mask, full, strict=True)]
     visible = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.5
@@ -136,8 +136,8 @@ def test_heads_see_what_is_hidden_from_others(case, mask):
 
 
 @torch.no_grad()
-def test_keys_that_nobody_sees_may_hold_anything():
-    """The empty places of a cache are neither read nor used."""
+def test_keys_hidden_from_all_queries_may_contain_nan():
+    """The contents of empty cache slots do not affect the output."""
     case = Case(B=2, T=2, S=40, H=6)
     operands = {n: x.detach().float() for n, x in make_operands(case).items()}
     visible = torch.rand(2, 1, 1, 40) < 0.5
@@ -149,7 +149,7 @@ def test_keys_that_nobody_sees_may_hold_anything():
     assert torch.equal(run(case, operands, "triton", visible), expected)
 
 
-def test_gradients_and_dropout_take_the_other_kernels(calls):
+def test_gradients_and_dropout_do_not_use_the_decoding_kernels(calls):
     case = Case(B=1, T=3, S=9, H=4, D=8)
     run(case, {n: x.float() for n, x in make_operands(case).items()}, "triton")
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_gradients_and_dropout_take_the_other_kernels(calls):
 
 
 @torch.no_grad()
-def test_the_operator_fulfils_what_torch_asks_for():
+def test_decoding_operator_passes_opcheck_and_compiles():
     case = Case(B=2, T=2, S=9, H=4, D=8)
     operands = {n: x.detach().float() for n, x in make_operands(case).items()}
     pre, post = (weights_of(operands, composition) for composition in ("pre", "post"))
@@ -174,7 +174,7 @@ def test_the_operator_fulfils_what_torch_asks_for():
 
 
 @torch.no_grad()
-def test_no_rows_no_keys():
+def test_empty_keys_give_zero_output():
     case = Case(B=2, T=1, S=1, H=4, D=8)
     operands = {n: x.detach().float() for n, x in make_operands(case).items()}
     empty = {n: x if n == "q" or "key" not in n and n not in "kv" else x.narrow(2 if n in "kv" else 1, 0, 0)

@@ -1,4 +1,4 @@
-"""The fused kernels on a GPU at real sizes and dtypes: exactness, determinism, memory, long sequences."""
+"""The fused kernels on a GPU at realistic sizes and dtypes: accuracy, determinism, memory and long sequences."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from tests.dcmha.inputs import relative_error, weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-DEVICE = "cuda"  # another for the test that these tests run at all
+DEVICE = "cuda"  # `test_operator.py` sets "cpu" to run some of these tests without a GPU
 SHAPES = [  # B, T, S, H, G, D
     (2, 197, 197, 6, 1, 64),
     (2, 256, 256, 12, 1, 32),
@@ -21,7 +21,7 @@ SHAPES = [  # B, T, S, H, G, D
     (1, 1, 300, 16, 1, 128),
     (2, 300, 300, 32, 4, 80),
     (1, 520, 520, 24, 3, 96),
-    (1, 2100, 2100, 4, 1, 64),  # few long rows: split between programs; windows: in bands
+    (1, 2100, 2100, 4, 1, 64),  # few long rows are split between programs; windows are computed in bands
     (1, 1500, 2100, 8, 1, 64),
     (1, 300, 300, 24, 1, 64),
     (2, 200, 200, 32, 1, 80),
@@ -29,13 +29,13 @@ SHAPES = [  # B, T, S, H, G, D
     (1, 90, 90, 52, 1, 128),
 ]
 KINDS = [{}, {"is_causal": True}, {"is_causal": True, "window_size": 100}, {"window_size": 64}]
-SLACK = 8  # roundings of exponents and log-sums in base 2, at full size: the reference takes the largest off before
+SLACK = 8  # rounding of full-size base-2 exponents and log-sums; the reference subtracts the maximum before
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
 def no_findings():
-    """No test passes because other kernels took the place of wrong ones."""
+    """Fail if the self-check replaced wrong kernels during a test."""
     yield
     assert not self_check._findings
 
@@ -99,7 +99,7 @@ def test_few_queries_as_exact_as_the_reference(shape, queries, dtype):
 
 
 def mask_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
-    """The options of a call with some mask; one that is an operand is `attn_mask`."""
+    """Return the options of a call with a kind of mask. `attn_mask` requires gradients if it is an operand."""
     B, T, S, H, _, _ = shape
     generator = torch.Generator(DEVICE).manual_seed(3)
 
@@ -128,10 +128,10 @@ def test_masks_and_dropout(shape, kind, dtype):
         tensors = {n: x.detach().to(wide).requires_grad_() for n, x in low.items()}
         options = mask_of(kind, shape, wide)
         mask = options.get("attn_mask")
-        if mask is not None and mask.requires_grad:  # the same numbers in all dtypes
+        if mask is not None and mask.requires_grad:  # use the same values in all dtypes
             options["attn_mask"] = mask_of(kind, shape, dtype)["attn_mask"].detach().to(wide).requires_grad_()
             tensors["attn_mask"] = options["attn_mask"]
-        torch.manual_seed(5)  # of dropout
+        torch.manual_seed(5)  # seed of dropout
         found[name] = gradients(tensors, impl, 1, **options)
     for name, right in found["exact"].items():
         bound = 2 * relative_error(found["usual"][name].double(), right) + SLACK * torch.finfo(dtype).eps
@@ -139,7 +139,7 @@ def test_masks_and_dropout(shape, kind, dtype):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_shared_keys(is_causal):
+def test_shared_keys_equal_repeated_keys(is_causal):
     whole = operands((2, 200, 200, 32, 1, 64), torch.bfloat16)
     shared = {n: x.detach()[:, ::4].clone() if n in ("k", "v") else x.detach() for n, x in whole.items()}
     repeated = {n: x.repeat_interleave(4, 1) if n in ("k", "v") else x for n, x in shared.items()}
@@ -147,7 +147,7 @@ def test_shared_keys(is_causal):
     torch.testing.assert_close(got, expected)
 
 
-def test_the_check_on_first_use_passes(monkeypatch):
+def test_self_check_on_first_use_passes(monkeypatch):
     monkeypatch.setattr(self_check, "_seen", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -157,15 +157,15 @@ def test_the_check_on_first_use_passes(monkeypatch):
     assert sorted(kind.kernels for kind in self_check._seen) == ["Gluon"] * 2 + ["Triton"] * 2
 
 
-def test_the_check_on_first_use_of_a_compiled_call(monkeypatch):
+def test_self_check_runs_on_first_use_of_a_compiled_call(monkeypatch):
     monkeypatch.setattr(self_check, "_seen", set())
     tensors = operands(SHAPES[0], torch.bfloat16)
     torch.compile(lambda tensors: forward(tensors, "triton", 1).square().sum())(tensors).backward()
     assert len(self_check._seen) == 1 and all(x.grad.isfinite().all() for x in tensors.values())
 
 
-def test_the_check_on_first_use_in_a_backward_pass(monkeypatch):
-    """Reentrant checkpointing asks for the check of gradients in the thread in which autograd works for the GPU."""
+def test_self_check_runs_on_first_use_in_a_backward_pass(monkeypatch):
+    """Reentrant checkpointing runs the self-check of gradients in the autograd thread of the GPU."""
     monkeypatch.setattr(self_check, "_seen", set())
     tensors = operands(SHAPES[0], torch.bfloat16)
     names = list(tensors)
@@ -177,10 +177,10 @@ def test_the_check_on_first_use_in_a_backward_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_same_bits_twice_on_poisoned_memory(kind):
-    """Memory that is allocated without values is filled with NaN."""
+def test_results_are_bit_identical_and_finite_on_nan_filled_memory(kind):
+    """Uninitialized memory is filled with NaN."""
     tensors = operands(SHAPES[2], torch.bfloat16)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory; the kernels themselves need no such mode
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory; the kernels do not need this mode
     try:
         first, second = (gradients(tensors, "triton", 1, **kind) for _ in range(2))
     finally:
@@ -199,17 +199,17 @@ def peak_mib(T: int, H: int = 16) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def test_memory_is_linear_in_the_sequence():
+def test_memory_is_linear_in_the_sequence_length():
     peak_mib(1024)
     assert peak_mib(16384) < 2.2 * peak_mib(8192)
 
 
-def test_a_very_long_sequence():
+def test_memory_of_a_very_long_sequence_is_below_20000_mib():
     assert peak_mib(65536) < 20000
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_under_compile(dynamic):
+def test_torch_compile_matches_eager(dynamic):
     tensors = operands(SHAPES[0], torch.bfloat16)
 
     def call(tensors):
@@ -219,7 +219,7 @@ def test_under_compile(dynamic):
     torch.testing.assert_close(compiled(tensors), call(tensors))
 
 
-def test_the_operator_in_a_cuda_graph():
+def test_operator_can_be_captured_in_a_cuda_graph():
     tensors = operands((2, 1, 700, 16, 1, 64), torch.bfloat16)
     with torch.no_grad():
         forward(tensors, "triton", 1, is_causal=True)  # compiles the kernels
@@ -233,7 +233,7 @@ def test_the_operator_in_a_cuda_graph():
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
-def test_a_training_step_in_a_cuda_graph(shape):
+def test_training_step_can_be_captured_in_a_cuda_graph(shape):
     tensors = operands(shape, torch.bfloat16)
     cotangent = torch.randn(tensors["q"].shape, device=DEVICE, dtype=torch.bfloat16)
 
@@ -245,7 +245,7 @@ def test_a_training_step_in_a_cuda_graph(shape):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # what is allocated lazily, such as workspaces of libraries
+        step()  # allocates lazy memory such as workspaces of libraries
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""The fused kernels against the float64 reference: outputs and every gradient, in the interpreter."""
+"""The fused kernels against the float64 reference: outputs and every gradient, in the Triton interpreter."""
 
 import itertools
 from functools import partial
@@ -23,7 +23,7 @@ SHAPES = [
     {"B": 3, "T": 9, "S": 9, "H": 3, "D": 32},
     {"B": 2, "T": 13, "S": 13, "H": 6, "D": 48},
     {"B": 1, "T": 12, "S": 20, "H": 8, "G": 2},
-    {"B": 2, "T": 14, "S": 9, "H": 4, "D": 80},  # the first queries see no key where it is causal
+    {"B": 2, "T": 14, "S": 9, "H": 4, "D": 80},  # if causal, the first queries have no visible key
     {"B": 1, "T": 1, "S": 19, "H": 12},
     {"B": 1, "T": 11, "S": 11, "H": 24, "G": 2},
     {"B": 1, "T": 10, "S": 10, "H": 32, "G": 4, "D": 8},
@@ -32,7 +32,7 @@ SHAPES = [
     {"B": 1, "T": 6, "S": 10, "H": 40, "D": 8},
     {"B": 1, "T": 5, "S": 5, "H": 64, "D": 8, "shared": 8},
 ]
-WINDOWS = [  # of a size that leaves nothing out, and of one
+WINDOWS = [  # window sizes that hide no key, and a window size of 1
     Case(T=9, S=9, H=4, window_size=2**31 - 1, is_causal=True),
     Case(T=9, S=9, H=4, window_size=2**63 - 1),
     Case(B=1, T=5, S=150, H=2, R=1, D=8, window_size=1),
@@ -61,13 +61,13 @@ FORMS = [
     {"branches": "qk"},
     {"branches": "qkg", "R": 0},
 ]
-# every shape with every kind, the forms in turn: each pair of a shape and a kind, and of a kind and a form, occurs;
-# every second of them in the first two tiers, so that each shape, kind and form does
+# CASES combines every shape with every kind and alternates the forms: each pair of shape and kind, and of kind and
+# form, occurs. Every second case is in the first two tiers, so that each shape, kind and form occurs there.
 TIERS = ([], [pytest.mark.long], [pytest.mark.slow], [pytest.mark.long])
 
 
 def marks_of(shape: dict, marks: list) -> list:
-    """Put large shapes, which take the interpreter seconds each, into the second tier."""
+    """Return the marks of a case. Large shapes, which run for seconds in the interpreter, are in the second tier."""
     return marks or [pytest.mark.slow] * (shape["H"] >= 16 or shape["T"] > 30)
 
 
@@ -79,7 +79,7 @@ CASES = [
 ]
 
 
-MASKED = [  # every shape and every kind in a few; documents need as many keys as queries
+MASKED = [  # each shape and kind is in the fast tiers in a few cases; documents need at least as many keys as queries
     pytest.param(Case(**shape | kind), marks=marks_of(shape, [pytest.mark.long] * ((row + column) % 10 > 0)))
     for (row, shape), (column, kind) in itertools.product(enumerate(SHAPES), enumerate(MASKS))
     if not ("has_documents" in kind and shape["T"] > shape["S"])
@@ -87,7 +87,7 @@ MASKED = [  # every shape and every kind in a few; documents need as many keys a
 
 
 def worst_error(case: Case) -> float:
-    """Largest relative error of the output and the gradients in float32."""
+    """Return the largest relative error of the output and the gradients in float32."""
     expected = output_and_gradients(case, "reference")
     got = output_and_gradients(case, "triton", torch.float32)
     return max(relative_error(got[name], expected[name]) for name in expected)
@@ -108,8 +108,8 @@ def test_every_combination_equals_the_reference(shape, kind, form):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0] | {"is_causal": True}, SHAPES[2]], ids=str)
-def test_16_bit_is_as_exact_as_the_reference(shape, dtype):
-    """At most twice the error of the reference in the same dtype, for the output and every gradient."""
+def test_16_bit_error_is_at_most_twice_that_of_the_reference(shape, dtype):
+    """Compare the output and every gradient with the reference in the same dtype."""
     case = Case(**shape, branches="qkg")
     rounded = {name: x.detach().to(dtype).double() for name, x in make_operands(case).items()}
     exact = _gradients(case, {n: x.requires_grad_() for n, x in rounded.items()}, "reference", torch.float64)
@@ -129,7 +129,7 @@ def _gradients(case, operands, impl, dtype):
     return {"out": out.detach().double()} | {n: g.double() for n, g in zip(operands, gradients, strict=True)}
 
 
-CHUNKED = [  # and the budget of a workspace, in KiB
+CHUNKED = [  # kind of call and workspace budget in KiB
     pytest.param({"T": 19, "S": 37}, 4, marks=pytest.mark.long),
     pytest.param({"T": 37, "S": 37, "is_causal": True}, 16, marks=pytest.mark.long),
     pytest.param({"T": 37, "S": 21, "is_causal": True, "mask": "keys"}, 4, marks=pytest.mark.slow),
@@ -142,15 +142,15 @@ CHUNKED = [  # and the budget of a workspace, in KiB
 
 @pytest.fixture
 def poisoned_memory():
-    """Fill what is allocated without values with NaN."""
-    torch.use_deterministic_algorithms(True)  # fills memory; the kernels themselves need no such mode
+    """Fill uninitialized memory with NaN."""
+    torch.use_deterministic_algorithms(True)  # fills memory; the kernels do not need this mode
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("kind", "budget"), CHUNKED, ids=str)
-def test_chunks_blocks_and_splits_change_nothing_but_rounding(kind, budget, monkeypatch):
+def test_chunks_blocks_and_splits_change_only_rounding(kind, budget, monkeypatch):
     case = Case(**{"B": 2, "H": 3, "D": 8, "R": 1} | kind)
     expected = output_and_gradients(case, "reference")
     plans = []
@@ -173,7 +173,7 @@ def test_chunks_blocks_and_splits_change_nothing_but_rounding(kind, budget, monk
 
 @pytest.mark.parametrize("window_size", [0, 1, 100, 1000])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window_size):
+def test_chunks_cover_each_query_once_and_all_its_visible_keys(is_causal, window_size):
     B, H, S = 3, 8, 3000
     for T in (1, 300, 3000, 3100):
         queries = torch.zeros(B, T, dtype=torch.int)
@@ -191,7 +191,7 @@ def test_a_plan_holds_every_query_and_every_key_it_sees_once(is_causal, window_s
 
 @pytest.mark.parametrize("window_size", [0, 100, 1000])
 @pytest.mark.parametrize("multiple", [2, 4])
-def test_chunks_of_several_rows_keep_to_the_budget(window_size, multiple):
+def test_chunks_of_several_rows_fit_in_the_workspace_budget(window_size, multiple):
     for B, S in ((1, 12000), (3, 12000), (9, 300), (100, 3000)):
         limits = {"row_multiple": multiple, "most_rows": 8, "least_per_query": 10_000}
         plan = chunks.chunks(B, 4, S, S, 2, False, window_size, **limits)
@@ -204,13 +204,13 @@ def test_chunks_of_several_rows_keep_to_the_budget(window_size, multiple):
 
 
 @pytest.mark.slow
-def test_gradients_are_the_same_bits_twice():
+def test_gradients_are_bit_identical_between_runs():
     case = Case(B=2, T=19, S=19, H=6, is_causal=True)
     first, second = (output_and_gradients(case, "triton", torch.float32) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_hidden_keys_may_hold_anything():
+def test_hidden_keys_may_contain_nan_and_infinity():
     case = Case(B=2, T=5, S=9, H=4)
     operands, mask = make_operands(case, torch.float32), torch.ones(2, 1, 1, 9, dtype=torch.bool)
     mask[:, ..., -2:] = False
@@ -222,7 +222,7 @@ def test_hidden_keys_may_hold_anything():
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)
-def test_nothing_to_attend_to(sizes):
+def test_empty_sizes_equal_the_reference(sizes):
     case = Case(**({"B": 2, "T": 5, "S": 5, "H": 4} | sizes))
     got, expected = output_and_gradients(case, "triton", torch.float32), output_and_gradients(case, "reference")
     for name in expected:
@@ -239,7 +239,7 @@ def test_operands_need_not_be_contiguous():
 @pytest.mark.parametrize(
     "options", [{}, {"static_base": True, "num_groups": 2}, {"key_wise": False, "rank": 1}], ids=str
 )
-def test_all_gradients_of_a_layer(options):
+def test_all_gradients_of_a_layer_equal_the_reference(options):
     torch.manual_seed(0)
     layer = DCAttention(48, 6, impl="reference", **options)
     with torch.no_grad():
@@ -255,12 +255,12 @@ def test_all_gradients_of_a_layer(options):
     expected, got = gradients("reference"), gradients("triton")
     for name in expected:
         assert relative_error(got[name], expected[name]) < 1e-5, name
-    assert layer.resolved_impl == "reference"  # of the first call
+    assert layer.resolved_impl == "reference"  # set by the first call
 
 
 @pytest.mark.slow
-def test_selective_checkpointing_keeps_what_the_policy_says():
-    """With the operator saved, the backward pass does not run its forward again; without, it does."""
+def test_selective_checkpointing_follows_the_policy():
+    """The backward pass repeats the forward of the operator only if the policy does not save its output."""
     case = Case(B=1, T=9, S=9, H=4, D=16, is_causal=True, branches="qkg")
     operands = make_operands(case, torch.float32)
     expected = torch.autograd.grad(run(case, operands, "triton").square().sum(), list(operands.values()))
@@ -285,7 +285,7 @@ def test_selective_checkpointing_keeps_what_the_policy_says():
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts how often the operator's forward runs."""
+    """Dispatch mode that counts the forward calls of the operator."""
 
     forward = 0
 
@@ -303,7 +303,7 @@ class CountCalls(TorchDispatchMode):
         "checkpoint",
     ],
 )
-def test_compiled_and_checkpointed(how):
+def test_compiled_and_checkpointed_gradients_match_eager(how):
     case = Case(B=2, T=9, S=9, H=6, D=16, is_causal=True, branches="qkg")
     operands = make_operands(case, torch.float32)
 
@@ -321,8 +321,8 @@ def test_compiled_and_checkpointed(how):
 
 
 @pytest.mark.slow
-def test_what_waits_for_a_gpu_runs(monkeypatch):
-    """The tests of `test_gpu.py`, on this device and at a small size: that they say what they mean to."""
+def test_gpu_tests_pass_on_the_cpu_with_small_shapes(monkeypatch):
+    """Run some tests of `test_gpu.py` on the CPU with a small shape to check the tests themselves."""
     monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
     shape = (2, 7, 7, 3, 1, 8)
     test_gpu.test_as_exact_as_the_reference_in_the_same_dtype(shape, {"is_causal": True}, torch.float32)
@@ -332,7 +332,7 @@ def test_what_waits_for_a_gpu_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("is_masked", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_opcheck(is_masked):
+def test_operator_passes_opcheck(is_masked):
     torch.manual_seed(0)
     case = Case(B=2, T=7, S=9, H=4, D=16, dropout_p=0.1 if is_masked else 0.0, branches="qkgb")
     operands = make_operands(case, torch.float32)
@@ -344,7 +344,7 @@ def test_opcheck(is_masked):
     torch.library.opcheck(attention.forward_op, flatten(call, torch.tensor([5, 7]) if is_masked else None))
 
 
-def test_under_autocast():
+def test_autocast_returns_bfloat16_output_and_float32_gradients():
     case = Case(B=1, T=9, S=9, H=4, D=16)
     operands = make_operands(case, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -361,7 +361,7 @@ def test_under_autocast():
         (Case(H=65, T=3, S=3), {}, "it supports at most 64 heads per group, got 65 heads in 1 groups"),
     ],
 )
-def test_what_is_not_covered_is_refused(case, options, message):
+def test_unsupported_calls_raise_error(case, options, message):
     operands = make_operands(case, torch.float32)
     with pytest.raises(ValueError, match=f"impl='triton' cannot run: {message}.*; use impl='compiled' or 'reference'"):
         composed_attention(
@@ -375,7 +375,7 @@ def test_what_is_not_covered_is_refused(case, options, message):
         run(Case(), make_operands(Case()), "triton")
 
 
-def test_masks_of_keys_in_all_their_spellings():
+def test_key_masks_of_all_ranks_equal_the_reference():
     case = Case(B=2, T=7, S=9, H=4, D=16, mask="keys")
     operands, mask = make_operands(case, torch.float32), make_mask(case)
     expected = run(case, operands, "triton", mask)

@@ -1,4 +1,4 @@
-"""What the kernels take of a GPU, compiled ahead of time: few spills, little shared memory, room for many warps."""
+"""GPU resources of the kernels, compiled ahead of time: limits of registers, spills and shared memory."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from tests.dctrain.commands import ROOT
 
 from .aot import DECODING, VARIANTS
 
-MAX_SHARED = 99 * 1024  # of a block, on GPUs that have least
-MAX_REGISTERS = 168  # of a thread of kernels that are capped: 12 warps fit a multiprocessor
-MAX_SPILLS_OF_CAPPED = 384  # bytes of a thread; on an H100 fewer registers are worth more than no spills
-MAX_SPILLS = {"24 heads": 512, "32 heads": 512, "40 heads": 1024, "52 heads": 1536}  # of the others
-MAX_SPILLS_OF_OTHERS = {1: 96, 2: 512}  # by blocks
+MAX_SHARED = 99 * 1024  # per block, on GPUs with the least shared memory
+MAX_REGISTERS = 168  # per thread, for kernels with a register limit: 12 warps fit on a multiprocessor
+MAX_SPILLS_OF_CAPPED = 384  # bytes per thread; on an H100, fewer registers are faster than no spills
+MAX_SPILLS = {"24 heads": 512, "32 heads": 512, "40 heads": 1024, "52 heads": 1536}  # of other kernels
+MAX_SPILLS_OF_OTHERS = {1: 96, 2: 512}  # by number of blocks of heads
 HEADS = [name for name in VARIANTS if name.endswith("heads") and "," not in name]
 OTHERS = [("90", name) for name in VARIANTS if name not in ("16 heads", "32 heads")]
 OTHERS += [(capability, name) for capability in ("80", "100") for name in HEADS]
 
 
 def resources(capability: str, *variants: str) -> dict[str, dict[str, int]]:
-    """Compile in a process of its own, without the interpreter."""
+    """Compile in a separate process without the Triton interpreter. Return the resources of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.dcmha.triton.aot", capability, *variants]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=570)
@@ -41,8 +41,8 @@ def assert_fits(variant: str, rows: dict[str, dict[str, int]]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("variant", ["16 heads", "32 heads"])
-def test_heads_of_named_models(variant):
-    """The tiles of 16 heads, which were timed, let 12 warps into a multiprocessor too."""
+def test_resources_for_heads_of_named_models_are_within_limits(variant):
+    """The tiles of 16 heads, which were chosen by timing, also allow 12 warps per multiprocessor."""
     rows = resources("90", variant)
     assert_fits(variant, rows)
     assert len(rows) == 5
@@ -52,8 +52,8 @@ def test_heads_of_named_models(variant):
 
 @pytest.mark.long
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
-def test_decoding_is_bound_by_memory(capability):
-    """Kernels issue no more than what an H100's memory leaves time for: 14 bytes a clock of 128 lanes."""
+def test_decoding_kernels_are_bound_by_memory(capability):
+    """Kernels issue fewer instructions than fit in the memory time of an H100: 14 bytes per clock and 128 lanes."""
     for variant, options in DECODING.items():
         itemsize = 4 if options.get("dtype") == "fp32" else 2
         for name, row in resources(capability, variant).items():
@@ -64,5 +64,5 @@ def test_decoding_is_bound_by_memory(capability):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("capability", "variant"), OTHERS)
-def test_other_configurations(capability, variant):
+def test_resources_of_other_configurations_are_within_limits(capability, variant):
     assert_fits(variant, resources(capability, variant))

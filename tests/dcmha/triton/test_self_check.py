@@ -1,4 +1,4 @@
-"""The check on first use: it passes what is right, finds what is wrong, remembers, and keeps out of the way."""
+"""The self-check on first use: it accepts correct kernels, rejects wrong ones and runs once per kind of call."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ CASE = Case(B=1, T=9, S=9, H=4, D=8, is_causal=True)
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
-    """Check on a CPU, with a smaller problem; list the kinds that are checked."""
+    """Run the self-check on the CPU with a smaller problem. Return the list of checked kinds."""
     kinds, find = [], self_check._finding
 
     def count(kind):
@@ -35,7 +35,7 @@ def checked(monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Kernels whose composed weights are 2 % too large."""
+    """Make the composed weights of the kernels 2 % too large."""
     mix = launch.KernelLauncher.composed_weights
 
     def wrong(self, chunk, x, lse):
@@ -66,17 +66,17 @@ def call(case: Case = CASE) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_every_kind_of_call_passes_once(case, checked):
+def test_every_kind_of_call_is_checked_once_and_passes(case, checked):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         first, second = call(case), call(case)
     assert len(checked) == 1 and torch.equal(first, second)
     with torch.no_grad():
-        call(case)  # what was checked with gradients is right without
+        call(case)  # a kind checked with gradients is not checked again without
     assert len(checked) == 1
 
 
-def test_threads_check_once_and_draw_no_random_numbers(monkeypatch, checked):
+def test_concurrent_threads_check_once_and_preserve_the_random_state(monkeypatch, checked):
     monkeypatch.setitem(self_check.SOLVERS, "Triton", lambda call, seed, d_out: [reference.attention(call, seed)])
     kind = ("Triton", torch.device("cpu"), torch.float32, (4, 4, 1, 10, 8), None, None, None, True, False, False)
     state = torch.get_rng_state()
@@ -87,14 +87,14 @@ def test_threads_check_once_and_draw_no_random_numbers(monkeypatch, checked):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_few_queries_are_kinds_of_their_own(checked):
+def test_few_queries_are_checked_as_separate_kinds(checked):
     for case in (replace(CASE, T=1), replace(CASE, T=1), replace(CASE, T=3), replace(CASE, T=5)):
         call(case)
     assert [(kind.kernels, kind.shape[3]) for kind in checked] == [("decoding", 1), ("decoding", 3)]
 
 
 @torch.no_grad()
-def test_broken_kernels_for_few_queries_are_not_used(monkeypatch):
+def test_broken_decoding_kernels_are_not_used(monkeypatch):
     launch_kernel = decode._launch
 
     def wrong(name, mixer, chunk, num_splits, composition, arguments):
@@ -108,7 +108,7 @@ def test_broken_kernels_for_few_queries_are_not_used(monkeypatch):
 
 
 @pytest.mark.slow
-def test_random_numbers_are_left_alone(checked):
+def test_self_check_preserves_the_random_state(checked):
     case = replace(CASE, dropout_p=0.4)
     operands = make_operands(case, torch.float32)
     torch.manual_seed(5)
@@ -125,14 +125,14 @@ def test_broken_kernels_are_reported_and_not_used(checked):
     ):
         call()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # once is enough
+        warnings.simplefilter("error", UserWarning)  # the warning is not repeated
         with pytest.raises(ValueError, match="the self-check found"):
-            call(replace(CASE, H=2))  # of another kind
+            call(replace(CASE, H=2))  # another kind of call
     assert len(checked) == 1
 
 
 @pytest.mark.slow
-def test_a_wrong_gradient_is_found(monkeypatch):
+def test_wrong_gradient_is_detected(monkeypatch):
     mix = launch.KernelLauncher.pre_gradients
 
     def wrong(self, chunk, x, da, *rest):
@@ -148,13 +148,13 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 
 
 @pytest.mark.usefixtures("broken")
-def test_it_can_be_switched_off(monkeypatch, checked):
+def test_self_check_can_be_disabled(monkeypatch, checked):
     monkeypatch.setenv(self_check.ENV_SWITCH, "0")
     call()
     assert not checked
 
 
-def test_a_launch_that_fails_is_a_finding(monkeypatch):
+def test_failed_launch_is_reported(monkeypatch):
     def fail(*args):
         raise RuntimeError("no kernel image")
 
@@ -167,7 +167,7 @@ def test_a_launch_that_fails_is_a_finding(monkeypatch):
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_traced_calls_are_checked_while_they_are_traced(checked, dynamic):
+def test_traced_calls_are_checked_during_tracing(checked, dynamic):
     operands, counts = make_operands(CASE, torch.float32), []
 
     def backend(graph, inputs):
@@ -186,8 +186,8 @@ def test_traced_calls_do_not_use_broken_kernels():
         compiled(make_operands(CASE, torch.float32))
 
 
-def test_kernels_in_gluon_are_replaced_by_those_in_triton_if_they_are_wrong(monkeypatch, checked):
-    """With others in their place: Gluon has no interpreter."""
+def test_wrong_gluon_kernels_are_replaced_by_triton_kernels(monkeypatch, checked):
+    """Replace the Gluon kernels with a wrong function because Gluon has no interpreter."""
 
     def wrong(call, seed, d_out=None):
         return [1.02 * reference.attention(call)]
@@ -202,7 +202,7 @@ def test_kernels_in_gluon_are_replaced_by_those_in_triton_if_they_are_wrong(monk
     torch.testing.assert_close(got, run(CASE, operands, "reference"))
 
 
-def test_kernels_in_gluon_need_a_triton_that_is_known(monkeypatch, caplog):
+def test_gluon_kernels_require_a_supported_triton_version(monkeypatch, caplog):
     for version in ("3.6.0", "3.8.1"):
         monkeypatch.setattr("triton.__version__", version)
         assert gluon.why_unavailable.__wrapped__() is None
@@ -217,8 +217,8 @@ def test_kernels_in_gluon_need_a_triton_that_is_known(monkeypatch, caplog):
     assert "older, slower kernels: the Gluon kernels need Triton 3.6 to 3.8, got 3.9.0" in record.message
 
 
-def test_auto_takes_what_is_right(monkeypatch):
-    """On a GPU, of which a check has found something."""
+def test_auto_falls_back_to_compiled_after_a_failed_self_check(monkeypatch):
+    """Simulate a GPU on which the self-check failed for one dtype."""
     with torch._subclasses.FakeTensorMode():
         q = torch.empty(2, 6, 197, 64, device="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
