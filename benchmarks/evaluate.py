@@ -23,7 +23,7 @@ from dclm import load_model
 from dclm.data.tokenizers import train_bpe
 from dclm.evaluation.scorer import Scorer
 from dctrain.evaluation.answer_cache import AnswerCache
-from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.ranks import EvaluationRanks
 from dctrain.utils.environment import environment
 
 KINDS = {  # answers of a question, tokens of a context, tokens of an answer
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path, alone = Path(folder), Ranks(0, 1, 0)
+        path, alone = Path(folder), EvaluationRanks(0, 1, 0)
         write_model(path, options)
         theirs = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=options.batch_size)
         model = load_model(path)

@@ -50,7 +50,7 @@ class Texts(NamedTuple):
     owners: Tensor
 
 
-class Outputs(NamedTuple):
+class ImageTextOutputs(NamedTuple):
     """Outputs for the losses.
 
     Attributes:
@@ -154,7 +154,7 @@ class ImageText(nn.Module):
         """Return the patches as the context of the text tower; one row per entry of `owners`, if given."""
         return CrossContext(seen.patches if owners is None else seen.patches[owners])
 
-    def forward(self, images: Tensor, texts: Texts) -> Outputs:
+    def forward(self, images: Tensor, texts: Texts) -> ImageTextOutputs:
         """Compute the outputs for images [B, 3, size, size] and texts."""
         seen = self.encode_images(images)
         if self.is_captioner:
@@ -165,12 +165,12 @@ class ImageText(nn.Module):
         else:
             before, caption_loss = self.text.states_before_context(texts.input_ids), None
         if self.embed_dim is None:
-            return Outputs(None, None, None, None, caption_loss)
+            return ImageTextOutputs(None, None, None, None, caption_loss)
         bias = (
             None if self.bias is None else self.bias.clone()
         )  # parameters gathered by FSDP2 are freed after this call
         embedded = (self.embed_images(seen), self.embed_texts(before, texts.ends))
-        return Outputs(*embedded, self.log_scale.exp(), bias, caption_loss)
+        return ImageTextOutputs(*embedded, self.log_scale.exp(), bias, caption_loss)
 
     @torch.no_grad()
     def limit_scale(self) -> None:

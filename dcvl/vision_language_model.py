@@ -26,7 +26,7 @@ from .contrastive import Contrastive, ContrastiveBatch, contrastive_loss
 from .data import CaptionBatch
 from .factory import build_pair, image_tower
 from .init_from import read_initial
-from .network import Outputs, Texts
+from .network import ImageTextOutputs, Texts
 from .retrieval import RetrievalAt1
 
 
@@ -181,7 +181,7 @@ class VisionLanguageModel(TrainingModule):
         total = sum(self.hparams[f"{name}_weight"] * loss for name, loss in losses.items())
         return self.log_step(total, batch_size=len(batch.images))
 
-    def _losses(self, outputs: Outputs, batch: CaptionBatch) -> dict[str, Tensor]:
+    def _losses(self, outputs: ImageTextOutputs, batch: CaptionBatch) -> dict[str, Tensor]:
         """Compute this rank's share of each loss; the means over ranks equal the losses of one process."""
         losses = {}
         if outputs.images is not None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dctrain.cli.named_configs import find_config
 from dctrain.errors import UserError
-from dctrain.evaluation.results import Results, describe
+from dctrain.evaluation.results import EvaluationResults, describe
 from dctrain.evaluation.run import (
     Evaluation,
     Measurable,
@@ -117,7 +117,7 @@ def named(paths: Sequence[str]) -> list[tuple[str, str]]:
     return list(zip(short_names(paths), paths, strict=True))
 
 
-def _report(models: Sequence[Results], folder: Path | None) -> None:
+def _report(models: Sequence[EvaluationResults], folder: Path | None) -> None:
     """Print the table; write it, and figures of suites, to the folder of the results."""
     report(models, folder)
     if folder is not None:
@@ -145,7 +145,7 @@ def measure_model(
     batch_size: int,
     context_length: int | None,
     expand: Callable[[nn.Module, Sequence[Measurable]], Sequence[Measurable]] | None = None,
-) -> Results:
+) -> EvaluationResults:
     """Load and evaluate a model; `expand` converts the measurements to those of this model."""
     ranks = evaluation.ranks
     model = load_scored(checkpoint, tokenizer, dtype=dtype, device=ranks.device(device))

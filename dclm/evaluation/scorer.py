@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.answer_cache import AnswerCache, digest
-from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.ranks import EvaluationRanks
 
 from ..data.masking import Masked
 from ..generate import check_prompts, stream
@@ -23,7 +23,7 @@ from ..sampling import Sampling
 from ..stop_strings import StopStringBuffer
 
 
-class Score(NamedTuple):
+class ContinuationScore(NamedTuple):
     """Log-likelihood of a continuation in nats, and whether all its tokens are greedy."""
 
     log_likelihood: float
@@ -63,7 +63,7 @@ class Scorer:
     """
 
     def __init__(
-        self, model: LoadedModel, ranks: Ranks, journal: AnswerCache, batch_size: int, context_length: int
+        self, model: LoadedModel, ranks: EvaluationRanks, journal: AnswerCache, batch_size: int, context_length: int
     ) -> None:
         self.decoder, self.tokenizer = model
         self.ranks, self.journal, self.batch_size, self.context_length = ranks, journal, batch_size, context_length
@@ -86,7 +86,7 @@ class Scorer:
             return None
         return f"{self.num_cut - before} texts longer than {self.context_length} tokens were truncated on the left"
 
-    def score(self, pairs: Sequence[Pair], described: str | None = None) -> list[Score]:
+    def score(self, pairs: Sequence[Pair], described: str | None = None) -> list[ContinuationScore]:
         """Score continuations.
 
         Args:
@@ -111,7 +111,7 @@ class Scorer:
             return _without_nan(found)
 
         self._work_through(work, answer, described)
-        return [Score(*self.journal.known[key]) for key in keys]
+        return [ContinuationScore(*self.journal.known[key]) for key in keys]
 
     def score_masked(self, texts: Sequence[Masked], described: str | None = None) -> list[MaskedScore]:
         """Score the masked tokens of texts of any lengths up to the context; `described` as in `score`."""

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dctrain.evaluation.results import Results
+from dctrain.evaluation.results import EvaluationResults
 
 METRICS = {"exact_match": "accuracy (%)", "perplexity": "perplexity"}
 SHOTS = re.compile(r"(.+): (\d+) shots")
@@ -17,7 +17,7 @@ CELL = re.compile(r"(.+): (\S+) x (\S+)")
 Numbers = dict[tuple[str, str], float]  # by name and metric
 
 
-def draw_suites(models: Sequence[Results], folder: Path) -> None:
+def draw_suites(models: Sequence[EvaluationResults], folder: Path) -> None:
     """Plot every measured suite: `SUITE-shots.png`, and `SUITE-tasks.png` if task names have pattern and
     transformation.
     """

@@ -12,7 +12,7 @@ from dctrain.evaluation.results import QUESTIONS, Measure
 from ..likelihood import encode_pairs
 from ..synthetic_tasks import TaskText, read_texts
 from .measures import perplexity_of, standard_error
-from .scorer import Score, Scorer
+from .scorer import ContinuationScore, Scorer
 
 
 class TaskAnswer(NamedTuple):
@@ -27,7 +27,7 @@ class TaskAnswer(NamedTuple):
 
     task_id: str
     shots: int
-    score: Score
+    score: ContinuationScore
     num_tokens: int
 
 

@@ -38,7 +38,7 @@ OF_GENERATE = ("tokenizer", "assistant_tokenizer")  # passed by `generate` witho
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
 
 
-class Outputs(NamedTuple):
+class ModelOutputs(NamedTuple):
     """Output of a forward pass over full sequences."""
 
     loss: Tensor | None
@@ -120,7 +120,7 @@ class DecoderModel(PreTrainedModel):
         num_items: Tensor | int | None,
         kept: slice | Tensor,
         returns_states: bool,
-    ) -> Outputs:
+    ) -> ModelOutputs:
         """Run the decoder on full texts; `targets` are at the positions of the logits that predict them."""
         check_mask(attention_mask, *input_ids.shape)
         is_known = num_items is not None and getattr(num_items, "device", CPU).type == "cpu"
@@ -133,7 +133,7 @@ class DecoderModel(PreTrainedModel):
             hidden = self.decoder.hidden_states(input_ids, document_ids=padding_documents(attention_mask))
         loss = None if targets is None else self._loss(hidden, targets, num_items)
         logits = None if loss is not None and self.training else self.decoder.output(hidden[:, kept])
-        return Outputs(loss, logits, (*states, hidden) if returns_states else None)
+        return ModelOutputs(loss, logits, (*states, hidden) if returns_states else None)
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
         output = self.decoder.output

@@ -18,7 +18,7 @@ from ..data.samples import Sample
 from ..data.tokenizers import END_TOKENS, SubwordTokenizer
 from ..loss import IGNORED
 from . import words
-from .tasks import TASKS, Cast, Task
+from .tasks import TASKS, Cast, SyntheticTask
 
 NAME = "tasks"  # value of `data.tokens`
 ENDLESS = 2**31  # texts of the training split
@@ -62,7 +62,7 @@ class EncodedText(NamedTuple):
     is_answer: np.ndarray
 
 
-def encoded_text(task: Task, random: Random, num_tokens: int) -> EncodedText:
+def encoded_text(task: SyntheticTask, random: Random, num_tokens: int) -> EncodedText:
     """Sample as many examples of a task as fit into a number of tokens, padded with end tokens.
 
     Every answer is one token and a target.
@@ -93,7 +93,7 @@ class TaskTexts(Dataset):
         UserError: If no example fits.
     """
 
-    def __init__(self, tasks: tuple[Task, ...], split: str, context_length: int) -> None:
+    def __init__(self, tasks: tuple[SyntheticTask, ...], split: str, context_length: int) -> None:
         self.tasks, self.split, self.context_length = tasks, split, context_length
         for task in tasks:
             if not encoded_text(task, Random(0), context_length + 1).is_answer.any():

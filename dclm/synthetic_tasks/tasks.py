@@ -85,7 +85,7 @@ DOMAINS = {
 }
 
 
-class Example(NamedTuple):
+class TaskExample(NamedTuple):
     """The text before an answer, and the answer."""
 
     question: str
@@ -123,45 +123,45 @@ def _people(random: Random, domain: Domain, wording: int, people: list[str], thi
     return "< " + " ".join(domain.holds[wording].format(person=who, word=what) for who, what in pairs) + " >."
 
 
-def same_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+def same_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Several people have one thing each; the question is about one person's thing."""
     people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
     said = f"{_people(random, domain, wording, people, things)} {domain.asks.format(person=people[0])}"
-    return Example(f"{said} {domain.endings[transformation]}", domain.transformations[transformation][things[0]])
+    return TaskExample(f"{said} {domain.endings[transformation]}", domain.transformations[transformation][things[0]])
 
 
-def other_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+def other_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """One of two people has all things but one; the question is about the thing this person does not have."""
     (asked, other), things = random.sample(cast.names, 2), _draw(random, domain, transformation, cast.count)
     said = _people(random, domain, wording, [other, *[asked] * (cast.count - 1)], things)
     said = f"{said} {domain.denies.format(person=asked)} {domain.endings[transformation]}"
-    return Example(said, domain.transformations[transformation][things[0]])
+    return TaskExample(said, domain.transformations[transformation][things[0]])
 
 
-def different(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+def different(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Two words are equal; the question is about the third."""
     source, twice = _draw(random, domain, transformation, 2)
     said = (
         f"{_listed(random, [source, twice, twice])} Which is different? {domain.endings[transformation].capitalize()}"
     )
-    return Example(said, domain.transformations[transformation][source])
+    return TaskExample(said, domain.transformations[transformation][source])
 
 
-def other_class(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+def other_class(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Two words belong to the same class; the question is about the third."""
     made = domain.transformations[transformation]
     source = random.choice(list(made))
     name = random.choice([other for other in sorted(set(domain.classes.values())) if other != domain.classes[source]])
     pair = random.sample([word for word in made if domain.classes[word] == name], 2)
     said = f"{_listed(random, [source, *pair])} Which has nothing to do with {name}?"
-    return Example(f"{said} {domain.endings[transformation].capitalize()}", made[source])
+    return TaskExample(f"{said} {domain.endings[transformation].capitalize()}", made[source])
 
 
-def owner(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> Example:
+def owner(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Several people have one thing each; the question is about the owner of a thing."""
     people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
     said = _people(random, domain, wording, people, things)
-    return Example(f"{said} Who owns the {things[0]}?", people[0])
+    return TaskExample(f"{said} Who owns the {things[0]}?", people[0])
 
 
 def _listed(random: Random, those: list[str]) -> str:
@@ -169,7 +169,7 @@ def _listed(random: Random, those: list[str]) -> str:
     return f"There are {', '.join(those)}."
 
 
-class Task(NamedTuple):
+class SyntheticTask(NamedTuple):
     """A task: pattern, transformation, domain and wording."""
 
     pattern: str
@@ -182,12 +182,12 @@ class Task(NamedTuple):
         """Name of the task, with all parts."""
         return f"{self.pattern}/{self.transformation}/{self.domain}/{self.wording}"
 
-    def example(self, random: Random, cast: Cast = SUITE) -> Example:
+    def example(self, random: Random, cast: Cast = SUITE) -> TaskExample:
         """Sample an example."""
         return PATTERNS[self.pattern](random, DOMAINS[self.domain], self.transformation, self.wording, cast)
 
 
-PATTERNS: dict[str, Callable[[Random, Domain, str, int], Example]] = {
+PATTERNS: dict[str, Callable[[Random, Domain, str, int], TaskExample]] = {
     "same-person": same_person,
     "the-other-person": other_person,
     "different-in-set": different,
@@ -196,17 +196,17 @@ PATTERNS: dict[str, Callable[[Random, Domain, str, int], Example]] = {
 }
 
 
-def _all_tasks() -> tuple[Task, ...]:
+def _all_tasks() -> tuple[SyntheticTask, ...]:
     """Return the 74 tasks."""
     made = [(name, transformation) for name, domain in DOMAINS.items() for transformation in domain.transformations]
     tasks = [
-        Task(pattern, transformation, name, wording)
+        SyntheticTask(pattern, transformation, name, wording)
         for pattern, wordings in (("same-person", 2), ("the-other-person", 2), ("different-in-set", 1))
         for name, transformation in made
         for wording in range(wordings)
     ]
-    tasks += [Task("the-other-class", COPY, name, 0) for name, domain in DOMAINS.items() if domain.classes]
-    tasks += [Task("same-thing", COPY, "thing", wording) for wording in range(2)]
+    tasks += [SyntheticTask("the-other-class", COPY, name, 0) for name, domain in DOMAINS.items() if domain.classes]
+    tasks += [SyntheticTask("same-thing", COPY, "thing", wording) for wording in range(2)]
     return tuple(tasks)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dctrain.errors import UserError, as_user_error
 from dctrain.utils.files import atomic_write, check_regular
 
-from .tasks import SUITE, TASKS, Cast, Task
+from .tasks import SUITE, TASKS, Cast, SyntheticTask
 
 EXAMPLES = 8  # examples per text
 SHOTS = 2  # examples before the first scored answer
@@ -44,7 +44,7 @@ class TaskText(NamedTuple):
             before += match[1]
 
 
-def make_text(task: Task, random: Random, cast: Cast = SUITE) -> TaskText:
+def make_text(task: SyntheticTask, random: Random, cast: Cast = SUITE) -> TaskText:
     """Sample a text of eight examples."""
     examples = [task.example(random, cast) for _ in range(EXAMPLES)]
     lines = [
@@ -54,7 +54,9 @@ def make_text(task: Task, random: Random, cast: Cast = SUITE) -> TaskText:
     return TaskText(task.id, "\n" + "\n".join(lines) + "\n")
 
 
-def make_suite(seed: int = 0, tasks: Sequence[Task] = TASKS, count: int = TEXTS, cast: Cast = SUITE) -> list[TaskText]:
+def make_suite(
+    seed: int = 0, tasks: Sequence[SyntheticTask] = TASKS, count: int = TEXTS, cast: Cast = SUITE
+) -> list[TaskText]:
     """Sample the suite: twelve texts of each of the 74 tasks, 888 in total."""
     return [make_text(task, Random(f"{seed} {task.id} {number}"), cast) for task in tasks for number in range(count)]
 

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..utils.files import file_lock
 from .experiment import Experiment, Run, experiment_of, read_experiment
 from .report import write_report
-from .results import RESULTS, Results
+from .results import RESULTS, ComparisonResults
 from .training import TrainingStopped, environments, run_log_dir, train
 
 STOPPED = "stopped; run the same command again to continue."
@@ -67,7 +67,7 @@ def compare_command(program: str, metrics: dict[str, str]) -> Callable[..., None
             what = experiment_of(config, models, seeds, metrics, extra)
         root = Path(out or f"runs/compare/{Path(experiment or config).stem}")
         if report:
-            _report(what, Results(root, what), root)
+            _report(what, ComparisonResults(root, what), root)
             return
         make_folder(str(root / "runs"))
         with file_lock(root / ".lock", f"{root} is being compared by another process."):
@@ -77,7 +77,7 @@ def compare_command(program: str, metrics: dict[str, str]) -> Callable[..., None
 
 
 def _compare(program: str, experiment: Experiment, root: Path, jobs: int) -> None:
-    results = Results(root, experiment)
+    results = ComparisonResults(root, experiment)
     for run in experiment.runs:
         if results.find(run) is not None:
             print(f"{run.key}: already finished, {_score(experiment, results.find(run))}")
@@ -94,14 +94,14 @@ def _compare(program: str, experiment: Experiment, root: Path, jobs: int) -> Non
         raise UserError("some runs have failed; run the same command to repeat them.")
 
 
-def _report(experiment: Experiment, results: Results, root: Path) -> None:
+def _report(experiment: Experiment, results: ComparisonResults, root: Path) -> None:
     if not any(results.finished(model) for model in experiment.models):
         raise UserError(f"{root / RESULTS} has no finished run of the experiment.")
     print(write_report(experiment, results, root))
 
 
 def _train_all(
-    program: str, experiment: Experiment, waiting: list[Run], results: Results, config: Path, jobs: int
+    program: str, experiment: Experiment, waiting: list[Run], results: ComparisonResults, config: Path, jobs: int
 ) -> None:
     """Train runs concurrently, and store each result immediately."""
     stop, slots = Event(), SimpleQueue()
@@ -138,7 +138,7 @@ def _train_all(
         signal.signal(signal.SIGTERM, before)
 
 
-def _keep(experiment: Experiment, run: Run, task: Future, results: Results) -> None:
+def _keep(experiment: Experiment, run: Run, task: Future, results: ComparisonResults) -> None:
     result = task.result()
     results.add(run, result)
     said = result.get("error") or f"{_score(experiment, result)} ({result['wall_seconds']:.0f} s)"

@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..evaluation.items import read_items
 from ..utils.markdown import markdown_table
 from .experiment import Experiment, Run
-from .results import Results
+from .results import ComparisonResults
 from .scaling import ScalingPoint, fit_scaling, plot_scaling, scaling_table
 from .statistics import Difference, ItemNoise, item_noise, paired_difference, spread
 from .training import run_items
@@ -22,7 +22,7 @@ MAX_POINTS = 1000  # maximum points per curve in curves.csv
 LOSS = "val/loss"  # metric of scaling laws
 
 
-def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
+def write_report(experiment: Experiment, results: ComparisonResults, folder: Path) -> str:
     """Write `table.md`, `table.csv`, `curves.csv`, `curves.png`, and with families `scaling.png`; return the
     Markdown."""
     rows = [summarize(experiment, results, model) for model in experiment.models if results.finished(model)]
@@ -40,7 +40,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> str:
     return text
 
 
-def summarize(experiment: Experiment, results: Results, model: str) -> dict:
+def summarize(experiment: Experiment, results: ComparisonResults, model: str) -> dict:
     """Summarize a model's finished runs: costs and, for each metric, mean and standard deviation of the last value over
     seeds, mean of the best value, and difference to the baseline with its interval. Accuracies are in percent.
     """
@@ -75,7 +75,7 @@ def summarize(experiment: Experiment, results: Results, model: str) -> dict:
 _PARTS = ("difference", "low", "high", "detectable", "pairs", "items")
 
 
-def _noise(experiment: Experiment, results: Results, model: str, metric: str) -> ItemNoise | None:
+def _noise(experiment: Experiment, results: ComparisonResults, model: str, metric: str) -> ItemNoise | None:
     """Estimate the evaluation noise, in the metric's unit, from recorded per-item results."""
     seeds = results.finished(model).keys() & results.finished(experiment.baseline).keys()
     found = [
@@ -97,7 +97,7 @@ def _factor(metric: str) -> float:
     return 100.0 if any(part in metric for part in PERCENT) else 1.0
 
 
-def _markdown(experiment: Experiment, rows: list[dict], results: Results) -> str:
+def _markdown(experiment: Experiment, rows: list[dict], results: ComparisonResults) -> str:
     """Format the table with a description."""
     header = ["model", "seeds", "parameters", "MFLOPs", f"{rows[0]['unit']}/s"] if rows else ["model"]
     for metric in experiment.metrics:
@@ -166,7 +166,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _write_scaling(experiment: Experiment, results: Results, path: Path) -> str:
+def _write_scaling(experiment: Experiment, results: ComparisonResults, path: Path) -> str:
     """Fit and plot scaling laws of the families; return the text, or why it is not possible."""
     families = {
         name: [point_of(model, results.finished(model)) for model in models if results.finished(model)]
@@ -188,7 +188,7 @@ def point_of(model: str, runs: dict[int, dict]) -> ScalingPoint:
     return ScalingPoint(model, 3.0 * first["forward_flops"] * units, losses)
 
 
-def _write_curves(experiment: Experiment, results: Results, path: Path) -> None:
+def _write_curves(experiment: Experiment, results: ComparisonResults, path: Path) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "seed", "curve", "step", "value"])
@@ -200,7 +200,7 @@ def _write_curves(experiment: Experiment, results: Results, path: Path) -> None:
                     writer.writerows([model, seed, curve, step, value] for step, value in kept)
 
 
-def _plot(experiment: Experiment, results: Results, path: Path) -> None:
+def _plot(experiment: Experiment, results: ComparisonResults, path: Path) -> None:
     """Plot each metric over the steps: mean over seeds, and range from worst to best."""
     models = [model for model in experiment.models if results.finished(model)]
     metrics = list(experiment.metrics)

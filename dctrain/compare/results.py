@@ -10,7 +10,7 @@ from .experiment import Experiment, Run, read_yaml
 RESULTS = "results.json"
 
 
-class Results:
+class ComparisonResults:
     """Results of an experiment's runs, stored in `results.json` of a folder, one line per run.
 
     Attributes:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..utils.files import atomic_write
-from .ranks import Ranks
+from .ranks import EvaluationRanks
 
 
 def digest(*parts: object) -> str:
@@ -32,7 +32,7 @@ class AnswerCache:
         known: The answers.
     """
 
-    def __init__(self, folder: Path, name: str, belongs_to: dict, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, name: str, belongs_to: dict, ranks: EvaluationRanks) -> None:
         self._folder, self._pattern, self._ranks = folder, f"{glob.escape(name)}.partial-*.jsonl", ranks
         self.known: dict[str, list | str] = {}
         for found in ranks.gather(self._read(belongs_to)):

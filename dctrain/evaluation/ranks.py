@@ -14,7 +14,7 @@ from ..errors import UserError, as_user_error
 PATIENCE = timedelta(days=1)  # timeout of ranks that wait for others
 
 
-class Ranks(NamedTuple):
+class EvaluationRanks(NamedTuple):
     """Rank of this process."""
 
     rank: int
@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
             return torch.device("cuda", self.local_rank) if name == "cuda" else torch.device(name)
 
 
-def _own_ranks() -> Ranks:
+def _own_ranks() -> EvaluationRanks:
     """Read the environment variables set by torchrun.
 
     Raises:
@@ -56,11 +56,11 @@ def _own_ranks() -> Ranks:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if int(values["WORLD_SIZE"]) > 1 and missing:
         raise UserError(f"WORLD_SIZE={values['WORLD_SIZE']} without {', '.join(missing)}: expected all, or none.")
-    return Ranks(*map(int, values.values()))
+    return EvaluationRanks(*map(int, values.values()))
 
 
 @contextmanager
-def init_ranks() -> Iterator[Ranks]:
+def init_ranks() -> Iterator[EvaluationRanks]:
     """Initialize the process group if there are several processes; destroy it at the end."""
     ranks = _own_ranks()
     if ranks.size == 1:

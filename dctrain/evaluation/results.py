@@ -45,7 +45,7 @@ class Measure(NamedTuple):
     is_detail: bool = False
 
 
-class Results:
+class EvaluationResults:
     """Results of one model.
 
     Attributes:
@@ -104,23 +104,23 @@ def checksum(model: nn.Module) -> int:
     return total
 
 
-def open_results(path: Path, described: dict) -> Results:
+def open_results(path: Path, described: dict) -> EvaluationResults:
     """Continue the file of the same model, or create one.
 
     Raises:
         UserError: If the file belongs to a different model, or is damaged.
     """
     if not path.is_file():
-        return Results(described)
+        return EvaluationResults(described)
     found = read_results(path).content
     theirs, ours = found["identity"], described["identity"]
     others = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     if others:
         raise UserError(f"{path} belongs to a different model: {', '.join(others)} differ; use another out.")
-    return Results(described | {"results": found["results"]})
+    return EvaluationResults(described | {"results": found["results"]})
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> EvaluationResults:
     """Read a results file.
 
     Raises:
@@ -133,10 +133,10 @@ def read_results(path: Path) -> Results:
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() < PARTS:
         raise UserError(f"{path} is not a result of `evaluate`.")
     with as_user_error(f"{path} is not a result of `evaluate`"):
-        return _checked(Results(content))
+        return _checked(EvaluationResults(content))
 
 
-def _checked(results: Results) -> Results:
+def _checked(results: EvaluationResults) -> EvaluationResults:
     """Check the fields that are used later.
 
     Raises:
@@ -159,7 +159,7 @@ def _checked(results: Results) -> Results:
     return results
 
 
-def write_csv(path: Path, models: Iterable[Results]) -> None:
+def write_csv(path: Path, models: Iterable[EvaluationResults]) -> None:
     """Write one line per number and model."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

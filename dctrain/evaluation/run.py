@@ -10,8 +10,8 @@ import torch
 from ..errors import UserError, as_user_error
 from ..utils.files import atomic_write, file_lock, relative
 from .answer_cache import AnswerCache
-from .ranks import Ranks, init_ranks
-from .results import Measure, Results, open_results, read_results, write_csv
+from .ranks import EvaluationRanks, init_ranks
+from .results import EvaluationResults, Measure, open_results, read_results, write_csv
 from .table import evaluation_table
 
 OUT = "evaluation"
@@ -47,9 +47,9 @@ class Evaluation(NamedTuple):
     name: str
     folder: Path
     measures: Sequence[Measurable]
-    ranks: Ranks
+    ranks: EvaluationRanks
 
-    def run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> Results:
+    def run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> EvaluationResults:
         """Run all missing measurements.
 
         Args:
@@ -75,7 +75,7 @@ class Evaluation(NamedTuple):
             finally:
                 path.unlink()
 
-    def _run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> Results:
+    def _run(self, described: dict, make_subject: Callable[[AnswerCache], object]) -> EvaluationResults:
         path = self.folder / f"{self.name}.json"
         results = self.ranks.gather(open_results(path, described))[0]  # one rank's view, in case their disks differ
         with _open_answer_cache(self.folder, self.name, described["identity"], self.ranks) as journal:
@@ -93,7 +93,7 @@ class Evaluation(NamedTuple):
 
 
 @contextmanager
-def _open_answer_cache(folder: Path, name: str, identity: dict, ranks: Ranks) -> Iterator[AnswerCache]:
+def _open_answer_cache(folder: Path, name: str, identity: dict, ranks: EvaluationRanks) -> Iterator[AnswerCache]:
     """Cache answers until all measurements are done."""
     journal = AnswerCache(folder, name, identity, ranks)
     is_done = False
@@ -109,8 +109,8 @@ def measure_models(
     measures: Sequence[Measurable],
     compare: Sequence[str],
     out: str | None,
-    measure: Callable[[str, Evaluation], Results],
-    tell: Callable[[Sequence[Results], Path | None], None] | None = None,
+    measure: Callable[[str, Evaluation], EvaluationResults],
+    tell: Callable[[Sequence[EvaluationResults], Path | None], None] | None = None,
 ) -> None:
     """Evaluate models sequentially, together with the other ranks, and report the results.
 
@@ -208,7 +208,7 @@ def name_models(checkpoints: Sequence[str]) -> list[str]:
     return names
 
 
-def report(models: Sequence[Results], folder: Path | None) -> None:
+def report(models: Sequence[EvaluationResults], folder: Path | None) -> None:
     """Print the table, and write it to the folder of the results."""
     table = evaluation_table(models)
     print(f"\n{table}")

@@ -5,7 +5,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from ..utils.markdown import markdown_table
-from .results import QUESTIONS, Measure, Results
+from .results import QUESTIONS, EvaluationResults, Measure
 
 PERCENT = ("acc", "acc_norm", "exact_match", "top1", "top5")  # metrics in [0, 1], reported in percent
 APART = ("preprocessing", "real")  # settings that depend on the model, or that have separate rows
@@ -19,7 +19,7 @@ class Number(NamedTuple):
     settings: dict
 
 
-def evaluation_table(models: Sequence[Results]) -> str:
+def evaluation_table(models: Sequence[EvaluationResults]) -> str:
     """Format the table as Markdown: "6.360 / -0.270" is a value and its difference.
 
     Below the table there is one line per model with its provenance.
@@ -44,7 +44,7 @@ def evaluation_table(models: Sequence[Results]) -> str:
     return "\n".join([table, "", *map(_provenance, models)])
 
 
-def _provenance(results: Results) -> str:
+def _provenance(results: EvaluationResults) -> str:
     """Describe a model and the provenance of its numbers in one line."""
     content = results.content
     identity, where = content["identity"], content["environment"]
@@ -58,7 +58,7 @@ def _provenance(results: Results) -> str:
     return f"- {results.model}: {'; '.join(part for part in parts if part)}"
 
 
-def _numbers(results: Results) -> dict[Key, Number]:
+def _numbers(results: EvaluationResults) -> dict[Key, Number]:
     numbers = {}
     for entry in results.content["results"].values():
         settings = {name: value for name, value in entry["settings"].items() if name not in APART}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..evaluation.results import Measure, Results
+from ..evaluation.results import EvaluationResults, Measure
 from ..utils.markdown import markdown_table
 from .ablation import KIND, KINDS, WITHOUT, without_title
 from .explanation import Explanation, write_explanation
@@ -48,12 +48,12 @@ class AblationRow(NamedTuple):
     is_main: bool
 
 
-def report_ablation(models: Sequence[Results], folder: Path) -> None:
+def report_ablation(models: Sequence[EvaluationResults], folder: Path) -> None:
     """Print tables of the evaluated models; write ablation.csv, and a figure per model."""
     write_explanation(explain_ablation(models), folder, (), {})  # each model's results have their provenance
 
 
-def explain_ablation(models: Sequence[Results]) -> Explanation:
+def explain_ablation(models: Sequence[EvaluationResults]) -> Explanation:
     """Explain models that were evaluated in full and with parts disabled."""
     rows = [row for results in models for row in _with_parts(_rows(results))]
     names = dict.fromkeys(row.model for row in rows)
@@ -65,7 +65,7 @@ def explain_ablation(models: Sequence[Results]) -> Explanation:
     return Explanation("Without parts of the model", reading, "\n\n".join(_tables(rows)), figures, {"ablation": rows})
 
 
-def _rows(results: Results) -> list[AblationRow]:
+def _rows(results: EvaluationResults) -> list[AblationRow]:
     """Compare each ablation with the full model measured with the same settings; others are skipped."""
     entries = results.content["results"]
     rows = []

@@ -26,7 +26,7 @@ class AttributionRow(NamedTuple):
     alone: float | None
 
 
-class Sums(NamedTuple):
+class AttributionSums(NamedTuple):
     """Totals of a kind: values with all and without any parts, integration error, and rank correlation with the
     single-part decreases (Spearman; None if not computed).
     """
@@ -47,7 +47,7 @@ def explain_attribution(found: Sequence[Attribution], what: str, image: np.ndarr
         image: The image for attributions to patches, uint8 [height, width, 3]; None if there is none.
     """
     rows = [row for a in found for row in _rows(a)]
-    sums = [Sums(a.parts.kind, a.whole, a.without, a.gap, a.rank_correlation) for a in found]
+    sums = [AttributionSums(a.parts.kind, a.whole, a.without, a.gap, a.rank_correlation) for a in found]
     figures, tables = {"attribution": _draw(found, what, image)}, {"attribution": rows, "attribution-sums": sums}
     reading = (
         f"Integrated gradients of the {what} with respect to each part. A positive attribution means that the part"

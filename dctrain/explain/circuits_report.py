@@ -26,7 +26,7 @@ class HeadWrites(NamedTuple):
     logit: float
 
 
-class Score(NamedTuple):
+class RelationScore(NamedTuple):
     """How well a head matches a relation.
 
     Attributes:
@@ -58,7 +58,7 @@ def list_written(
     ]
 
 
-def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: Tensor, top: int) -> Score:
+def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: Tensor, top: int) -> RelationScore:
     """Score a head by the logits [N, V] that it writes for sources, and their partners [N].
 
     Raises:
@@ -68,10 +68,12 @@ def score_head(layer: str, head: int, relation: str, logits: Tensor, partners: T
         raise UserError("the output of a head is NaN: the weights are damaged or too large for their dtype.")
     own = logits.gather(1, partners.to(logits.device)[:, None])
     ranks = (logits >= own).sum(1).double()  # ties get the last rank, so that a head that writes zeros scores low
-    return Score(layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks))
+    return RelationScore(
+        layer, head, relation, float((ranks <= top).double().mean()), float((1 / ranks).mean()), len(ranks)
+    )
 
 
-def explain_circuits(scores: Sequence[Score], written: Sequence[HeadWrites], top: int) -> Explanation:
+def explain_circuits(scores: Sequence[RelationScore], written: Sequence[HeadWrites], top: int) -> Explanation:
     """Explain the best heads of each relation and what they write."""
     relations = list(dict.fromkeys(score.relation for score in scores))
     maps = {name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == name] for name in relations}
@@ -85,12 +87,12 @@ def explain_circuits(scores: Sequence[Score], written: Sequence[HeadWrites], top
     return Explanation("What heads write", reading, "\n\n".join(said), {"heads": draw_heads(maps, title)}, tables)
 
 
-def _best(scores: Sequence[Score], relation: str) -> list[Score]:
+def _best(scores: Sequence[RelationScore], relation: str) -> list[RelationScore]:
     of_relation = [score for score in scores if score.relation == relation]
     return sorted(of_relation, key=lambda score: -score.mean_reciprocal_rank)[:SHOWN]
 
 
-def _tables(relation: str, best: Sequence[Score], written: Sequence[HeadWrites], top: int) -> Iterator[str]:
+def _tables(relation: str, best: Sequence[RelationScore], written: Sequence[HeadWrites], top: int) -> Iterator[str]:
     """Format the best heads of a relation, and what the first of them writes."""
     lines = [
         [f"{score.layer} head {score.head}", f"{100 * score.in_top:.1f} %", f"{score.mean_reciprocal_rank:.3f}"]

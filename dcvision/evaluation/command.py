@@ -9,7 +9,7 @@ from torch import nn
 
 from dctrain.cli.argument_types import check_workers
 from dctrain.errors import UserError, as_user_error
-from dctrain.evaluation.results import Results, describe
+from dctrain.evaluation.results import EvaluationResults, describe
 from dctrain.evaluation.run import (
     Evaluation,
     Measurable,
@@ -75,7 +75,7 @@ def measure_network(
     device: str,
     dtype: torch.dtype,
     expand: Callable[[nn.Module, Sequence[Measurable]], Sequence[Measurable]] | None = None,
-) -> Results:
+) -> EvaluationResults:
     """Load and evaluate a model; `expand` converts the measurements to those of this model."""
     network, ranks = load_classifier(checkpoint), evaluation.ranks
     place = ranks.device(device)

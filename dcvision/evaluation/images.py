@@ -18,7 +18,7 @@ from tqdm import tqdm
 from dctrain.data.dataset_cache import file_digest
 from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.answer_cache import AnswerCache, digest
-from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.ranks import EvaluationRanks
 from dctrain.evaluation.results import Measure
 
 from ..data.decode import BadImage
@@ -45,7 +45,7 @@ class ImageScorer(NamedTuple):
 
     network: Classifier
     journal: AnswerCache
-    ranks: Ranks
+    ranks: EvaluationRanks
     batch_size: int
     num_workers: int
     device: torch.device

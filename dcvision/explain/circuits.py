@@ -15,7 +15,7 @@ from dcmha.analysis import attention_layers, head_outputs
 from dctrain.checkpointing.checkpoint import make_folder
 from dctrain.errors import UserError, as_user_error
 from dctrain.evaluation.run import check_at_least_one
-from dctrain.explain.circuits_report import HeadWrites, Score, explain_circuits, list_written, score_head
+from dctrain.explain.circuits_report import HeadWrites, RelationScore, explain_circuits, list_written, score_head
 from dctrain.explain.explanation import origin_of, write_explanation
 
 from ..attention_plots import prefix_tokens
@@ -116,7 +116,7 @@ def _layer_scale(model: nn.Module, name: str) -> Tensor | float:
 @torch.inference_mode()
 def _judge(
     name: str, layer: nn.Module, tokens: Tensor, reads: Tensor, labels: list[int], names: list[str], top: int
-) -> tuple[list[Score], list[HeadWrites]]:
+) -> tuple[list[RelationScore], list[HeadWrites]]:
     """Score the heads of a layer by the logits of the classifier `reads` [K, C] for their outputs, and list the classes
     that they write for the images of each class.
     """

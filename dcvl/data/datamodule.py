@@ -17,7 +17,15 @@ from dcvision.data.sources import stream_urls
 from dcvision.data.stream import StreamedSample
 
 from .captions import TEMPLATE, CaptionFields, CaptionSource, check_templates, open_captions
-from .samples import CaptionBatch, CaptionedImage, CaptionedSamples, CaptionEncoder, Collate, black, choose_caption
+from .samples import (
+    CaptionBatch,
+    CaptionCollate,
+    CaptionedImage,
+    CaptionedSamples,
+    CaptionEncoder,
+    black,
+    choose_caption,
+)
 from .scenes import ENDLESS, NAME, scene_tokenizer
 
 
@@ -173,7 +181,9 @@ class CaptionDataModule(ImageData):
         if self.train_source is None:
             return self._stream()
         batches = self.train_batches(self.train_source.shard_sizes)
-        return self.make_loader(self._samples(self.train_source, is_train=True), batches, Collate(self.image_size))
+        return self.make_loader(
+            self._samples(self.train_source, is_train=True), batches, CaptionCollate(self.image_size)
+        )
 
     def val_dataloader(self) -> DataLoader:
         """Create the evaluation loader, in a fixed shuffled order: many sets are sorted by class, and a batch of one
@@ -181,7 +191,9 @@ class CaptionDataModule(ImageData):
         """
         size = len(self.val_source)
         batches = self.eval_batches(self.num_val_samples, None if size == ENDLESS else Permutation(size, [0]))
-        return self.make_loader(self._samples(self.val_source, is_train=False), batches, Collate(self.image_size))
+        return self.make_loader(
+            self._samples(self.val_source, is_train=False), batches, CaptionCollate(self.image_size)
+        )
 
     test_dataloader = val_dataloader
 
@@ -193,7 +205,7 @@ class CaptionDataModule(ImageData):
         seed = self.seed + self.rank
         finish = partial(_captioned, self.encode, seed)
         sample = StreamedSample(self.train_transform, seed, self.fields, self.max_pixels, finish)
-        return self.stream(self.train_spec, sample, Collate(self.image_size), self.steps_per_epoch)
+        return self.stream(self.train_spec, sample, CaptionCollate(self.image_size), self.steps_per_epoch)
 
     def on_before_batch_transfer(self, batch: CaptionBatch, dataloader_idx: int) -> CaptionBatch:
         """Report unreadable images and truncated captions; stop the run above the limit of unreadable images."""

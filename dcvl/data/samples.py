@@ -138,7 +138,7 @@ def choose_caption(captions: Sequence[str], key: Sequence[int]) -> str:
     return captions[0] if len(captions) == 1 else captions[np.random.default_rng([*key]).integers(len(captions))]
 
 
-class Collate:
+class CaptionCollate:
     """Stacks samples to batches of full size, including unreadable images.
 
     Args:

@@ -8,14 +8,14 @@ import pytest
 
 from dclm.cli import main
 from dclm.synthetic_tasks import TASKS, TaskText, make_suite, make_text, read_texts, write_texts
-from dclm.synthetic_tasks.tasks import DOMAINS, Task
+from dclm.synthetic_tasks.tasks import DOMAINS, SyntheticTask
 from dctrain.errors import UserError
 
 HAS = re.compile(r"(\w+) has the (\w+)\.")
 LIST = re.compile(r"There are (\w+), (\w+), (\w+)\.")
 
 
-def examples(task: Task, count: int = 50):
+def examples(task: SyntheticTask, count: int = 50):
     return [task.example(Random(f"{task.id} {number}")) for number in range(count)]
 
 

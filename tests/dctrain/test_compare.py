@@ -17,7 +17,7 @@ from torchvision.io import decode_image
 
 from dctrain.compare.experiment import experiment_of, read_experiment
 from dctrain.compare.report import write_report
-from dctrain.compare.results import Results
+from dctrain.compare.results import ComparisonResults
 from dctrain.compare.statistics import ItemNoise, item_noise, paired_difference
 from dctrain.compare.training import environments, run_items
 from dctrain.errors import UserError
@@ -176,21 +176,21 @@ def test_recipe_is_read_once_and_written_before_training(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {lr: 1.0}\ndata: {when: 2026-01-01, x: .nan}\n")
     experiment = read_experiment(write(tmp_path, config=str(recipe)), METRICS)
-    results = Results(tmp_path, experiment)
+    results = ComparisonResults(tmp_path, experiment)
     results.write()
-    Results(tmp_path, experiment)
+    ComparisonResults(tmp_path, experiment)
     recipe.write_text("model: {lr: 2.0}\n")
     results.add(experiment.runs[0], make_result([0.5]))
     assert json.loads((tmp_path / "results.json").read_text())["recipe"]["config"]["model"] == {"lr": 1.0}
     with pytest.raises(UserError, match="a different recipe"):
-        Results(tmp_path, experiment)
+        ComparisonResults(tmp_path, experiment)
 
 
 def test_metric_missing_in_finished_run_raises_error(tmp_path):
     experiment = read_experiment(write(tmp_path), METRICS)
-    Results(tmp_path, experiment).add(experiment.runs[0], make_result([0.5]))
+    ComparisonResults(tmp_path, experiment).add(experiment.runs[0], make_result([0.5]))
     with pytest.raises(UserError, match="a | seed 0 has not logged val/top5"):
-        Results(tmp_path, read_experiment(write(tmp_path, metrics={"val/top5": "max"}), METRICS))
+        ComparisonResults(tmp_path, read_experiment(write(tmp_path, metrics={"val/top5": "max"}), METRICS))
 
 
 def test_experiment_is_read_from_file(tmp_path):
@@ -217,7 +217,7 @@ def test_invalid_arguments_are_rejected(tmp_path, capsys):
 
 def test_results_of_different_recipe_are_rejected_and_kept(tmp_path, capsys):
     experiment = write(tmp_path)
-    results = Results(tmp_path, read_experiment(experiment, METRICS))
+    results = ComparisonResults(tmp_path, read_experiment(experiment, METRICS))
     results.add(results.experiment.runs[0], make_result([0.5]))
     before = (tmp_path / "results.json").read_text()
     other = write(tmp_path, arguments={"trainer.max_epochs": 1})
@@ -342,12 +342,12 @@ def test_report_contains_table_and_curves(tmp_path):
     made["one validation"] = [[0.35]]
     models = {name: {"model.model": name} for name in made}
     experiment = read_experiment(write(tmp_path, models=models, seeds=[0, 1], title="T", paper={"b": 4.5}), METRICS)
-    results = Results(tmp_path, experiment)
+    results = ComparisonResults(tmp_path, experiment)
     for model, curves in made.items():
         for seed, top1 in enumerate(curves):
             run = next(run for run in experiment.runs if (run.model, run.seed) == (model, seed))
             results.add(run, make_result(top1))
-    results = Results(tmp_path, experiment)  # as read by another process
+    results = ComparisonResults(tmp_path, experiment)  # as read by another process
     table = write_report(experiment, results, tmp_path)
     interval = "-15.00 [-78.53, +48.53]"
     lines = [" ".join(line.split()) for line in table.splitlines()]

@@ -7,7 +7,7 @@ import pytest
 from dctrain.cli.safe_yaml import check_yaml_file
 from dctrain.errors import UserError
 from dctrain.evaluation.answer_cache import AnswerCache
-from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.ranks import EvaluationRanks
 from dctrain.evaluation.results import read_results
 from dctrain.loggers import _read_ids, _rows_until
 from dctrain.utils.environment import add_environment, read_environments
@@ -52,7 +52,7 @@ def test_malformed_results_are_rejected(tmp_path, change):
 def test_answer_cache_is_read_up_to_damaged_line(tmp_path, line):
     lines = ['{"model": 1}', '["first", [1, 2]]', line, '["last", "text"]']
     (tmp_path / "m.partial-0.jsonl").write_text("\n".join(lines) + "\n", errors="surrogateescape")
-    journal = AnswerCache(tmp_path, "m", {"model": 1}, Ranks(0, 1, 0))
+    journal = AnswerCache(tmp_path, "m", {"model": 1}, EvaluationRanks(0, 1, 0))
     journal.close(is_done=False)
     assert journal.known == {"first": [1, 2]}
 

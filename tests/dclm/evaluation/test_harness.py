@@ -114,9 +114,9 @@ def test_answers_match_huggingface_model_of_harness(tasks, tmp_path):
     from dclm.evaluation.harness import Model
     from dclm.evaluation.scorer import Scorer
     from dctrain.evaluation.answer_cache import AnswerCache
-    from dctrain.evaluation.ranks import Ranks
+    from dctrain.evaluation.ranks import EvaluationRanks
 
-    folder, alone = pythia(tmp_path), Ranks(0, 1, 0)
+    folder, alone = pythia(tmp_path), EvaluationRanks(0, 1, 0)
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=3)
     scorer = Scorer(load_model(folder), alone, AnswerCache(tmp_path, "test", {}, alone), 5, 64)
     for shots in (0, 3):

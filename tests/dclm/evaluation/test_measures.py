@@ -10,7 +10,7 @@ from dclm.evaluation.measures import windows
 from dclm.evaluation.scorer import Prompt, Scorer
 from dclm.sampling import Sampling
 from dctrain.evaluation.answer_cache import AnswerCache
-from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.ranks import EvaluationRanks
 
 from ..commands import run
 from .models import SOURCES, numbers, pile, small_folder, spans
@@ -67,7 +67,7 @@ def test_text_and_span_measures_match_full_logits(tmp_path, monkeypatch):
 
 
 def test_complete_returns_empty_text_for_immediate_stop_string(tmp_path):
-    alone, model = Ranks(0, 1, 0), dclm.load_model(small_folder(tmp_path / "model"))
+    alone, model = EvaluationRanks(0, 1, 0), dclm.load_model(small_folder(tmp_path / "model"))
     prompt = tuple(model.tokenizer.encode(["import abc"])[0].tolist())
     scorer = Scorer(model, alone, AnswerCache(tmp_path, "test", {}, alone), 2, 64)
     (text,) = scorer.complete([Prompt(prompt, 5, (), Sampling(0.0, None, None))])

@@ -16,7 +16,7 @@ from dclm.sampling import Sampling
 from dclm.synthetic_tasks import TASKS, make_suite, write_texts
 from dctrain.errors import UserError
 from dctrain.evaluation.answer_cache import AnswerCache
-from dctrain.evaluation.ranks import Ranks
+from dctrain.evaluation.ranks import EvaluationRanks
 
 from ..commands import run
 from ..evaluation.models import SOURCES, numbers, pile
@@ -87,7 +87,7 @@ def test_unsupported_models_and_options_are_rejected(tmp_path, monkeypatch, caps
 
 
 def test_generation_is_rejected(tmp_path):
-    alone = Ranks(0, 1, 0)
+    alone = EvaluationRanks(0, 1, 0)
     scorer = Scorer(load_scored(gpt2(tmp_path / "gpt2")), alone, AnswerCache(tmp_path, "test", {}, alone), 5, 64)
     with pytest.raises(UserError, match="type 'gpt2' supports scoring only, not generation"):
         scorer.complete([Prompt((1, 2), 3, (), Sampling(0.0, None, None))])
