@@ -105,10 +105,17 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def is_watched(*operands: Tensor | None) -> bool:
-    """Whether the call must go through the dispatcher: a dispatch mode is active or an operand is a tensor subclass."""
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        x is not None and type(x) not in (Tensor, Parameter) for x in operands
+def needs_dispatcher(*operands: Tensor | None) -> bool:
+    """Whether a call must go through the dispatcher.
+
+    This is the case in dispatch modes and transforms, and for operands that are tensor subclasses or whose memory does
+    not contain their values (negative bit, zero tensors).
+    """
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+        return True
+    return any(
+        x is not None and (type(x) not in (Tensor, Parameter) or x.is_neg() or torch._is_zerotensor(x))
+        for x in operands
     )
 
 

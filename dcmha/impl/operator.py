@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, is_watched, refuse_derivative
+from .call import AttentionCall, needs_dispatcher, refuse_derivative
 from .flatten import CONSTANTS, OPTIONS, SCHEMA, TENSORS, flatten, tensors_of, unflatten
 
 NUM_TENSORS = len(TENSORS) + len(CONSTANTS)
@@ -53,13 +53,14 @@ class AttentionOperator:
             by its name only: change it whenever the arguments, or the shapes, strides or dtypes of the results, change.
         impl: Name of the implementation, for errors.
         functions: The functions that it consists of.
+        refused: Kind of the derivatives that the gradient has not, for errors.
 
     Attributes:
         forward_op: The custom operator. Its arguments are those of `flatten`.
         backward_op: The custom operator of its gradient.
     """
 
-    def __init__(self, name: str, impl: str, functions: Functions) -> None:
+    def __init__(self, name: str, impl: str, functions: Functions, refused: str = "second") -> None:
         self.impl, self.functions = impl, functions
         self.forward_op = torch.library.custom_op(
             f"dcmha::{name}", self._forward, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)"
@@ -77,7 +78,7 @@ class AttentionOperator:
             )
         )
         self.forward_op.register_autograd(self._differentiate, setup_context=self._setup)
-        self.backward_op.register_autograd(lambda ctx, *grads: refuse_derivative(impl, "second"))
+        self.backward_op.register_autograd(lambda ctx, *grads: refuse_derivative(impl, refused))
         self._apply_eagerly = _eager_function(self).apply
 
     def __call__(self, call: AttentionCall, seed: Tensor | None) -> Tensor:
@@ -110,7 +111,7 @@ class AttentionOperator:
         *tensors, statistics = ctx.saved_tensors
         bias_gradient = tensors[BIAS] is not None and ctx.needs_input_grad[BIAS]
         call, seed = unflatten((*tensors, *ctx.options))
-        if torch.is_grad_enabled() or is_watched(d_out, *tensors):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or needs_dispatcher(d_out, *tensors):
             grads = self.backward_op(d_out, statistics, bias_gradient, *tensors, *ctx.options)
         else:
             grads = self.functions.backward(d_out, call, seed, statistics, bias_gradient)
@@ -123,7 +124,7 @@ def _eager_function(operator: AttentionOperator) -> type[torch.autograd.Function
     class EagerAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
-            run = operator.forward_op if is_watched(*inputs[:NUM_TENSORS]) else operator._forward
+            run = operator.forward_op if needs_dispatcher(*inputs[:NUM_TENSORS]) else operator._forward
             output = run(*inputs)
             operator._setup(ctx, inputs, output)
             return output

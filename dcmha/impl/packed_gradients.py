@@ -41,5 +41,7 @@ def unpack_gradients(grads: list[Tensor], call: AttentionCall) -> list[Tensor | 
 def _unpack(packed: Tensor | None, side: SideWeights) -> SideWeights:
     """Split the packed gradients of a side; None if it has no rows."""
     rank = 0 if side.down is None else side.down.shape[2]
-    down, up = (packed[:, :, :rank], packed[:, :, rank : 2 * rank]) if rank else (side.down, side.up)  # empty or None
-    return SideWeights(down, up, None if side.gate is None else packed[:, :, 2 * rank])
+    gate = None if side.gate is None else packed[:, :, 2 * rank]
+    if rank == 0:
+        return SideWeights(*(None if x is None else torch.zeros_like(x) for x in (side.down, side.up)), gate)
+    return SideWeights(packed[:, :, :rank], packed[:, :, rank : 2 * rank], gate)

@@ -7,7 +7,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
-from dcmha import composed_attention
+from dcmha import ComposeWeights, composed_attention
 from dcmha.impl import compiled
 from dcmha.impl.compiled import blocks, chunking, custom_op
 from tests.dcmha.inputs import (
@@ -132,6 +132,25 @@ def test_several_blocks_are_traced_as_one_operator(case, monkeypatch):
     for name, right, found in zip(operands, *gradients, strict=True):
         assert relative_error(found, right) < 1e-12, name
     assert [len(found) for found in calls] == [1, 1]  # forward and backward
+
+
+def test_bias_merged_with_another_operand_by_the_compiler(monkeypatch):
+    """Common subexpressions become one tensor, so that q and the bias are the same object in the graph."""
+    monkeypatch.setattr(chunking, "WHOLE_LENGTH", 16)
+    monkeypatch.setattr(chunking, "CHUNK", 8)
+    torch.manual_seed(0)
+    mask, (k, v) = torch.randn(1, 2, 20, 20), torch.randn(2, 1, 2, 20, 20, requires_grad=True)
+    base = torch.randn(1, 2, 2, requires_grad=True)
+
+    def attend(mask, k, v, base):
+        q = mask.masked_fill(~(mask != -torch.inf), 0.0)
+        return composed_attention(q, k, v, post=ComposeWeights(base=base), attn_mask=mask, impl="compiled")
+
+    compiled_attend = torch.compile(attend, backend="aot_eager_decomp_partition", fullgraph=True)
+    expected, got = (
+        torch.autograd.grad(f(mask, k, v, base).square().sum(), (k, v, base)) for f in (attend, compiled_attend)
+    )
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.long

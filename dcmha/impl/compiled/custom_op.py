@@ -36,8 +36,8 @@ def gradients_of_blocks(
         for total, part in zip((x for x in tensors_of(place) if x is not None), found, strict=True):
             total += part
         start = stop
-    wanted = [(x, total) for x, total in zip(tensors, sums, strict=True) if x is not None]
-    return [total.to(x.dtype) for x, total in wanted if x is not call.bias or bias_gradient]
+    grads = [None if x is None else total.to(x.dtype) for x, total in zip(tensors, sums, strict=True)]
+    return _wanted(grads, bias_gradient)
 
 
 def _empty_output(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -45,8 +45,13 @@ def _empty_output(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _empty_gradients(call: AttentionCall, bias_gradient: bool) -> list[Tensor]:
-    tensors = [x for x in tensors_of(call) if x is not None and (x is not call.bias or bias_gradient)]
+    tensors = _wanted(tensors_of(call), bias_gradient)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+
+
+def _wanted(tensors: list[Tensor | None], bias_gradient: bool) -> list[Tensor]:
+    """Return the tensors, in the order of `tensors_of`, that are not None; without the bias if it has no gradient."""
+    return [x for x in (tensors if bias_gradient else tensors[:-1]) if x is not None]
 
 
 def _no_statistics(call: AttentionCall) -> Tensor:
@@ -57,4 +62,5 @@ chunked_attention = AttentionOperator(
     "compiled_attention",
     "compiled",
     Functions(attend_blocks, gradients_of_blocks, _empty_output, _empty_gradients, prepare=lambda call: call),
+    refused="second, compiled",
 )

@@ -3,7 +3,7 @@
 # B batch, T query tokens, S key tokens, H heads, D head dim, G head groups
 
 from collections.abc import Sequence
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import Structure, c_double, c_int64, c_void_p, sizeof
 
 import torch
 from torch import Tensor
@@ -25,13 +25,15 @@ class Weight(Structure):
     _fields_ = (("data", c_void_p), ("row", c_int64), ("token", c_int64), ("rank", c_int64), ("ranks", c_int64))
 
 
-NO_WEIGHT = Weight()
-
-
 class Composition(Structure):
     """Weights of a composition: down, up and gate of each side, and a contiguous base."""
 
     _fields_ = (("exists", c_int64), ("query", Weight * 3), ("key", Weight * 3), ("base", c_void_p))
+
+
+NO_WEIGHT = (0,) * len(Weight._fields_)
+TwoCompositions = Composition * 2
+Words = c_int64 * (sizeof(TwoCompositions) // 8)  # all fields have 8 bytes
 
 
 class Mask(Structure):
@@ -47,10 +49,10 @@ class Call(Structure):
         *((name, c_int64) for name in ("B", "H", "G", "shared", "T", "S", "D", "threads", "parts", "slots", "shares")),
         *(("is_causal", c_int64), ("window", c_int64), ("scale", c_double)),
         *((name, Matrix) for name in ("q", "k", "v", "out")),
-        *(("softmax", c_void_p), ("sums", c_void_p), ("compositions", Composition * 2)),
+        *(("softmax", c_void_p), ("sums", c_void_p), ("compositions", TwoCompositions)),
         *(("visible", Mask), ("bias", Mask)),
         *((name, Matrix) for name in ("d_out", "dq", "dk", "dv")),
-        *(("gradients", Composition * 2), ("d_bias", Mask), ("d_bias_slot", c_int64)),
+        *(("gradients", TwoCompositions), ("d_bias", Mask), ("d_bias_slot", c_int64)),
     )
 
 
@@ -79,8 +81,6 @@ def dense(x: Tensor | None) -> Tensor | None:
     """Convert to float32 with a contiguous last axis."""
     if x is None:
         return None
-    if x.is_neg() or torch._is_zerotensor(x):  # their memory does not contain the values
-        x = x.clone()
     x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -113,19 +113,20 @@ def compositions(call: AttentionCall) -> Sequence[Composition]:
 
 def compositions_from(weights: Sequence[Tensor | None]) -> Sequence[Composition]:
     """Both compositions, from their weights or their gradients in the order of `flat_weights`."""
-    return (Composition * 2)(_composition(weights[: len(PARTS)]), _composition(weights[len(PARTS) :]))
+    values = [*_composition(weights[: len(PARTS)]), *_composition(weights[len(PARTS) :])]
+    return TwoCompositions.from_buffer(Words(*values))  # half the time of building each structure
 
 
-def _composition(weights: Sequence[Tensor | None]) -> Composition:
-    if all(w is None for w in weights):
-        return Composition()
+def _composition(weights: Sequence[Tensor | None]) -> list[int]:
+    """Values of `Composition`, in order."""
     *sides, base = weights
-    query, key = ((Weight * 3)(*map(_weight, side)) for side in (sides[:3], sides[3:]))
-    return Composition(1, query, key, None if base is None else base.data_ptr())
+    values = [int(any(w is not None for w in weights))]
+    for w in sides:
+        values += NO_WEIGHT if w is None else _weight(w)
+    return [*values, 0 if base is None else base.data_ptr()]
 
 
-def _weight(w: Tensor | None) -> Weight:
-    if w is None:
-        return NO_WEIGHT
+def _weight(w: Tensor) -> tuple[int, ...]:
+    """Values of `Weight`, in order."""
     row, token, *rank = w.stride()[:-1]
-    return Weight(w.data_ptr(), row, token, rank[0] if rank else 0, w.shape[2] if rank else 1)
+    return w.data_ptr(), row, token, rank[0] if rank else 0, w.shape[2] if rank else 1

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dcmha import ComposeWeights, DCAttention, composed_attention
+from dcmha import ComposeWeights, DCAttention, SideWeights, composed_attention
 from dcmha.impl import chunks
 from dcmha.impl.call import AttentionCall
 from dcmha.impl.flatten import flatten
@@ -234,6 +234,37 @@ def test_operands_need_not_be_contiguous():
     operands = make_operands(case, torch.float32)
     strided = {n: x.detach().transpose(0, -1).contiguous().transpose(0, -1) for n, x in operands.items()}
     torch.testing.assert_close(run(case, strided, "triton"), run(case, operands, "triton"))
+
+
+def test_tensors_with_negative_bit_have_their_values():
+    case = Case(B=2, T=9, S=9, H=4, D=16, branches="qkgb")
+    operands = make_operands(case, torch.float32)
+    negated = {n: torch._neg_view((-x).detach()).requires_grad_() for n, x in operands.items()}
+    d_out = torch._neg_view(torch.randn(2, 4, 9, 16))
+    outs = [run(case, given, "triton") for given in (operands, negated)]
+    torch.testing.assert_close(outs[1], outs[0])
+    expected, got = (
+        torch.autograd.grad(o, list(x.values()), d_out) for o, x in zip(outs, (operands, negated), strict=True)
+    )
+    torch.testing.assert_close(got, expected)
+
+
+def test_compiled_autograd():
+    case = Case(B=1, T=9, S=9, H=4, D=16, branches="qkgb")
+    operands = make_operands(case, torch.float32)
+    expected = torch.autograd.grad(run(case, operands, "triton").square().sum(), list(operands.values()))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        run(case, operands, "triton").square().sum().backward()
+    for x, right in zip(operands.values(), expected, strict=True):
+        torch.testing.assert_close(x.grad, right)
+
+
+def test_gradients_of_rank_0_do_not_require_gradients():
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    down, up = (torch.zeros(1, 9, 0, 2, requires_grad=True) for _ in range(2))
+    pre = ComposeWeights(SideWeights(down, up, torch.ones(1, 9, 2)))
+    grads = torch.autograd.grad(composed_attention(q, q, q, pre, impl="triton").sum(), [down, up])
+    assert [grad.shape for grad in grads] == [down.shape] * 2 and not any(grad.requires_grad for grad in grads)
 
 
 @pytest.mark.parametrize(
