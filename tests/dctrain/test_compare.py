@@ -100,7 +100,7 @@ def test_killed_experiment_resumes_without_repeating_steps(tmp_path, number):
     process.send_signal(number)
     said = process.communicate(timeout=60)[0]
     if number == signal.SIGTERM:
-        assert process.returncode == 2 and "stopped; the same command goes on" in said
+        assert process.returncode == 2 and "stopped; run the same command again to continue" in said
     # after SIGKILL, the runs continue as orphans, and the next command waits for them
     for folder, asked in (("part", command), ("whole", alone)):
         done = subprocess.run([*asked, str(tmp_path / folder), "--", *steps], **options, timeout=120)
