@@ -1,4 +1,4 @@
-# `make train`, `make train-lm`, `make train-vl` and `make test` set up .venv on first use; later calls go straight to work.
+# `make train`, `make train-lm`, `make train-vl` and `make test` create .venv on first use; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,14 +17,14 @@ train-vl: $(VENV)/installed
 test: $(VENV)/installed
 	$(PYTEST)
 
-# The second tier: what `make test` leaves out, but for the long grids.
+# The second tier: tests that `make test` skips, except the long ones.
 test-slow: $(VENV)/installed
 	$(PYTEST) -m "slow and not long"
 
 test-all: $(VENV)/installed
 	$(PYTEST) -m "slow or not slow"
 
-# The operator with the oldest torch that it supports, and nothing else installed.
+# Test the operator with the oldest supported torch and minimal dependencies.
 test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet torch==2.10.0 "numpy<2.4" pytest safetensors
@@ -35,7 +35,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation as a site, in site/.
+# Build the documentation site in site/.
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -1,9 +1,9 @@
-"""Composed attention alone: every implementation against plain SDPA, forward and forward + backward, interleaved.
+"""Time of composed attention by implementation, relative to SDPA: forward and forward + backward, interleaved.
 
 python benchmarks/attention.py --batch-size 8 --heads 6 --tokens 196
 python benchmarks/attention.py --batch-size 1 --heads 16 --tokens 1024 --causal --device cuda --dtype bfloat16
-"flex" is torch's flex_attention, compiled: plain attention that leaves out what a window hides. "older" are the kernels
-in Triton that those in Gluon replace for 16-bit dtypes.
+"flex" is compiled flex_attention of torch: MHA that skips keys outside the window. "older" selects the Triton kernels,
+which the Gluon kernels replace for 16-bit dtypes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PLAIN = ("sdpa", "flex")
 
 
 def flex(options: argparse.Namespace, tokens: int) -> Callable[..., torch.Tensor]:
-    """Compile torch's flex_attention with the mask of a call."""
+    """Compile flex_attention with the causal and window mask of the options."""
 
     def is_visible(row, head, query, key):
         seen = query >= key if options.causal else query == query
@@ -37,7 +37,7 @@ def flex(options: argparse.Namespace, tokens: int) -> Callable[..., torch.Tensor
 
 @contextmanager
 def older_kernels(is_wanted: bool) -> Iterator[None]:
-    """Let calls in 16-bit dtypes use the kernels in Triton."""
+    """Use the Triton kernels for 16-bit dtypes if `is_wanted`."""
     chosen = triton._takes_gluon
     triton._takes_gluon = (lambda q: False) if is_wanted else chosen
     yield
@@ -45,7 +45,7 @@ def older_kernels(is_wanted: bool) -> Iterator[None]:
 
 
 def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
-    """Make a call of one implementation on random operands with gates, both sides, pre and post."""
+    """Create a call of one implementation on random operands, with pre- and post-composition, both sides and gates."""
     torch.manual_seed(0)
     B, H, T, D, R = options.batch_size, options.heads, tokens, options.head_dim, options.rank
 
@@ -82,15 +82,15 @@ def make_call(impl: str, backward: bool, tokens: int, options: argparse.Namespac
 
 
 def work(options: argparse.Namespace, tokens: int, backward: bool) -> dict[str, float]:
-    """Count what a call must do: elements (a query, a key it sees, a head), and the FLOPs of the products of matrices.
+    """Count the elements, the FLOPs of the matrix products, and the bytes of a call.
 
-    And the bytes that the fused kernels and their products move through the workspace: 10 an element forward, 26
-    backward (`docs/kernels.md`).
+    An element is a query, a visible key and a head. Bytes are those that the fused kernels and the matrix products move
+    through the workspace: 10 per element forward, 26 backward (`docs/kernels.md`).
     """
     pairs = options.batch_size * visible_pairs(tokens, tokens, is_causal=options.causal, window_size=options.window)
     elements = pairs * options.heads
     plain = {"pre_compose": False, "post_compose": False}
-    products = attention_flops(options.head_dim, options.heads, pairs, **plain)  # forward two, backward five more
+    products = attention_flops(options.head_dim, options.heads, pairs, **plain)  # 2 products forward, 5 more backward
     traffic = 36 if backward else 10
     return {
         "elements": elements,
@@ -100,7 +100,7 @@ def work(options: argparse.Namespace, tokens: int, backward: bool) -> dict[str, 
 
 
 def sweep(options: argparse.Namespace, device: torch.device) -> list[dict]:
-    """Measure and print every length and kind."""
+    """Measure and print all lengths, forward and forward + backward."""
     rows = []
     for tokens, backward in itertools.product(options.tokens, (False, True)):
         makers = {impl: (make_call, impl, backward, tokens, options) for impl in options.impls}
@@ -121,28 +121,28 @@ def sweep(options: argparse.Namespace, device: torch.device) -> list[dict]:
 
 
 def operator_parser(description: str) -> argparse.ArgumentParser:
-    """Make a parser with the arguments of a call."""
+    """Create a parser with the arguments of an attention call."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--groups", type=int, default=1)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[196], help="lengths")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[196], help="sequence lengths")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int)
     parser.add_argument("--rank", type=int, default=2)
-    parser.add_argument("--query-wise", action="store_true", help="leave the key side out")
+    parser.add_argument("--query-wise", action="store_true", help="omit the key-side weights")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--json", help="file for the raw results")
     return parser
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = operator_parser(__doc__)
-    parser.add_argument("--impls", nargs="+", help=f"some of {IMPLS}; default: all of the device's")
+    parser.add_argument("--impls", nargs="+", help=f"implementations, from {IMPLS}; default: all of the device")
     options = parser.parse_args()
     options.impls = options.impls or IMPLS[options.device]
     device = torch.device(options.device)

@@ -1,4 +1,4 @@
-"""Decoding with a cache: a composed decoder against plain attention with the same windows and without, interleaved.
+"""Decoding throughput with a KV cache: composed decoder and MHA baselines, windowed and global, interleaved.
 
 python benchmarks/decode.py --prompt 256 --new 32 --overrides '{"num_layers": 4, "vocab_size": 4096}'
 python benchmarks/decode.py --model dcformer_pp_2b8 --prompt 1024 --new 128 --device cuda --dtype bfloat16 --compile
@@ -14,7 +14,7 @@ import dclm
 
 
 def make_decode(config: dclm.DecoderConfig, options: argparse.Namespace) -> Callable[[], None]:
-    """Make a call that decodes the new tokens, greedily, after a prompt that is in the cache already."""
+    """Create a call that greedily decodes the new tokens after a cached prompt."""
     torch.manual_seed(0)
     device = torch.device(options.device)
     decoder = dclm.Decoder(config, device=device, dtype=getattr(torch, options.dtype)).eval()
@@ -35,11 +35,11 @@ def make_decode(config: dclm.DecoderConfig, options: argparse.Namespace) -> Call
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = language_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens in the cache")
-    parser.add_argument("--new", type=int, default=128, help="tokens to decode")
+    parser.add_argument("--prompt", type=int, default=1024, help="number of cached tokens")
+    parser.add_argument("--new", type=int, default=128, help="number of tokens to decode")
     options = parser.parse_args()
     compare(make_decode, options, options.new * options.batch_size)
 

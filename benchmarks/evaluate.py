@@ -1,7 +1,8 @@
-"""Scoring of continuations: this project's scorer against the lm-evaluation-harness with Hugging Face's own class.
+"""Scoring of continuations: the scorer of dclm and lm-evaluation-harness with the Hugging Face model class.
 
-Both get the same random GPT-NeoX weights, the same requests and the same batch size, in turn. Three kinds of requests:
-four answers to a question ("choices"), one letter of four after one prompt ("letters"), a last word ("last").
+Both process the same requests alternately, with the same random GPT-NeoX weights and the same batch size. There are
+three kinds of requests: four answers to a question ("choices"), four one-letter answers to a prompt ("letters"), and a
+last word ("last").
 
 python benchmarks/evaluate.py --json benchmarks/results/evaluate_cpu.json
 """
@@ -26,7 +27,7 @@ from dctrain.evaluation.answer_cache import AnswerCache
 from dctrain.evaluation.ranks import EvaluationRanks
 from dctrain.utils.environment import environment
 
-KINDS = {  # answers of a question, tokens of a context, tokens of an answer
+KINDS = {  # answers per question, range of tokens per context, range of tokens per answer
     "choices": (4, (40, 160), (4, 24)),
     "letters": (4, (80, 240), (1, 1)),
     "last": (1, (40, 120), (1, 3)),
@@ -34,7 +35,7 @@ KINDS = {  # answers of a question, tokens of a context, tokens of an answer
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> None:
-    """Write random weights as Hugging Face's library does."""
+    """Save a GPT-NeoX model with random weights and a tokenizer in the format of transformers."""
     torch.manual_seed(0)
     model = GPTNeoXForCausalLM(
         GPTNeoXConfig(
@@ -55,7 +56,7 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def make_pairs(kind: str, questions: int, vocabulary: int) -> list[tuple[list[int], list[int]]]:
-    """Draw requests."""
+    """Generate random requests: pairs of context and continuation."""
     answers, context, continuation = KINDS[kind]
     generator = torch.Generator().manual_seed(1)
 
@@ -68,7 +69,7 @@ def make_pairs(kind: str, questions: int, vocabulary: int) -> list[tuple[list[in
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--width", type=int, default=512)
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--json", help="file for the raw results")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +98,7 @@ def main() -> None:
                 journal = AnswerCache(path, f"{kind}{number}", {}, alone)
                 found = Scorer(model, alone, journal, options.batch_size, 2048).score(pairs)
                 end = time.perf_counter()
-                if number:  # the first warms up
+                if number:  # the first round is a warm-up
                     seconds["harness"].append(middle - start)
                     seconds["dclm"].append(end - middle)
             error = max(abs(a[0] - b[0]) for a, b in zip(expected, found, strict=True))

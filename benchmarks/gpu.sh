@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measure on a GPU: raw results in the folder that is given, most important first; nine minutes by estimate.
-#   benchmarks/gpu.sh FOLDER          operator and training steps, side by side
+# Run the GPU benchmarks, most important first, and write raw results to FOLDER; takes about nine minutes (estimated).
+#   benchmarks/gpu.sh FOLDER          operator and training steps, with baselines
 #   benchmarks/gpu.sh FOLDER PART     one part: operator, steps, check, tiles, long, cifar10
-# What follows `cifar10` goes to every run, such as --data.train=folder:DIR; interrupted, it goes on in runs/cifar10.
+# Arguments after `cifar10`, such as --data.train=folder:DIR, apply to every run; a rerun resumes from runs/cifar10.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?the folder for the results}
@@ -26,7 +26,7 @@ if wanted operator; then
         --impls sdpa triton older --json "$folder/attention_32_heads.json"
     python benchmarks/kernels.py --batch-size 4 --heads 32 --head-dim 128 --tokens 2048 --causal \
         --json "$folder/kernels_32_heads.json"
-    # the shapes of dc_triton_opt, which composes with keys' weights and without
+    # shapes of dc_triton_opt, with and without key-side weights
     for window in 112 240; do
         larger=(--batch-size 16 --heads 32 --head-dim 128 --tokens 4096 --causal --window $window --repeats 3)
         python benchmarks/attention.py "${gpu[@]}" "${larger[@]}" --impls flex triton --json "$folder/attention_w$window.json"
@@ -55,7 +55,7 @@ fi
 if wanted long; then
     python benchmarks/attention.py "${gpu[@]}" --batch-size 1 --heads 16 --tokens 8192 16384 65536 --causal --repeats 3 \
         --impls sdpa compiled triton --json "$folder/attention_long.json"
-    larger=(--model dcformer_pp_1b4 --batch-size 4 "${gpu[@]}" --compile --impls triton) # 8 of the 24 layers, for time
+    larger=(--model dcformer_pp_1b4 --batch-size 4 "${gpu[@]}" --compile --impls triton) # 8 of 24 layers, to save time
     python benchmarks/train_step_lm.py "${larger[@]}" --overrides '{"num_layers": 8}' --json "$folder/step_1b4_1to1.json"
     python benchmarks/train_step_lm.py "${larger[@]}" --overrides '{"num_layers": 8, "windows": [256, 256, 256, null]}' \
         --json "$folder/step_1b4_3to1.json"

@@ -1,9 +1,9 @@
-"""Where the time of fused attention goes: each kernel and the products of matrices, in clocks an element.
+"""Time of each fused attention kernel and of the matrix products, in clocks per element.
 
 python benchmarks/kernels.py --batch-size 8 --heads 16 --tokens 2048 --causal
 python benchmarks/kernels.py --heads 6 --tokens 197 --batch-size 256 --impl older
-An element is a query, a visible key and a head; a clock is one of a multiprocessor at 1.755 GHz. "older" are kernels
-in Triton that those in Gluon replace for 16-bit dtypes.
+An element is a query, a visible key and a head; a clock is one cycle of a multiprocessor at 1.755 GHz. "older" selects
+the Triton kernels, which the Gluon kernels replace for 16-bit dtypes.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ KERNELS = (
 
 
 def seconds_of_kernels(call: Callable[[], None], repeats: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Profile a call: seconds and launches of each kernel, of products of matrices, and of the rest."""
+    """Profile a call; return seconds and launches of each kernel, of the matrix products, and of all other kernels."""
     call()
     call()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -48,7 +48,7 @@ def seconds_of_kernels(call: Callable[[], None], repeats: int) -> tuple[dict[str
 
 
 def kernel_config(name: str) -> str:
-    """Tell what a GPU's kernel belongs to."""
+    """Return the category of a GPU kernel, given its name."""
     for kernel in KERNELS:
         if kernel in name:
             return kernel
@@ -57,15 +57,15 @@ def kernel_config(name: str) -> str:
 
 
 def clocks_per_second() -> float:
-    """Count the clocks of all multiprocessors in a second."""
+    """Return the clocks per second, summed over all multiprocessors."""
     return torch.cuda.get_device_properties(0).multi_processor_count * CLOCK
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = operator_parser(__doc__)
     parser.add_argument("--impl", default="triton", choices=("triton", "older"))
-    parser.add_argument("--workspace-mib", type=int, help="of the older kernels")
+    parser.add_argument("--workspace-mib", type=int, help="workspace of the older kernels in MiB")
     parser.set_defaults(device="cuda", dtype="bfloat16", tokens=[2048])
     options = parser.parse_args()
     if not torch.cuda.is_available():

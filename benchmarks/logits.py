@@ -1,7 +1,8 @@
-"""What rounding the logits to 16 bits does to the loss and its gradients, against float64.
+"""Error of the loss and its gradients due to rounding the logits to 16 bits, relative to float64.
 
-Hidden states are normed and lean towards the row of their target, by several gains: from an untrained model to a sure
-one. Compared are products of bfloat16 matrices, with a result in bfloat16 (autocast's) and in float32.
+Hidden states are normalized sums of noise and the output row of their target times a gain; the gains range from an
+untrained to a confident model. The benchmark compares products of bfloat16 matrices with bfloat16 results (as in
+autocast) and with float32 results.
 
 python benchmarks/logits.py --json benchmarks/results/logits.json
 """
@@ -17,7 +18,7 @@ from dctrain.utils.environment import environment
 
 
 def losses(hidden: Tensor, output: Tensor, targets: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Compute the losses of tokens [N] and the gradient [N, C] of their sum."""
+    """Compute the losses of tokens [N] and the gradient of their sum for `hidden` [N, C]."""
     dtype = torch.float64 if kind == "float64" else torch.float32
     hidden, output = hidden.to(dtype).requires_grad_(), output.to(dtype)
     if kind == "float64":
@@ -31,12 +32,12 @@ def losses(hidden: Tensor, output: Tensor, targets: Tensor, kind: str) -> tuple[
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--json", help="file for the raw results")
     options = parser.parse_args()
     torch.manual_seed(0)
     output = 0.02 * torch.randn(options.vocabulary, options.width)

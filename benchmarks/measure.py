@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, peak memory, ceilings, and the record of a measurement."""
+"""Utilities shared by the benchmarks: interleaved timing, peak memory, peak rates of the device, and result files."""
 
 import gc
 import json
@@ -17,11 +17,11 @@ Step = Callable[[], None]
 
 @dataclass
 class Measurement:
-    """Of one step; without `seconds` it ran out of memory.
+    """Measurement of one step; `seconds` is empty if it ran out of memory.
 
     Attributes:
-        peak_mib: What a step adds to the memory in use when it has been made.
-        seconds: Of each round.
+        peak_mib: Peak memory of the step in MiB, minus the memory in use before it, or None if not measured.
+        seconds: Time of each round.
     """
 
     peak_mib: float | None
@@ -29,11 +29,11 @@ class Measurement:
 
     @property
     def median(self) -> float | None:
-        """Median seconds."""
+        """Median of `seconds`."""
         return statistics.median(self.seconds) if self.seconds else None
 
     def ratio(self, base: "Measurement") -> float | None:
-        """Median, over rounds, of the time relative to that of another step in the same round."""
+        """Median over rounds of the time relative to that of `base` in the same round."""
         if not self.seconds or not base.seconds:
             return None
         return statistics.median(a / b for a, b in zip(self.seconds, base.seconds, strict=True))
@@ -42,7 +42,7 @@ class Measurement:
 def training_step(
     model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor], device: str, dtype: torch.dtype
 ) -> Step:
-    """Make a training step: a loss under autocast, backward, AdamW."""
+    """Create a training step: loss under autocast, backward, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -56,12 +56,12 @@ def training_step(
 
 
 def measure(makers: dict[str, tuple], repeats: int, device: torch.device) -> dict[str, Measurement]:
-    """Time steps in turn, over and over, so that a noisy machine disturbs all alike.
+    """Time steps alternately, so that noise of the machine affects all of them equally.
 
     Args:
-        makers: A function and its arguments, which make each step.
-        repeats: Rounds.
-        device: Where the steps run. A step that runs out of a GPU's memory is left out.
+        makers: For each step, a function that creates it, and the arguments of the function.
+        repeats: Number of rounds.
+        device: Device of the steps. A step that runs out of GPU memory has no times.
     """
     steps, results = {}, {}
     for name, (make, *args) in makers.items():
@@ -88,14 +88,14 @@ def measure(makers: dict[str, tuple], repeats: int, device: torch.device) -> dic
 
 
 def measure_singly(makers: dict[str, tuple], rounds: int, calls: int, device: torch.device) -> dict[str, Measurement]:
-    """Time steps of which one alone fits in memory: each is made anew in every round, warmed up and called.
+    """Time steps that do not fit in memory together: every round creates, warms up and calls one step after another.
 
     Args:
-        makers: A function and its arguments, which make each step.
-        rounds: Rounds, of each of which the median counts.
-        calls: Calls of each step in a round.
-        device: Where the steps run. A step that runs out of a GPU's memory is left out. On CPUs of several processes
-            memory is not measured.
+        makers: For each step, a function that creates it, and the arguments of the function.
+        rounds: Number of rounds; the result is the median time of each round.
+        calls: Number of calls per step and round.
+        device: Device of the steps. A step that runs out of GPU memory has no times. Memory is not measured in
+            distributed runs on CPU.
     """
     results = {name: Measurement(None, []) for name in makers}
     if device.type != "cuda" and not dist.is_initialized():
@@ -114,7 +114,7 @@ def measure_singly(makers: dict[str, tuple], rounds: int, calls: int, device: to
 
 
 def _time_and_drop(step: Step, calls: int, device: torch.device, result: Measurement) -> None:
-    """Add the median seconds of some calls, after two others."""
+    """Add the median seconds of `calls` calls to `result`, after two warm-up calls."""
     step()
     if device.type == "cuda":
         result.peak_mib = _peak_on_cuda(step)
@@ -147,9 +147,9 @@ def _peak_of_a_process(make: Callable[..., Step], *args) -> float:
 
 
 def _peak_on_cpu(make: Callable[..., Step], *args) -> float:
-    """In a process of its own, so that no step uses what another left."""
+    """Return the peak memory of a step in MiB; runs in a separate process, so that steps do not reuse freed memory."""
     step = make(*args)
-    Path("/proc/self/clear_refs").write_text("5")  # counts the most memory from now on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory, VmHWM
     before = _memory_mib("VmRSS")
     step()
     step()
@@ -162,7 +162,7 @@ def _memory_mib(field: str) -> float:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure what a device does at best: bytes/s of a large copy, FLOP/s of a large product of random matrices."""
+    """Measure the peak rates of a device: bytes/s of a large copy, FLOP/s of a large product of random matrices."""
     size, count = (2**31, 8192) if device.type == "cuda" else (2**28, 1024)
     source = torch.empty(size // 4, device=device).normal_()
     target = torch.empty_like(source)
@@ -181,13 +181,13 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def show(value: float | None, form: str, unit: str) -> str:
-    """Write a number that may be missing."""
+    """Format a number, or a placeholder for None."""
     width = len(format(1.0, form))
     return f"{'-' * 3:>{width}}{unit}" if value is None else f"{value:{form}}{unit}"
 
 
 def save(path: str | None, result: dict) -> None:
-    """Write a result with everything measured to a JSON file, if one is asked for."""
+    """Write a result to a JSON file if `path` is given."""
     if path is not None:
         options = {key: value for key, value in result["options"].items() if key != "json"}
         Path(path).write_text(json.dumps(result | {"options": options}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A composed decoder and its MHA baselines, measured in turn by the benchmarks of language models."""
+"""Comparison of a composed decoder with its MHA baselines, shared by the language model benchmarks."""
 
 import argparse
 import json
@@ -14,22 +14,22 @@ from dctrain.utils.environment import environment
 
 
 def language_parser(description: str) -> argparse.ArgumentParser:
-    """Make a parser with the arguments that all of them take."""
+    """Create a parser with the arguments shared by the language model benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="dcformer_pp_405m", help="a composed configuration of dclm")
-    parser.add_argument("--overrides", type=json.loads, default={}, help="JSON of fields to replace")
+    parser.add_argument("--model", default="dcformer_pp_405m", help="name of a composed configuration of dclm")
+    parser.add_argument("--overrides", type=json.loads, default={}, help="configuration fields to replace, as JSON")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of the composed attention")
-    parser.add_argument("--rounds", type=int, default=3, help="in each, every model is made anew, one at a time")
-    parser.add_argument("--calls", type=int, default=3, help="of each model in a round")
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of composed attention")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; each creates the models one at a time")
+    parser.add_argument("--calls", type=int, default=3, help="calls per model and round")
+    parser.add_argument("--json", help="file for the raw results")
     return parser
 
 
 def language_configs(name: str, overrides: dict, impls: list[str]) -> dict[str, dclm.DecoderConfig]:
-    """Return the composed model by each implementation, and plain attention with the same windows and without."""
+    """Return the composed model for each implementation, and its MHA baselines with the same windows and without."""
     composed = dclm.decoder_config(name, **overrides)
     if not composed.is_composed:
         raise SystemExit(f"--model={name} is not composed; choose a dcformer or dcpythia configuration.")
@@ -39,12 +39,12 @@ def language_configs(name: str, overrides: dict, impls: list[str]) -> dict[str, 
 
 
 def compare(make: Callable[..., Callable[[], None]], options: argparse.Namespace, num_tokens: int) -> None:
-    """Time a call of each model in turn, print rates and ratios, and save them.
+    """Time a call of each model alternately, print rates and ratios, and save them.
 
     Args:
-        make: Makes the call from a configuration and the options.
-        options: Of the command line.
-        num_tokens: Tokens of a call.
+        make: Function that creates the call from a configuration and the options.
+        options: Command-line options.
+        num_tokens: Number of tokens per call.
     """
     configs = language_configs(options.model, options.overrides, options.impls)
     device = torch.device(options.device)

@@ -1,7 +1,7 @@
-"""Print predicted times of the fused kernels beside those that `kernels.py` measured, in clocks an element.
+"""Print predicted times of the fused kernels next to the times measured by `kernels.py`, in clocks per element.
 
 python benchmarks/predictions.py FOLDER/kernels_*.json
-Predictions are those of `results/predicted/gluon_kernels.csv`, by a timing model of compiled code on an H100.
+The predictions in `results/predicted/gluon_kernels.csv` are from a timing model of the compiled code on an H100.
 """
 
 import argparse
@@ -14,13 +14,13 @@ SHAPE = ("batch_size", "heads", "tokens", "causal", "window")
 
 
 def predictions() -> dict[tuple[str, ...], float]:
-    """Read the predicted clocks of each shape and kernel."""
+    """Read the predicted clocks by shape and kernel."""
     lines = (line for line in PREDICTED.read_text().splitlines() if not line.startswith("#"))
     return {(*(row[name] for name in SHAPE), row["kernel"]): float(row["clocks"]) for row in csv.DictReader(lines)}
 
 
 def measurements(path: Path) -> dict[tuple[str, ...], float]:
-    """Read the measured clocks of each shape and kernel from a file of `kernels.py`."""
+    """Read the measured clocks by shape and kernel from a result file of `kernels.py`."""
     record = json.loads(path.read_text())
     found = {}
     for row in record["results"]:
@@ -30,9 +30,9 @@ def measurements(path: Path) -> dict[tuple[str, ...], float]:
 
 
 def main() -> None:
-    """Print one line for each kernel that was predicted and measured."""
+    """Print one line per predicted kernel for each measured shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="results of kernels.py")
+    parser.add_argument("files", nargs="+", type=Path, help="result files of kernels.py")
     files, predicted = parser.parse_args().files, predictions()
     for path in files:
         measured = measurements(path)

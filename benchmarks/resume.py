@@ -1,6 +1,7 @@
-"""From a checkpoint to the first step: the seconds of each part, against the checkpoint's size.
+"""Time of each part of saving a checkpoint and resuming from it, by checkpoint size.
 
-Decoders of several depths are saved as one process saves them and as many do, and taken up again in this process.
+Decoders of several depths are saved in the format of one process (a file) and of several processes (a sharded folder),
+and loaded in this process.
 
 python benchmarks/resume.py --layers 2 4 8 --json benchmarks/results/resume_cpu.json
 """
@@ -24,7 +25,7 @@ from dctrain.utils.environment import environment
 
 
 def trained(num_layers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Make a decoder, and an optimizer that has stepped, without computing gradients."""
+    """Create a decoder and an optimizer with state, after one step with constant gradients."""
     config = dclm.decoder_config("dcformer_pp_405m", num_layers=num_layers, vocab_size=8192)
     module = torch.nn.ModuleDict({"model": dclm.Decoder(config)})
     optimizer = torch.optim.AdamW(module.parameters())
@@ -42,7 +43,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def measure_size(num_layers: int, folder: Path) -> dict:
-    """Save a training in both ways; time the look at the start, and the load of weights and optimizer."""
+    """Save a training state in both formats; time the save, the resume check ("look"), and the load."""
     module, optimizer = trained(num_layers)
     rest = dict.fromkeys(("lr_schedulers", "loops", "global_step", "epoch"), 0)
     content = rest | {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
@@ -69,10 +70,10 @@ def measure_size(num_layers: int, folder: Path) -> dict:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--json", help="file for the raw results")
     options = parser.parse_args()
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     rows = []

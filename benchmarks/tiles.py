@@ -1,8 +1,8 @@
-"""Which limits of registers, and which sizes of chunks, let the Gluon kernels run fastest; prints what to paste.
+"""Search for the fastest register limits and chunk sizes of the Gluon kernels; print them as source code.
 
 python benchmarks/tiles.py --batch-size 8 --heads 16 --tokens 2048 --causal --json tiles.json
-Each setting is used for all kernels in one call, forward and backward; each kernel is timed by itself. What wins is a
-line of `REGISTERS` in `dcmha/impl/gluon/launch.py` or a constant of `call.py`, once `pytest -m gpu` has passed.
+Each setting applies to all kernels of a call, forward and backward; each kernel is timed separately. Copy the fastest
+settings to `REGISTERS` in `dcmha/impl/gluon/launch.py` and to the constants in `call.py` if `pytest -m gpu` passes.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from measure import save
 from dcmha.impl.gluon import call, launch
 from dctrain.utils.environment import environment
 
-REGISTERS = (None, 80, 96, 128, 168, 200)  # of a thread, at most
+REGISTERS = (None, 80, 96, 128, 168, 200)  # maximum per thread
 PROGRAMS = (1024, 2048, 4096, 8192, 16384)
 KEY_PROGRAMS = (1, 1056, 2112, 4224)
 
 
 def clocks(options: argparse.Namespace) -> dict[str, float]:
-    """Time a call: clocks an element of each kernel."""
+    """Time a call; return the clocks per element of each kernel."""
     tokens = options.tokens[0]
     seconds, _ = seconds_of_kernels(make_call("triton", True, tokens, options), options.repeats)
     elements = work(options, tokens, True)["elements"]
@@ -29,7 +29,7 @@ def clocks(options: argparse.Namespace) -> dict[str, float]:
 
 
 def sweep_registers(options: argparse.Namespace) -> list[dict]:
-    """Time all limits; print the fastest of each kernel."""
+    """Time all register limits; print the fastest limit for each kernel."""
     rows = []
     for limit in REGISTERS:
         launch.REGISTERS = {} if limit is None else dict.fromkeys(KERNELS, limit)
@@ -45,7 +45,7 @@ def sweep_registers(options: argparse.Namespace) -> list[dict]:
 
 
 def sweep_constant(options: argparse.Namespace, name: str, values: tuple[int, ...]) -> list[dict]:
-    """Time values of a constant of `call.py`; print the sum of all that a call does."""
+    """Time values of a constant in `call.py`; print the total clocks of a call for each value."""
     rows, usual = [], getattr(call, name)
     for value in values:
         setattr(call, name, value)
@@ -56,7 +56,7 @@ def sweep_constant(options: argparse.Namespace, name: str, values: tuple[int, ..
 
 
 def main() -> None:
-    """Measure, and print the best."""
+    """Run the benchmark and print the fastest settings."""
     parser = operator_parser(__doc__)
     parser.set_defaults(device="cuda", dtype="bfloat16", tokens=[2048], repeats=5)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One training step of a model against its plain-attention twin, in turn: time, ratio and peak memory.
+"""Time, ratio and peak memory of one training step of a composed model and its MHA baseline, interleaved.
 
 python benchmarks/train_step.py --model dcvit_small_patch16_224 --batch-size 8
 python benchmarks/train_step.py --batch-size 256 --device cuda --dtype bfloat16 --compile
@@ -21,7 +21,7 @@ from dctrain.utils.environment import environment
 def make_step(
     name: str, batch_size: int, device: str, dtype: torch.dtype, compile: bool, impl: str, recompute: Recompute
 ) -> Callable[[], None]:
-    """Make a training step: forward, cross-entropy, backward, AdamW."""
+    """Create a training step: forward, cross-entropy, backward, AdamW."""
     torch.manual_seed(0)
     model = timm.create_model(name, **({"impl": impl} if name.startswith("dcvit_") else {})).to(device)
     set_recompute(model, recompute)
@@ -34,17 +34,23 @@ def make_step(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="dcvit_small_patch16_224", help="a dcvit_* model; its twin is mhavit_*")
+    parser.add_argument("--model", default="dcvit_small_patch16_224", help="a dcvit_* model; its baseline is mhavit_*")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of autocast")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="autocast dtype")
     parser.add_argument("--compile", action="store_true", help="compile both models")
-    parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of the composed attention")
-    parser.add_argument("--recompute", nargs="+", choices=get_args(Recompute), default=["none"], help="of that model")
+    parser.add_argument("--impls", nargs="+", default=["auto"], help="implementations of composed attention")
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=get_args(Recompute),
+        default=["none"],
+        help="recomputation in backward of the composed model",
+    )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--json", help="file for the raw results")
     options = parser.parse_args()
     twin = options.model.replace("dcvit_", "mhavit_")
     arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile)

@@ -1,9 +1,9 @@
-"""One training step of a composed decoder against plain attention with the same windows and without, interleaved.
+"""Throughput of a training step: composed decoder and MHA baselines, windowed and global, interleaved.
 
 python benchmarks/train_step_lm.py --tokens 512 --batch-size 1 --overrides '{"num_layers": 2, "vocab_size": 4096}'
 python benchmarks/train_step_lm.py --batch-size 8 --device cuda --dtype bfloat16 --compile
 torchrun --nproc_per_node 8 benchmarks/train_step_lm.py --model dcformer_pp_6b9 --batch-size 4 --recompute block \
-    --device cuda --dtype bfloat16 --compile        # sharded over the ranks; a row of table 6, as 2b8, 13b and 33b
+    --device cuda --dtype bfloat16 --compile        # sharded over the ranks; a row of table 6, like 2b8, 13b and 33b
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dctrain.distributed.strategy import make_mesh, mesh_axes, shard_model
 
 
 def make_decoder(config: dclm.DecoderConfig, options: argparse.Namespace) -> dclm.Decoder:
-    """Make a decoder: whole in one process, else sharded over all and split over some."""
+    """Create a decoder; in distributed runs, shard it over the ranks and split it over the tensor-parallel ranks."""
     torch.manual_seed(0)
     if not dist.is_initialized():
         return dclm.Decoder(config, device=options.device)
@@ -37,7 +37,7 @@ def make_decoder(config: dclm.DecoderConfig, options: argparse.Namespace) -> dcl
 
 
 def make_step(config: dclm.DecoderConfig, options: argparse.Namespace) -> Callable[[], None]:
-    """Make a training step: forward, chunked cross-entropy, backward, AdamW."""
+    """Create a training step: forward, chunked cross-entropy, backward, AdamW."""
     decoder = make_decoder(config, options)
     set_recompute(decoder, options.recompute)
     if options.compile:
@@ -60,12 +60,12 @@ def make_step(config: dclm.DecoderConfig, options: argparse.Namespace) -> Callab
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = language_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="in the backward pass")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that split each layer")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="recomputation in backward")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="number of ranks that split a layer")
     options = parser.parse_args()
     data_ranks = 1
     if "WORLD_SIZE" in os.environ:

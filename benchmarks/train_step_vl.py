@@ -1,4 +1,4 @@
-"""One training step of two towers, composed everywhere, against the same without any composition, interleaved.
+"""Time and peak memory of one training step of two composed towers and their MHA baseline, interleaved.
 
 python benchmarks/train_step_vl.py --overrides '{"num_layers": 4, "dim": 512, "num_heads": 8, "mlp_dim": 1408}'
 python benchmarks/train_step_vl.py --batch-size 256 --device cuda --dtype bfloat16 --compile
@@ -20,7 +20,7 @@ PLAIN = {"pre_compose": False, "post_compose": False}
 
 
 def make_step(options: argparse.Namespace, is_composed: bool) -> Callable[[], None]:
-    """Make a training step: both losses, backward, AdamW."""
+    """Create a training step: contrastive and caption loss, backward, AdamW."""
     torch.manual_seed(0)
     image = options.image if is_composed else options.image.replace("dcvit_", "mhavit_")
     module = VisionLanguageModel(
@@ -51,21 +51,21 @@ def make_step(options: argparse.Namespace, is_composed: bool) -> Callable[[], No
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", default="dcvit_small_patch16_224", help="a dcvit_* model; its twin is mhavit_*")
+    parser.add_argument("--image", default="dcvit_small_patch16_224", help="a dcvit_* model; its baseline is mhavit_*")
     parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--image-kwargs", default="{}", help="JSON: more arguments for the image tower")
-    parser.add_argument("--text", default="dcformer_pp_405m", help="a composed decoder")
-    parser.add_argument("--overrides", default="{}", help="JSON: other fields of its DecoderConfig")
+    parser.add_argument("--image-kwargs", default="{}", help="additional arguments of the image tower, as JSON")
+    parser.add_argument("--text", default="dcformer_pp_405m", help="name of a composed decoder configuration")
+    parser.add_argument("--overrides", default="{}", help="DecoderConfig fields to replace, as JSON")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=64, help="of a text")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per text")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of autocast")
-    parser.add_argument("--compile", action="store_true", help="compile both")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="autocast dtype")
+    parser.add_argument("--compile", action="store_true", help="compile both models")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", help="file for the raw result")
+    parser.add_argument("--json", help="file for the raw results")
     options = parser.parse_args()
     device = torch.device(options.device)
     results = measure(

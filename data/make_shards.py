@@ -1,4 +1,4 @@
-"""Turn an image set into WebDataset shards; the same as `python -m dcvision shards`."""
+"""Convert an image dataset to WebDataset shards; equivalent to `python -m dcvision shards`."""
 
 import sys
 

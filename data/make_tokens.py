@@ -1,4 +1,4 @@
-"""Turn texts into token files; the same as `python -m dclm tokens`."""
+"""Convert texts to token files; equivalent to `python -m dclm tokens`."""
 
 import sys
 

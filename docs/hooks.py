@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: linked files of the repository become part of the site, and equations become MathML."""
+"""MkDocs hooks: add linked repository files to the site, and convert equations to MathML."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add files that pages link to by `../PATH` as `repository/PATH`."""
+    """Add files that pages link to as `../PATH` to the site as `repository/PATH`."""
     root = Path(config.config_file_path).parent
     paths = {path for page in files.documentation_pages() for path in LINK.findall(page.content_string)}
     for path in sorted(paths):
@@ -26,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links at the added files, and set equations outside of code aside, which Markdown would take apart."""
+    """Update links to the added files, and replace equations outside code with placeholders, unchanged by Markdown."""
     page.equations = []
 
     def keep(display: str) -> Callable[[re.Match], str]:
@@ -43,11 +43,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the equations back."""
+    """Replace the placeholders with the equations."""
     return re.sub(r"EQUATION(\d+)END", lambda match: page.equations[int(match[1])], html)
 
 
 def _mathml(latex: str, display: str) -> str:
-    """Convert an equation; screen readers get its source."""
+    """Convert an equation to MathML, with its LaTeX source as label for screen readers."""
     math = convert(latex, display=display).replace("<math ", f'<math aria-label="{escape(latex, quote=True)}" ', 1)
     return f'<span class="equation">{math}</span>' if display == "block" else math

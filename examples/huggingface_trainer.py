@@ -1,4 +1,4 @@
-"""A small DCFormer as a model of transformers, trained by its Trainer on the source code of Python's standard library.
+"""Train a small DCFormer with the Trainer of transformers on the source code of Python's standard library.
 
 pip install -e '.[huggingface]'
 python examples/huggingface_trainer.py
@@ -12,20 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 import dclm
-from dclm.huggingface import DCLMConfig  # importing it registers the models with transformers
+from dclm.huggingface import DCLMConfig  # the import registers the models with transformers
 
 LENGTH, STEPS, FILES = 128, 150, 60
 
 
 def read_sequences() -> list[dict[str, torch.Tensor]]:
-    """Cut the source code into sequences of bytes."""
+    """Read the source code and split it into sequences of bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:FILES]
     data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     return [{"input_ids": part, "labels": part} for part in data[: len(data) // LENGTH * LENGTH].view(-1, LENGTH)]
 
 
 def main() -> float:
-    """Train, generate, and return the validation loss in nats per byte."""
+    """Train a model, generate text, and return the validation loss in nats per byte."""
     set_seed(0)
     sequences = read_sequences()
     config = dclm.decoder_config(

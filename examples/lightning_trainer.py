@@ -1,4 +1,4 @@
-"""The project's LightningModule with your own DataLoaders and Trainer, on scikit-learn's digits.
+"""Train the `ImageClassifier` LightningModule with custom DataLoaders and Trainer on the digits of scikit-learn.
 
 python examples/lightning_trainer.py
 """
@@ -14,7 +14,7 @@ EPOCHS = 20
 
 
 def main() -> float:
-    """Train, and return the accuracy on held-out images."""
+    """Train a model and return the accuracy on held-out images."""
     L.seed_everything(0)
     digits = load_digits()
     images = torch.tensor(digits.images * 15.9, dtype=torch.uint8)[:, None].expand(-1, 3, -1, -1)  # [1797, 3, 8, 8]

@@ -1,4 +1,4 @@
-"""Composed attention in a timm model, trained on scikit-learn's digits by a plain PyTorch loop.
+"""Train a timm model with composed attention on the digits of scikit-learn in a plain PyTorch loop.
 
 python examples/plain_pytorch.py
 """
@@ -15,7 +15,7 @@ EPOCHS = 20
 
 
 def main() -> float:
-    """Train, and return the accuracy on held-out images."""
+    """Train a model and return the accuracy on held-out images."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1  # [1797, 1, 8, 8]

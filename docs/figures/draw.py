@@ -7,7 +7,7 @@ COLORS = {
     "light": {"text": "#1f2328", "line": "#656d76", "plain": "#eaeef2", "compose": "#ddf4ff", "edge": "#0969da"},
     "dark": {"text": "#e6edf3", "line": "#8b949e", "plain": "#21262d", "compose": "#0c2d6b", "edge": "#58a6ff"},
 }
-BOXES = [  # x, y, width, lines, whether it is part of a composition
+BOXES = [  # x, y, width, lines, whether the box is part of a composition
     (10, 30, 90, ["Q, K, V"], False),
     (150, 30, 110, ["scores", "Q Kᵀ / √d"], False),
     (310, 30, 120, ["pre-compose", "mix heads"], True),
@@ -42,7 +42,7 @@ def box(x: int, y: int, width: int, lines: list[str], is_composition: bool, colo
 
 
 def figure(theme: str) -> str:
-    """Draw the whole figure as SVG."""
+    """Draw the figure as SVG."""
     colors = COLORS[theme]
     arrows = "".join(
         f'<line x1="{a}" y1="{b}" x2="{c}" y2="{d}" stroke="{colors["line"]}" marker-end="url(#head)"/>'
