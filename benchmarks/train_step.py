@@ -52,24 +52,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="file for the raw results")
     options = parser.parse_args()
-    twin = options.model.replace("dcvit_", "mhavit_")
+    baseline = options.model.replace("dcvit_", "mhavit_")
     arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile)
     makers = {}
     for impl, recompute in product(options.impls, options.recompute):
         said = f"{options.model}, {impl}" + ("" if recompute == "none" else f", {recompute}")
         makers[said] = (make_step, options.model, *arguments, impl, recompute)
-    makers[twin] = (make_step, twin, *arguments, "auto", "none")
+    makers[baseline] = (make_step, baseline, *arguments, "auto", "none")
     device = torch.device(options.device)
     results = measure(makers, options.repeats, device)
     ratios = {}
     for name, result in results.items():
-        ratios[name] = result.ratio(results[twin])
+        ratios[name] = result.ratio(results[baseline])
         median, ratio = result.median, ratios[name]
         print(
             f"{name:42} {show(median and 1e3 * median, '9.1f', ' ms')}"
             f" {show(median and options.batch_size / median, '9.1f', ' images/s')}"
             f" {show(result.peak_mib, '8.0f', ' MiB')}"
-            f" {show(ratio and 100 / ratio, '6.1f', ' % of the twin')}"
+            f" {show(ratio and 100 / ratio, '6.1f', ' % of the baseline')}"
         )
     print(f"medians of {options.repeats} rounds")
     record = {"environment": environment(device), "options": vars(options), "time_ratios": ratios}

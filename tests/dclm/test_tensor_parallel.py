@@ -17,7 +17,7 @@ KINDS = {
     "dcformer++": ("dcformer_pp_debug", "windows: [8, null], num_groups: 2"),
     "dcpythia": ("dcpythia_debug", "num_groups: 2, static_base: true, num_kv_heads: 2"),
     "dcformer": ("dcformer_debug", "num_groups: 4, mlp_groups: 4"),
-    "twin": ("dcformer_pp_debug", "pre_compose: false, post_compose: false"),
+    "baseline": ("dcformer_pp_debug", "pre_compose: false, post_compose: false"),
 }
 WAYS = {
     "dcformer++": ["--model.recompute=block", "--data.separate_documents=true"],
