@@ -56,8 +56,8 @@ def main() -> None:
     arguments = (options.batch_size, options.device, getattr(torch, options.dtype), options.compile)
     makers = {}
     for impl, recompute in product(options.impls, options.recompute):
-        said = f"{options.model}, {impl}" + ("" if recompute == "none" else f", {recompute}")
-        makers[said] = (make_step, options.model, *arguments, impl, recompute)
+        message = f"{options.model}, {impl}" + ("" if recompute == "none" else f", {recompute}")
+        makers[message] = (make_step, options.model, *arguments, impl, recompute)
     makers[baseline] = (make_step, baseline, *arguments, "auto", "none")
     device = torch.device(options.device)
     results = measure(makers, options.repeats, device)

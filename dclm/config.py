@@ -243,7 +243,7 @@ OF_TRAINING = ("impl", "init_std", "context_length")  # fields that do not affec
 OF_CHOICE = ("windows",)  # fields that may change in further training
 
 
-def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: str) -> None:
+def check_same(before: DecoderConfig, now: DecoderConfig, message: str, settings: str) -> None:
     """Check that the weights of one model can be used in another.
 
     Composition and QK-norm may be added, but not changed. Windows may differ, and the context length, except with
@@ -252,7 +252,7 @@ def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: s
     Args:
         before: Configuration of the weights.
         now: Configuration of the other model.
-        said: Start of the message.
+        message: Start of the message.
         settings: Settings named in the message.
 
     Raises:
@@ -271,4 +271,4 @@ def check_same(before: DecoderConfig, now: DecoderConfig, said: str, settings: s
     others = {name: pair for name, pair in pairs.items() if name not in free and pair[0] != pair[1]}
     if others:
         told = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
-        raise UserError(f"{said}: {told} ({settings}).")
+        raise UserError(f"{message}: {told} ({settings}).")

@@ -43,10 +43,10 @@ def continue_text(
         texts = [StopStringBuffer(tokenizer, stops, stop_strings) for _ in prompts]
     longest = max(map(len, ids))
     if longest > decoder.config.context_length:
-        said = (
+        message = (
             f"note: a prompt of {longest} tokens is longer than the training context of {decoder.config.context_length}"
         )
-        print(said, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     grown: list[list[str]] = []
 
     def watch(tokens: list[int]) -> list[bool]:

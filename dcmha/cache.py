@@ -96,10 +96,10 @@ class CacheState:
 
     def _view(self, num_tokens: int, size: int, window_size: int | None) -> Tensor:
         newest, device = self.end - 1, self.end.device
-        held = newest - (newest - torch.arange(size, device=device)) % size  # negative for empty slots
-        distance = (newest + 1 - num_tokens + torch.arange(num_tokens, device=device))[:, None] - held
-        seen = distance >= 0 if window_size is None else (distance >= 0) & (distance < window_size)
-        return self.real(held) & seen
+        positions = newest - (newest - torch.arange(size, device=device)) % size  # negative for empty slots
+        distance = (newest + 1 - num_tokens + torch.arange(num_tokens, device=device))[:, None] - positions
+        is_visible = distance >= 0 if window_size is None else (distance >= 0) & (distance < window_size)
+        return self.real(positions) & is_visible
 
     def real(self, positions: Tensor) -> Tensor:
         """Mask of the positions [S] that hold a token, not padding: [B, 1, 1, S], or [1, 1, 1, S] without padding."""
@@ -134,8 +134,8 @@ class LayerCache:
         """
         new = [k.transpose(1, 2), v.transpose(1, 2), *_key_parts(pre), *_key_parts(post)]
         self._check(new)
-        seen, mask, is_ordered = self._view(new)
-        keys, values, *parts = seen
+        visible, mask, is_ordered = self._view(new)
+        keys, values, *parts = visible
         rest = iter(parts)
         pre, post = (_with_key_parts(weights, rest) for weights in (pre, post))
         return CacheView(keys.transpose(1, 2), values.transpose(1, 2), pre, post, mask, is_ordered, self.window_size)
@@ -160,9 +160,9 @@ class LayerCache:
         if T <= FEW_TOKENS:
             self._write(new, positions)
             return self.kept, self.clock.mask(T, self.ring), False
-        seen, seen_positions = self._after_kept(new, positions)
+        visible, visible_positions = self._after_kept(new, positions)
         self._write(new, positions)
-        return seen, self.clock.real(seen_positions), True
+        return visible, self.clock.real(visible_positions), True
 
     def _make_room(self, new: list[Tensor]) -> list[Tensor]:
         try:
@@ -174,8 +174,8 @@ class LayerCache:
         """Append new tokens to the stored ones in order; return all with their positions, negative for empty slots."""
         before = positions[0] - self.size + torch.arange(self.size, device=positions.device)
         places = before % self.size
-        seen = [torch.cat([old[:, places], x], 1) for old, x in zip(self.kept, new, strict=True)]
-        return seen, torch.cat([before, positions])
+        visible = [torch.cat([old[:, places], x], 1) for old, x in zip(self.kept, new, strict=True)]
+        return visible, torch.cat([before, positions])
 
     def _write(self, new: list[Tensor], positions: Tensor) -> None:
         """Write the newest tokens into their ring-buffer slots."""
@@ -284,7 +284,7 @@ class DecodingCache:
         for layer in self.layers:
             layer.kept = [buffer.index_select(0, rows) for buffer in layer.kept]
         self.clock.take(rows)
-        self.contexts = [seen if seen is None else seen.rows(rows) for seen in self.contexts]
+        self.contexts = [context if context is None else context.rows(rows) for context in self.contexts]
         self.num_rows *= count
 
     def reorder(self, rows: Tensor) -> None:
@@ -304,7 +304,9 @@ class DecodingCache:
         padding = [] if self.clock.padding is None else [self.clock.padding]
         for buffer in (*kept, *padding):
             buffer.copy_(buffer.index_select(0, rows.to(buffer.device)))
-        self.contexts = [seen if seen is None else seen.rows(rows.to(seen.k.device)) for seen in self.contexts]
+        self.contexts = [
+            context if context is None else context.rows(rows.to(context.k.device)) for context in self.contexts
+        ]
 
 
 def _key_parts(weights: ComposeWeights | None) -> list[Tensor]:

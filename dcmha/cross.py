@@ -181,22 +181,22 @@ class DCCrossAttention(ComposedAttentionBase):
     ) -> Tensor:
         return self._attend_to(x, self._precompute_kv(context, context_mask), attn_mask)
 
-    def _attend_to(self, x: Tensor, seen: ContextKV, attn_mask: Tensor | None) -> Tensor:
+    def _attend_to(self, x: Tensor, context_kv: ContextKV, attn_mask: Tensor | None) -> Tensor:
         q = self.q_norm(self._heads(self.q(x)))
-        if seen.mask is not None:
-            check_mask(attn_mask, (*q.shape[:3], seen.k.shape[2]), q.device)
-            attn_mask = combine_masks(attn_mask, seen.mask)
-        pre, post = (None, None) if self.compose is None else self.compose(x, seen.weights)
-        out = self.attend(q, seen.k, seen.v, pre, post, attn_mask, window_size=self.window)
+        if context_kv.mask is not None:
+            check_mask(attn_mask, (*q.shape[:3], context_kv.k.shape[2]), q.device)
+            attn_mask = combine_masks(attn_mask, context_kv.mask)
+        pre, post = (None, None) if self.compose is None else self.compose(x, context_kv.weights)
+        out = self.attend(q, context_kv.k, context_kv.v, pre, post, attn_mask, window_size=self.window)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H D] to [B, H, T, D]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _check_context_kv(self, seen: ContextKV) -> None:
+    def _check_context_kv(self, context_kv: ContextKV) -> None:
         """Raise ValueError if `seen` was computed by a layer of different sizes or composition."""
-        heads, given = (self.num_heads, self.head_dim), (seen.k.shape[1], seen.k.shape[3])
+        heads, given = (self.num_heads, self.head_dim), (context_kv.k.shape[1], context_kv.k.shape[3])
         key = None if self.compose is None else self.compose.key
         expected = [(None, None)] * 2
         if key is not None:
@@ -204,12 +204,12 @@ class DCCrossAttention(ComposedAttentionBase):
             expected = [branches if one in key.options.compositions else (None, None) for one in ("pre", "post")]
         found = [
             (None, None) if w is None else (None if w.key.down is None else w.key.down.shape[2], w.key.gate is not None)
-            for w in seen.weights
+            for w in context_kv.weights
         ]
-        if given != heads or found != expected or seen.num_groups != self.num_groups:
+        if given != heads or found != expected or context_kv.num_groups != self.num_groups:
             raise ValueError(
-                f"context was precomputed by another layer: heads {given} in {seen.num_groups} groups, (rank, gate) "
-                f"{found}; expected a result of this layer's `precompute_kv`: heads {heads} in {self.num_groups} "
+                f"context was precomputed by another layer: heads {given} in {context_kv.num_groups} groups, (rank, "
+                f"gate) {found}; expected a result of this layer's `precompute_kv`: heads {heads} in {self.num_groups} "
                 f"groups, {expected}."
             )
 

@@ -64,8 +64,8 @@ def as_user_error(
     except UserError:
         raise
     except of as error:
-        said = reason(error)
-        raise UserError(said if what is None else f"{what}: {said}") from error
+        message = reason(error)
+        raise UserError(message if what is None else f"{what}: {message}") from error
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -89,5 +89,5 @@ def reason(error: BaseException) -> str:
         return f"missing {lines[0]}"
     if re.match(r"Caught \w+ in ", lines[0]):  # error of a loader worker: the message follows the stack trace
         return re.sub(r"^[\w.]*(Error|Exception|BadImage): ", "", lines[-1])
-    said = " ".join(lines)
-    return said if len(said) <= MAX_CHARACTERS else f"{said[:MAX_CHARACTERS]} ..."
+    message = " ".join(lines)
+    return message if len(message) <= MAX_CHARACTERS else f"{message[:MAX_CHARACTERS]} ..."

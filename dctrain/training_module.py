@@ -106,8 +106,8 @@ class TrainingModule(L.LightningModule):
             self._initial = weights
         else:
             self.model.load_state_dict(weights, strict=False)
-        said = f"; {len(drawn)} tensors are randomly initialized, the first is {drawn[0]}" if drawn else ""
-        rank_zero_only(print)(f"initial weights from {source}{said}", flush=True)
+        message = f"; {len(drawn)} tensors are randomly initialized, the first is {drawn[0]}" if drawn else ""
+        rank_zero_only(print)(f"initial weights from {source}{message}", flush=True)
 
     def split_model(self, rank: int, ranks: int) -> TensorParallelPlan:
         """Change `self.model` to compute a rank's share of each layer; return how it is split."""
@@ -246,11 +246,13 @@ class TrainingModule(L.LightningModule):
         optimizer.zero_grad(set_to_none=True)
         self.skipped += 1
         self.skipped_in_a_row += 1
-        said = f"step {self.trainer.global_step}: the loss or its gradient is not finite"
+        message = f"step {self.trainer.global_step}: the loss or its gradient is not finite"
         if self.skipped_in_a_row > MAX_SKIPPED:
-            raise DivergenceError(f"{said}, as in the {MAX_SKIPPED} steps before; training has diverged.")
+            raise DivergenceError(f"{message}, as in the {MAX_SKIPPED} steps before; training has diverged.")
         if self.trainer.is_global_zero:
-            print(f"{said}; the step is skipped ({self.skipped_in_a_row} in a row, at most {MAX_SKIPPED}).", flush=True)
+            print(
+                f"{message}; the step is skipped ({self.skipped_in_a_row} in a row, at most {MAX_SKIPPED}).", flush=True
+            )
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Save the counts of skipped steps."""
@@ -263,8 +265,8 @@ class TrainingModule(L.LightningModule):
         warmup_steps = self.warmup_steps(total_steps)
         if warmup_steps >= total_steps:
             shortened = total_steps // WARMUP_OF_SHORT_RUNS
-            said = f"warm-up of {warmup_steps} steps shortened to {shortened}: the run has {total_steps} steps"
-            rank_zero_only(print)(said, flush=True)
+            message = f"warm-up of {warmup_steps} steps shortened to {shortened}: the run has {total_steps} steps"
+            rank_zero_only(print)(message, flush=True)
             warmup_steps = shortened
         optimizer = torch.optim.AdamW(
             self._parameter_groups(), lr=hp.lr, betas=tuple(hp.betas), fused=self._is_fused() or None
@@ -345,8 +347,8 @@ class TrainingModule(L.LightningModule):
                 for name, value in self.hparams.items()
                 if stored_form(trained.get(name)) != stored_form(value)
             }
-            said = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
+            message = "; ".join(f"{name}={trained.get(name)!r}, here {value!r}" for name, value in others.items())
             raise UserError(
                 f"the checkpoint has a different architecture: {len(different)} tensors differ, the first is "
-                f"{different[0]}; it was trained with {said or 'the same hyperparameters'}."
+                f"{different[0]}; it was trained with {message or 'the same hyperparameters'}."
             )

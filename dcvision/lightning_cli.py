@@ -41,8 +41,8 @@ class VisionCLI(TrainerCLI):
         """Add `--out` of `predict`."""
         super().add_subcommand_arguments(parser, subcommand)
         if subcommand == "predict":
-            said = "Output file (CSV); default: predict/predictions.csv in the run of the checkpoint."
-            parser.add_argument("--out", type=str | None, default=None, help=said)
+            help_text = "Output file (CSV); default: predict/predictions.csv in the run of the checkpoint."
+            parser.add_argument("--out", type=str | None, default=None, help=help_text)
 
     def predict(self, model: ImageClassifier, **kwargs) -> None:
         """Write the predicted class of each image to `--out`.

@@ -79,5 +79,7 @@ def _draw_map(plane: Axes, values: np.ndarray, is_difference: bool) -> None:
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
             is_dark = abs(value) > 0.6 * top
-            said = f"{value:+.0f}" if is_difference else f"{value:.0f}"
-            plane.text(column, row, said, ha="center", va="center", fontsize=8, color="white" if is_dark else "black")
+            message = f"{value:+.0f}" if is_difference else f"{value:.0f}"
+            plane.text(
+                column, row, message, ha="center", va="center", fontsize=8, color="white" if is_dark else "black"
+            )

@@ -126,25 +126,25 @@ def _people(random: Random, domain: Domain, wording: int, people: list[str], thi
 def same_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Several people have one thing each; the question is about one person's thing."""
     people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
-    said = f"{_people(random, domain, wording, people, things)} {domain.asks.format(person=people[0])}"
-    return TaskExample(f"{said} {domain.endings[transformation]}", domain.transformations[transformation][things[0]])
+    prompt = f"{_people(random, domain, wording, people, things)} {domain.asks.format(person=people[0])}"
+    return TaskExample(f"{prompt} {domain.endings[transformation]}", domain.transformations[transformation][things[0]])
 
 
 def other_person(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """One of two people has all things but one; the question is about the thing this person does not have."""
     (asked, other), things = random.sample(cast.names, 2), _draw(random, domain, transformation, cast.count)
-    said = _people(random, domain, wording, [other, *[asked] * (cast.count - 1)], things)
-    said = f"{said} {domain.denies.format(person=asked)} {domain.endings[transformation]}"
-    return TaskExample(said, domain.transformations[transformation][things[0]])
+    prompt = _people(random, domain, wording, [other, *[asked] * (cast.count - 1)], things)
+    prompt = f"{prompt} {domain.denies.format(person=asked)} {domain.endings[transformation]}"
+    return TaskExample(prompt, domain.transformations[transformation][things[0]])
 
 
 def different(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Two words are equal; the question is about the third."""
     source, twice = _draw(random, domain, transformation, 2)
-    said = (
+    prompt = (
         f"{_listed(random, [source, twice, twice])} Which is different? {domain.endings[transformation].capitalize()}"
     )
-    return TaskExample(said, domain.transformations[transformation][source])
+    return TaskExample(prompt, domain.transformations[transformation][source])
 
 
 def other_class(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
@@ -153,15 +153,15 @@ def other_class(random: Random, domain: Domain, transformation: str, wording: in
     source = random.choice(list(made))
     name = random.choice([other for other in sorted(set(domain.classes.values())) if other != domain.classes[source]])
     pair = random.sample([word for word in made if domain.classes[word] == name], 2)
-    said = f"{_listed(random, [source, *pair])} Which has nothing to do with {name}?"
-    return TaskExample(f"{said} {domain.endings[transformation].capitalize()}", made[source])
+    prompt = f"{_listed(random, [source, *pair])} Which has nothing to do with {name}?"
+    return TaskExample(f"{prompt} {domain.endings[transformation].capitalize()}", made[source])
 
 
 def owner(random: Random, domain: Domain, transformation: str, wording: int, cast: Cast) -> TaskExample:
     """Several people have one thing each; the question is about the owner of a thing."""
     people, things = random.sample(cast.names, cast.count), _draw(random, domain, transformation, cast.count)
-    said = _people(random, domain, wording, people, things)
-    return TaskExample(f"{said} Who owns the {things[0]}?", people[0])
+    prompt = _people(random, domain, wording, people, things)
+    return TaskExample(f"{prompt} Who owns the {things[0]}?", people[0])
 
 
 def _listed(random: Random, those: list[str]) -> str:

@@ -47,8 +47,8 @@ def find_checkpoint(path: str) -> Path:
     if found is None:
         newest = newest_checkpoint(start)
         run = None if newest is None else run_folder(newest)
-        said = f"; it contains the run {run}" if run is not None else ""
-        raise UserError(f"no checkpoint: {path} is not the folder of a run{said}; expected {ACCEPTED}.")
+        message = f"; it contains the run {run}" if run is not None else ""
+        raise UserError(f"no checkpoint: {path} is not the folder of a run{message}; expected {ACCEPTED}.")
     return found
 
 

@@ -37,13 +37,13 @@ def check_initial(
             if name in given and given[name].shape != ours[name].shape
         ],
     }
-    said = [
+    message = [
         f"{len(names)} are {kind} ({', '.join(names[:NUM_NAMED])}{', ...' if len(names) > NUM_NAMED else ''})"
         for kind, names in problems.items()
         if names
     ]
-    if said:
-        raise UserError(f"init={source} does not match the model: of its tensors {'; '.join(said)}.")
+    if message:
+        raise UserError(f"init={source} does not match the model: of its tensors {'; '.join(message)}.")
     return missing
 
 

@@ -118,8 +118,8 @@ def _check_sums(folder: Path, stored: list, alone: bool) -> None:
         found = [None] * ranks
         dist.all_gather_object(found, damaged[0])
         damaged = found
-    for said in filter(None, damaged):
-        raise UserError(f"{folder} is damaged: its file {said}.")
+    for message in filter(None, damaged):
+        raise UserError(f"{folder} is damaged: its file {message}.")
 
 
 def _first_damaged(folder: Path, entries: list) -> str | None:

@@ -64,8 +64,8 @@ def read_index(folder: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # malformed content raises many types of errors
-        said = f"missing {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is not a valid index of a checkpoint ({said}).") from error
+        message = f"missing {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is not a valid index of a checkpoint ({message}).") from error
     _check_files(folder, metadata)
     return metadata
 

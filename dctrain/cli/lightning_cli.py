@@ -105,10 +105,13 @@ class TrainerCLI(HookedCLI):
 
     def add_subcommand_arguments(self, parser, subcommand: str) -> None:
         """Add `--resume` of `fit` or `--checkpoint`."""
-        option, said = ("--checkpoint", f"evaluate {A_CHECKPOINT}")
+        option, help_text = ("--checkpoint", f"evaluate {A_CHECKPOINT}")
         if subcommand == "fit":
-            option, said = "--resume", f"Continue from {A_CHECKPOINT}. {LATEST!r}: newest run of --name, or a new run."
-        parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=said)
+            option, help_text = (
+                "--resume",
+                f"Continue from {A_CHECKPOINT}. {LATEST!r}: newest run of --name, or a new run.",
+            )
+        parser.add_argument(option, type=str | None, metavar="CHECKPOINT", help=help_text)
 
     def add_arguments_to_parser(self, parser) -> None:
         """Add the run's arguments, and link arguments shared by model and data."""
@@ -116,8 +119,8 @@ class TrainerCLI(HookedCLI):
         parser.add_argument(
             "--checkpoint_every_n_steps", type=int, default=500, help="Optimizer steps between full checkpoints."
         )
-        said = f"Initial weights of a new run: {self.init_sources}."
-        parser.add_argument("--init", type=str | None, default=None, metavar="WEIGHTS", help=said)
+        help_text = f"Initial weights of a new run: {self.init_sources}."
+        parser.add_argument("--init", type=str | None, default=None, metavar="WEIGHTS", help=help_text)
         for name in self.linked:
             parser.link_arguments(f"data.{name}", f"model.{name}")
 
@@ -328,8 +331,8 @@ class VocabularyCLI(TrainerCLI):
 def _constructor_error(error: ValueError) -> Exception:
     """Return the error of the class's constructor from the parser's message about all accepted types."""
     listed = str(error).partition("Errors:\n")[2].partition("\nGiven value")[0]
-    found = [" ".join(said.split()) for said in re.split(r"^  - ", listed, flags=re.M)]
-    found = [said for said in found if said and not said.startswith(OF_UNIONS)]
+    found = [" ".join(message.split()) for message in re.split(r"^  - ", listed, flags=re.M)]
+    found = [message for message in found if message and not message.startswith(OF_UNIONS)]
     return UserError(found[0]) if found else error
 
 

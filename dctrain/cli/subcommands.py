@@ -209,6 +209,6 @@ def format_help(program: str, description: str, commands: Mapping[str, str]) -> 
     """
     parser = argparse.ArgumentParser(prog=program, description=description, epilog="Each subcommand has --help.")
     listed = parser.add_subparsers(title="Available subcommands", metavar="SUBCOMMAND")
-    for name, said in commands.items():
-        listed.add_parser(name, help=said.replace("%", "%%"))
+    for name, message in commands.items():
+        listed.add_parser(name, help=message.replace("%", "%%"))
     return parser.format_help()

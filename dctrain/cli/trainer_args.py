@@ -55,9 +55,9 @@ def check_callbacks(callbacks: list[Callback]) -> None:
         UserError: If there is such a callback.
     """
     for callback in callbacks:
-        for kind, said in UNSUPPORTED.items():
+        for kind, message in UNSUPPORTED.items():
             if isinstance(callback, kind):
-                raise UserError(f"trainer.callbacks: {kind.__name__} is not supported: {said}.")
+                raise UserError(f"trainer.callbacks: {kind.__name__} is not supported: {message}.")
 
 
 def check_environment() -> None:
@@ -92,8 +92,8 @@ def check_trainer(config: dict) -> None:
             raise UserError(f"trainer.{name}={config[name]} must be at least {least}, and finite.")
     interval = config.get("val_check_interval")
     if isinstance(interval, int | float) and not 0 < interval < math.inf:
-        said = "must be a positive number of steps, or part of an epoch."
-        raise UserError(f"trainer.val_check_interval={interval} {said}")
+        message = "must be a positive number of steps, or part of an epoch."
+        raise UserError(f"trainer.val_check_interval={interval} {message}")
     for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"):
         _check_part(name, config.get(name))
     limit = config.get("limit_train_batches")

@@ -141,8 +141,8 @@ def _train_all(
 def _keep(experiment: Experiment, run: Run, task: Future, results: ComparisonResults) -> None:
     result = task.result()
     results.add(run, result)
-    said = result.get("error") or f"{_score(experiment, result)} ({result['wall_seconds']:.0f} s)"
-    _say(f"{run.key}: {said}")
+    message = result.get("error") or f"{_score(experiment, result)} ({result['wall_seconds']:.0f} s)"
+    _say(f"{run.key}: {message}")
 
 
 def _say(line: str) -> None:

@@ -51,8 +51,8 @@ class Preparation:
             before = self._read(self.plan_path)
             changed = [name for name in self.plan if self.plan[name] != before.get(name)]
             if changed:
-                said = "nothing was overwritten. Remove it to prepare it again, or use another folder."
-                raise UserError(f"{self.out} was prepared with different {', '.join(changed)}; {said}")
+                message = "nothing was overwritten. Remove it to prepare it again, or use another folder."
+                raise UserError(f"{self.out} was prepared with different {', '.join(changed)}; {message}")
         elif self.manifest_path.exists():
             raise UserError(
                 f"{self.out} has {self.manifest_path.name}, but no {self.plan_path.name}, the record of its inputs; "

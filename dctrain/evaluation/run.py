@@ -110,7 +110,7 @@ def measure_models(
     compare: Sequence[str],
     out: str | None,
     measure: Callable[[str, Evaluation], EvaluationResults],
-    tell: Callable[[Sequence[EvaluationResults], Path | None], None] | None = None,
+    show: Callable[[Sequence[EvaluationResults], Path | None], None] | None = None,
 ) -> None:
     """Evaluate models sequentially, together with the other ranks, and report the results.
 
@@ -135,7 +135,7 @@ def measure_models(
             is_written = out is not None or len(checkpoints) > 0
             if is_written:
                 folder.mkdir(parents=True, exist_ok=True)
-            (tell or report)([*earlier, *found], folder if is_written else None)
+            (show or report)([*earlier, *found], folder if is_written else None)
 
 
 def find_dtype(name: str | None) -> torch.dtype | None:

@@ -39,8 +39,8 @@ def evaluation_table(models: Sequence[EvaluationResults]) -> str:
         rows.append([name, f"{metric} (%)" if _is_percent(metric) else metric, *cells])
     table = markdown_table(["", "metric", *(results.model for results in models)], rows)
     if others:
-        said = ", ".join(sorted(others))
-        table += f"\n\n\\* measured with different settings than the first model ({said}); not subtracted"
+        message = ", ".join(sorted(others))
+        table += f"\n\n\\* measured with different settings than the first model ({message}); not subtracted"
     return "\n".join([table, "", *map(_provenance, models)])
 
 
@@ -79,12 +79,12 @@ def _means(columns: Sequence[dict[Key, Number]]) -> list[dict[Key, Number]]:
         by_shots.append(found)
     means: list[dict[Key, Number]] = [{} for _ in columns]
     for shots, asked in by_shots[0].items():
-        alike = [
+        is_same = [
             {task: number.settings for task, number in found.get(shots, {}).items()}
             == {task: number.settings for task, number in asked.items()}
             for found in by_shots
         ]
-        if len(asked) < 2 or not all(alike):
+        if len(asked) < 2 or not all(is_same):
             continue
         for column, found in zip(means, by_shots, strict=True):
             measures = [number.measure for number in found[shots].values()]
@@ -103,12 +103,12 @@ def _cell(number: Number | None, first: Number | None, others: set[str], is_firs
     if number is None:
         return "-"
     factor, digits = (100, 1) if _is_percent(number.measure.metric) else (1, 3)
-    said = f"{factor * number.measure.value:.{digits}f}"
+    message = f"{factor * number.measure.value:.{digits}f}"
     if is_first or first is None:
-        return said
+        return message
     names = {**number.settings, **first.settings}
     different = {name for name in names if number.settings.get(name) != first.settings.get(name)}
     if different:
         others |= different
-        return f"{said} *"
-    return f"{said} / {factor * (number.measure.value - first.measure.value):+.{digits}f}"
+        return f"{message} *"
+    return f"{message} / {factor * (number.measure.value - first.measure.value):+.{digits}f}"

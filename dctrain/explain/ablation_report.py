@@ -124,8 +124,8 @@ def _tables(rows: Sequence[AblationRow]) -> Iterable[str]:
             if len(heads) > SHOWN
             else ""
         )
-        said = f"In brackets: how much worse than the full model{_of_errors(of_table)}.{rest}"
-        yield f"{model}, {title}\n\n{markdown_table(['without', *metrics], lines)}\n\n{said}"
+        message = f"In brackets: how much worse than the full model{_of_errors(of_table)}.{rest}"
+        yield f"{model}, {title}\n\n{markdown_table(['without', *metrics], lines)}\n\n{message}"
 
 
 def _cell(row: AblationRow) -> str:

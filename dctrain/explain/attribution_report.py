@@ -67,14 +67,14 @@ def _tell(a: Attribution) -> str:
     kind, rows = a.parts.kind, sorted(_rows(a), key=lambda row: -abs(row.value))[:SHOWN]
     heads = [f"{kind}, largest", "attribution", *(["decrease if disabled"] if a.alone is not None else [])]
     lines = [[f"{row.layer} {row.name}".strip(), *(f"{x:+.4f}" for x in row[4:] if x is not None)] for row in rows]
-    said = [markdown_table(heads, lines)]
+    message = [markdown_table(heads, lines)]
     if kind == "branches":
-        said.append(f"Attributions by layer: {', '.join(f'{name} {x:+.4f}' for name, x in _by_layer(a).items())}.")
+        message.append(f"Attributions by layer: {', '.join(f'{name} {x:+.4f}' for name, x in _by_layer(a).items())}.")
     sums = f"{a.whole:.4f}; with all {kind} disabled {a.without:.4f}; integration error {a.gap:+.1e}"
-    said.append(f"Full model {sums}.")
+    message.append(f"Full model {sums}.")
     if a.rank_correlation is not None:
-        said.append(f"Rank correlation of attributions and single-part decreases: {a.rank_correlation:+.2f}.")
-    return "\n\n".join(said)
+        message.append(f"Rank correlation of attributions and single-part decreases: {a.rank_correlation:+.2f}.")
+    return "\n\n".join(message)
 
 
 def _by_layer(a: Attribution) -> dict[str, float]:

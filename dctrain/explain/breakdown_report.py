@@ -121,13 +121,13 @@ def explain_breakdown(recorded: Recorded, pair: QueryKeyPair) -> Explanation:
     inner = [
         f"{side} {[round(value, 4) for value in values.flatten().tolist()]}" for side, values in found.inner.items()
     ]
-    said = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
+    message = f"\n\nInner values of the projections: {', '.join(inner)}" if inner else ""
     figures, tables = {"breakdown": _draw(recorded, found, pair)}, {"breakdown": rows}
     reading = (
         "Composition of one query and one key, term by term: the scores or weights of all heads before it, the term "
         "of each branch, and the result. Each row is a head; its terms sum to the last column."
     )
-    return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{said}", figures, tables)
+    return Explanation(pair.title, reading, f"{markdown_table(['', *names], lines)}{message}", figures, tables)
 
 
 def _columns(found: Breakdown) -> dict[str, Tensor]:

@@ -78,13 +78,13 @@ def explain_circuits(scores: Sequence[RelationScore], written: Sequence[HeadWrit
     relations = list(dict.fromkeys(score.relation for score in scores))
     maps = {name: [(s.layer, s.head, s.in_top) for s in scores if s.relation == name] for name in relations}
     title = f"share of sources whose partner is in a head's top {top}"
-    said = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
+    message = [table for name in relations for table in _tables(name, _best(scores, name), written, top)]
     tables = {"heads": scores} | ({"circuits": written} if written else {})
     reading = (
         "The output of each head for a source, computed from its value and output matrices only. A high share means "
         "that the head writes the partner given by the relation."
     )
-    return Explanation("What heads write", reading, "\n\n".join(said), {"heads": draw_heads(maps, title)}, tables)
+    return Explanation("What heads write", reading, "\n\n".join(message), {"heads": draw_heads(maps, title)}, tables)
 
 
 def _best(scores: Sequence[RelationScore], relation: str) -> list[RelationScore]:

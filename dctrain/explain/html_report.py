@@ -167,14 +167,14 @@ def _attention(shown: PageSubject, maps: dict[str, PageMaps]) -> str:
     content = {"words": list(shown.words), "layers": layers, "grid": shown.grid, "prefix": shown.prefix}
     content["is_spaced"] = not any(word[:1].isspace() for word in shown.words[1:])
     content["picture"] = None if shown.pixels is None else _inline(_png(shown.pixels))
-    said = (
+    message = (
         "Attention from the selected token or patch to all others in one head, before and after composition, and below "
         "in all heads of the layer. Hover over or tap a head to select it; click a token or patch to select it as the "
         "query. Red is positive, blue is negative."
     )
     script = json.dumps(content).replace("<", "\\u003c")
     return (
-        f'<p class="note">{said}</p><div id="attention"></div>'
+        f'<p class="note">{message}</p><div id="attention"></div>'
         f'<script type="application/json" id="attention-data">{script}</script>'
     )
 

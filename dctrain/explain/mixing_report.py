@@ -66,8 +66,8 @@ def _table(found: Mapping[tuple[str, str], Mixing]) -> str:
         shares = " / ".join(f"{100 * mixing.shares[name]:.0f}" for name in SHARES)
         lines.append([layer, composition, *sizes, f"{mixing.effective_rank.mean:.1f}", shares])
     header = ["layer", "", *branches, "effective rank", "static / query / key, %"]
-    said = "Sizes: norm of a branch's matrix relative to the identity's; mean (standard deviation) over tokens."
-    return f"{markdown_table(header, lines)}\n\n{said}"
+    message = "Sizes: norm of a branch's matrix relative to the identity's; mean (standard deviation) over tokens."
+    return f"{markdown_table(header, lines)}\n\n{message}"
 
 
 def _branches(found: Mapping[tuple[str, str], Mixing]) -> list[str]:

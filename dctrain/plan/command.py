@@ -33,8 +33,8 @@ class PlanCLI:
     def add_subcommand_arguments(self, parser, subcommand: str) -> None:
         """Add the options of the estimate."""
         super().add_subcommand_arguments(parser, subcommand)
-        for name, kind, default, said in OPTIONS:
-            parser.add_argument(f"--{name}", type=kind, default=default, help=said)
+        for name, kind, default, help_text in OPTIONS:
+            parser.add_argument(f"--{name}", type=kind, default=default, help=help_text)
 
     def set_seed(self) -> None:
         """Check the seed without setting it.

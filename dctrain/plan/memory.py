@@ -174,8 +174,8 @@ def check_fits(memory: Memory, gpu_memory: float) -> None:
     if memory.total <= gpu_memory * GIB:
         return
     largest = max(memory._fields, key=lambda name: getattr(memory, name))
-    mend = "a smaller data.batch_size, or model.recompute" if largest == "activations" else "fsdp2 on more ranks"
+    advice = "a smaller data.batch_size, or model.recompute" if largest == "activations" else "fsdp2 on more ranks"
     raise UserError(
         f"a rank needs about {memory.total / GIB:.1f} GiB of {gpu_memory:g}, most of it for {largest} "
-        f"({getattr(memory, largest) / GIB:.1f}); use {mend}."
+        f"({getattr(memory, largest) / GIB:.1f}); use {advice}."
     )

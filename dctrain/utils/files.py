@@ -36,17 +36,17 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def file_lock(path: Path, said: str) -> Iterator[None]:
+def file_lock(path: Path, message: str) -> Iterator[None]:
     """Hold a lock file during the body. The lock of a dead process is released by the system.
 
     Raises:
-        UserError: With the message `said`, if another process holds the lock.
+        UserError: With the message `message`, if another process holds the lock.
     """
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise UserError(said) from error
+        raise UserError(message) from error
     try:
         yield
     finally:

@@ -41,8 +41,8 @@ def _verdict(model: nn.Module) -> tuple[str, str]:
     try:
         names = attention_names(model)
     except ValueError as error:
-        said = str(error).partition(";")[0] if "expected a supported family" in str(error) else str(error)
-        return (NONE, "") if "no self-attention" in said and "none found" in said else (UNSUPPORTED, said)
+        message = str(error).partition(";")[0] if "expected a supported family" in str(error) else str(error)
+        return (NONE, "") if "no self-attention" in message and "none found" in message else (UNSUPPORTED, message)
     kinds = {type(model.get_submodule(name)).__name__ for name in names}
     return TAKEN, f"{len(names)} layers: {', '.join(sorted(kinds))}"
 

@@ -145,5 +145,5 @@ def _run(command: list[str]) -> None:
     """
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
-        raise Unavailable(f"{command[0]} cannot compile it: {told[0] if told else f'status {done.returncode}'}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+        raise Unavailable(f"{command[0]} cannot compile it: {errors[0] if errors else f'status {done.returncode}'}")

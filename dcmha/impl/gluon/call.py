@@ -100,8 +100,8 @@ class Attention:
         self.num_sets = -(-self.B * num_groups // self.pack)
         multiple = self.pack // math.gcd(num_groups, self.pack)
         has_bands = window_size > 0 and mask_shape is None and self.T <= self.S and (self.S - self.T) % 16 == 0
-        seen = min(self.S, (self.window_size if is_causal else 2 * self.window_size) or self.S)
-        self.is_short = self.blocks == 1 and mask_shape is None and seen <= SHORT_ROW
+        num_visible = min(self.S, (self.window_size if is_causal else 2 * self.window_size) or self.S)
+        self.is_short = self.blocks == 1 and mask_shape is None and num_visible <= SHORT_ROW
         self.plan = chunks.chunks(
             self.B, H, self.T, self.S, q.element_size(), is_causal, self.window_size, has_bands, multiple,
             most_rows=MAX_SETS * self.pack // num_groups,
