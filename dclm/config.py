@@ -270,5 +270,5 @@ def check_same(before: DecoderConfig, now: DecoderConfig, message: str, settings
     pairs["num_kv_heads"] = kv_heads
     others = {name: pair for name, pair in pairs.items() if name not in free and pair[0] != pair[1]}
     if others:
-        told = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
-        raise UserError(f"{message}: {told} ({settings}).")
+        difference = ", ".join(f"{name}={theirs!r}, here {ours!r}" for name, (theirs, ours) in others.items())
+        raise UserError(f"{message}: {difference} ({settings}).")

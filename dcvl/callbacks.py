@@ -57,8 +57,8 @@ class ExactCaptions(Callback):
         """Generate captions and log the accuracy."""
         data, is_exact = trainer.datamodule, []
         for start in range(0, self.count, data.batch_size):
-            told, captions, _ = self._tell(trainer, pl_module, start, min(start + data.batch_size, self.count))
-            is_exact += exact_matches(told, captions, data.words)
+            generated, captions, _ = self._generate(trainer, pl_module, start, min(start + data.batch_size, self.count))
+            is_exact += exact_matches(generated, captions, data.words)
         if not is_exact:
             raise UserError(f"ExactCaptions: none of the first {self.count} images of {self.data} can be read.")
         share = sum(is_exact) / len(is_exact)
@@ -69,17 +69,17 @@ class ExactCaptions(Callback):
         folder = trainer.log_dir  # a collective operation: called on all ranks
         if not trainer.is_global_zero:
             return
-        told, captions, images = self._tell(trainer, pl_module, 0, min(SHOWN, self.count))
+        generated, captions, images = self._generate(trainer, pl_module, 0, min(SHOWN, self.count))
         print(f"generated captions of {self.data}:")
-        for number in range(min(IN_TERMINAL, len(told))):
-            print("\n".join(beside(images[number], [told[number], f"(is: {captions[number][0]})"])), end="\n\n")
-        figure = draw_captions(images, told, captions)
+        for number in range(min(IN_TERMINAL, len(generated))):
+            print("\n".join(beside(images[number], [generated[number], f"(is: {captions[number][0]})"])), end="\n\n")
+        figure = draw_captions(images, generated, captions)
         if folder is not None:
             figure.savefig(Path(folder) / f"captions-{self.name}.png", dpi=120)
         if isinstance(trainer.logger, TensorBoardLogger):
             trainer.logger.experiment.add_figure(f"captions/{self.name}", figure, trainer.global_step)
 
-    def _tell(
+    def _generate(
         self, trainer: L.Trainer, pl_module: L.LightningModule, start: int, end: int
     ) -> tuple[list[str], list[list[str]], Tensor]:
         """Generate captions of some images; return them, the reference captions, and the images, uint8."""
@@ -91,9 +91,9 @@ class ExactCaptions(Callback):
         was_training = pl_module.training
         pl_module.eval()
         normalized = pl_module.normalize(images.to(pl_module.device))
-        told = generate_captions(pl_module.model, normalized, data.words, data.context_length - 1)
+        generated = generate_captions(pl_module.model, normalized, data.words, data.context_length - 1)
         pl_module.train(was_training)
-        return told, [captions for _, captions in found], images
+        return generated, [captions for _, captions in found], images
 
     def _read(self, data: CaptionDataModule, index: int) -> tuple[Tensor, list[str]] | None:
         """Read an image and its captions; None, with a message once, if it cannot be read."""

@@ -21,26 +21,26 @@ SHADES = " .:-=+*#%@"
 END = "(end)"
 
 
-def beside(image: Tensor, message: list[str]) -> list[str]:
+def beside(image: Tensor, words: list[str]) -> list[str]:
     """Render an image, uint8 [3, size, size], as text, with lines of text next to it."""
     gray = image.float().mean(0)
     rows = torch.nn.functional.adaptive_avg_pool2d(gray[None], (gray.shape[0] // 2, gray.shape[1]))[0]
     lines = ["".join(SHADES[int(value) * len(SHADES) // 256] for value in row) for row in rows.tolist()]
-    middle = (len(lines) - len(message)) // 2
-    return [f"{line}  {message[n - middle] if 0 <= n - middle < len(message) else ''}" for n, line in enumerate(lines)]
+    middle = (len(lines) - len(words)) // 2
+    return [f"{line}  {words[n - middle] if 0 <= n - middle < len(words) else ''}" for n, line in enumerate(lines)]
 
 
-def draw_captions(images: Tensor, told: list[str], captions: list[list[str]]) -> Figure:
+def draw_captions(images: Tensor, generated: list[str], captions: list[list[str]]) -> Figure:
     """Plot images with generated captions; wrong ones are red, with a reference caption."""
-    figure = Figure(figsize=(12, 2.4 * -(-len(told) // 4)), layout="constrained")
-    cells = figure.subplots(-(-len(told) // 4), 4, squeeze=False).flat
+    figure = Figure(figsize=(12, 2.4 * -(-len(generated) // 4)), layout="constrained")
+    cells = figure.subplots(-(-len(generated) // 4), 4, squeeze=False).flat
     for axes in cells:
         axes.axis("off")
-    for axes, image, caption, known in zip(figure.axes, images, told, captions, strict=False):
+    for axes, image, caption, known in zip(figure.axes, images, generated, captions, strict=False):
         axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
         is_right = caption in known
-        message = caption if is_right else f"{caption}\n(is: {known[0]})"
-        axes.set_title(message, fontsize=7, color="black" if is_right else "C3", parse_math=False)
+        title = caption if is_right else f"{caption}\n(is: {known[0]})"
+        axes.set_title(title, fontsize=7, color="black" if is_right else "C3", parse_math=False)
     return figure
 
 

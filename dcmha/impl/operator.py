@@ -53,7 +53,7 @@ class AttentionOperator:
             by its name only: change it whenever the arguments, or the shapes, strides or dtypes of the results, change.
         impl: Name of the implementation, for errors.
         functions: The functions that it consists of.
-        refused: Kind of the derivatives that the gradient has not, for errors.
+        refused: Kind of derivatives that the gradient does not have, for errors.
 
     Attributes:
         forward_op: The custom operator. Its arguments are those of `flatten`.
