@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .weights import ComposeWeights
+
 
 @torch.compiler.assume_constant_result
 def _has_autocast(device_type: str) -> bool:
@@ -17,7 +19,15 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def cast_inputs(dtype: torch.dtype, q, k, v, pre, post, attn_mask):
+def cast_inputs(
+    dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    attn_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None, Tensor | None]:
     """Cast floating inputs of `composed_attention` to the autocast dtype; float64 is unchanged."""
 
     def cast(x: Tensor | None) -> Tensor | None:

@@ -185,13 +185,13 @@ def measure_mixing(model: nn.Module) -> Iterator[dict[str, dict[str, MixingMeter
     layers = composed_layers(model)
     meters: dict[str, dict[str, MixingMeter]] = {name: {} for name in layers}
 
-    def see(name: str, layer: ComposedAttentionBase, _module, _args, made) -> None:
+    def add_weights(name: str, layer: ComposedAttentionBase, _module, _args, made) -> None:
         for composition, weights in zip(("pre", "post"), made, strict=True):
             if weights is not None:
                 new = MixingMeter(layer.num_heads, layer.num_groups)
                 meters[name].setdefault(composition, new).add(weights)
 
-    hooks = [layer.compose.register_forward_hook(partial(see, name, layer)) for name, layer in layers.items()]
+    hooks = [layer.compose.register_forward_hook(partial(add_weights, name, layer)) for name, layer in layers.items()]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield meters

@@ -120,11 +120,11 @@ def record_attention(
         raise ValueError(f"{type(model).__name__} is already being recorded.")
     recorded: dict[str, Any] = {}
 
-    def see(name: str, one: Recorded) -> None:
+    def keep_call(name: str, one: Recorded) -> None:
         recorded[name] = one if keep is None else keep(one)
 
     for name in chosen:
-        found[name].attend = _recording(found[name], name, see)
+        found[name].attend = _recording(found[name], name, keep_call)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield recorded
@@ -133,7 +133,9 @@ def record_attention(
             del found[name].attend
 
 
-def _recording(layer: ComposedAttentionBase, name: str, see: Callable[[str, Recorded], None]) -> Callable[..., Tensor]:
+def _recording(
+    layer: ComposedAttentionBase, name: str, keep_call: Callable[[str, Recorded], None]
+) -> Callable[..., Tensor]:
     attend = layer.attend
 
     def record(q, k, v, pre, post, attn_mask, document_ids=None, is_causal=False, window_size=None) -> Tensor:
@@ -148,7 +150,7 @@ def _recording(layer: ComposedAttentionBase, name: str, see: Callable[[str, Reco
             call = AttentionCall(q32, k32, v, pre32, post32, visible, bias, ranges, *options)
             maps = attention_maps(call)
             uncomposed = attention_maps(call._replace(pre=None, post=None)).weights
-            see(name, Recorded(maps, uncomposed, pre32, post32, layer.num_groups))
+            keep_call(name, Recorded(maps, uncomposed, pre32, post32, layer.num_groups))
         return attend(q, k, v, pre, post, attn_mask, document_ids, is_causal=is_causal, window_size=window_size)
 
     return record

@@ -44,9 +44,14 @@ def tensors_of(call: AttentionCall) -> list[Tensor | None]:
 
 def with_tensors(call: AttentionCall, tensors: Sequence[Tensor | None]) -> AttentionCall:
     """Replace the tensors returned by `tensors_of`."""
-    q, k, v, *weights, bias = tensors
-    pre, post = weights_from(weights[: len(PARTS)]), weights_from(weights[len(PARTS) :])
+    q, k, v, pre, post, bias = _with_compositions(tensors)
     return call._replace(q=q, k=k, v=v, pre=pre, post=post, bias=bias)
+
+
+def _with_compositions(tensors: Sequence[Tensor | None]) -> tuple:
+    """Join the weights in a list in the order of `TENSORS` to both compositions: q, k, v, pre, post, bias."""
+    q, k, v, *weights, bias = tensors
+    return q, k, v, weights_from(weights[: len(PARTS)]), weights_from(weights[len(PARTS) :]), bias
 
 
 def flatten(call: AttentionCall, seed: Tensor | None) -> tuple:
@@ -57,9 +62,8 @@ def flatten(call: AttentionCall, seed: Tensor | None) -> tuple:
 def unflatten(arguments: Sequence) -> tuple[AttentionCall, Tensor | None]:
     """Inverse of `flatten`: the call and the dropout seed."""
     tensors, rest = arguments[: len(TENSORS)], arguments[len(TENSORS) :]
-    q, k, v, *weights, bias = tensors
+    q, k, v, pre, post, bias = _with_compositions(tensors)
     visible, starts, stops, seed, *options = rest
-    pre, post = weights_from(weights[: len(PARTS)]), weights_from(weights[len(PARTS) :])
     document_ids = None if starts is None else DocumentBounds(starts, stops)
     return AttentionCall(q, k, v, pre, post, visible, bias, document_ids, *options), seed
 

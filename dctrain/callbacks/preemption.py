@@ -68,7 +68,7 @@ class GracefulStop(Callback):
             return
         if trainer.world_size > 1 and trainer.global_step % STOP_CHECK_STEPS:
             return
-        if self._is_told_to_stop(trainer):
+        if self._is_stop_requested(trainer):
             log_training_step(trainer)
             self._stop(trainer)
 
@@ -80,11 +80,11 @@ class GracefulStop(Callback):
             return
         if trainer.world_size > 1 and (batch_idx % STOP_CHECK_STEPS or any(map(math.isinf, trainer.num_val_batches))):
             return
-        if self._is_told_to_stop(trainer):
+        if self._is_stop_requested(trainer):
             with _as_before_validation(trainer):
                 self._stop(trainer)
 
-    def _is_told_to_stop(self, trainer: L.Trainer) -> bool:
+    def _is_stop_requested(self, trainer: L.Trainer) -> bool:
         if 0 < trainer.max_steps <= trainer.global_step:  # a finished run cannot be resumed for its last validation
             return False
         return trainer.strategy.reduce_boolean_decision(self._signum is not None, all=False)

@@ -70,7 +70,7 @@ def classified(
     return image if isinstance(image, SkippedSample) else (image, label, name)
 
 
-def _told(samples: Iterator) -> Iterator:
+def _with_user_errors(samples: Iterator) -> Iterator:
     """Convert webdataset's errors for streams that fail, are truncated or are not tar files."""
     with as_user_error("a stream of shards"):
         yield from samples
@@ -121,7 +121,9 @@ def stream_loader(
     )
     if training:
         dataset = dataset.shuffle(SHUFFLE_BUFFER, initial=SHUFFLE_BUFFER // 5).repeat()
-    dataset = dataset.map(sample).compose(_told).batched(batch_size, collation_fn=collate, partial=not training)
+    dataset = (
+        dataset.map(sample).compose(_with_user_errors).batched(batch_size, collation_fn=collate, partial=not training)
+    )
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0)
     if not training:
         return loader

@@ -42,7 +42,7 @@ def retrieve(
     pair = load_pair(checkpoint, device)
     cosines = embed_texts(pair, wanted, batch_size) @ embed_image_files(pair, files, batch_size).mT
     names = [str(file) for file in files]
-    for line in _told(cosines.mT, names, wanted, top) if by_image else _told(cosines, wanted, names, top):
+    for line in _lines(cosines.mT, names, wanted, top) if by_image else _lines(cosines, wanted, names, top):
         print(line)
 
 
@@ -59,7 +59,7 @@ def _read_texts(text: Sequence[str], path: str | None) -> list[str]:
     return found
 
 
-def _told(cosines: Tensor, queries: Sequence[str], keys: Sequence[str], top: int) -> list[str]:
+def _lines(cosines: Tensor, queries: Sequence[str], keys: Sequence[str], top: int) -> list[str]:
     """Format a query and, indented, its nearest results."""
     lines = []
     best = cosines.topk(min(top, len(keys)), dim=1)

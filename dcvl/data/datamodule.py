@@ -126,7 +126,7 @@ class CaptionDataModule(ImageData):
             raise UserError(f"{crop_fraction=}: not supported for scenes, whose captions would be wrong.")
         if hide_images:
             self.train_transform = self.eval_transform = partial(black, image_size)
-        self._has_told_of_cuts = False
+        self._has_reported_cuts = False
         if self.num_val_samples is None and val.partition(":")[0] == NAME:
             raise UserError(f"data.val={val} is endless; data.val_samples is required.")
 
@@ -210,8 +210,8 @@ class CaptionDataModule(ImageData):
     def on_before_batch_transfer(self, batch: CaptionBatch, dataloader_idx: int) -> CaptionBatch:
         """Report unreadable images and truncated captions; stop the run above the limit of unreadable images."""
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
-        if batch.num_cut and not self._has_told_of_cuts:
-            self._has_told_of_cuts = True
+        if batch.num_cut and not self._has_reported_cuts:
+            self._has_reported_cuts = True
             print(f"captions are longer than data.context_length={self.context_length} and are truncated", flush=True)
         return batch
 

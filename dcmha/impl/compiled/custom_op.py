@@ -16,7 +16,7 @@ from .chunking import list_blocks
 
 
 def attend_blocks(call: AttentionCall, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, H, T, D] block by block; there are no statistics."""
+    """Compute the output [B, H, T, D] block by block, and an empty tensor in place of statistics."""
     blocks = list_blocks(call, seed)
     out = torch.cat([(attend_compiled if block.q.is_cuda else attend)(block) for block in blocks], dim=2)
     return out, _no_statistics(call)

@@ -57,7 +57,7 @@ class Call(Structure):
 
 
 def dense_call(call: AttentionCall) -> AttentionCall:
-    """Convert a call to what the structures describe: float32, contiguous last axes and bases, full rows of masks."""
+    """Convert a call to float32, with contiguous last axes and bases, and masks expanded along the keys."""
     S = call.k.shape[2]
     return call._replace(
         q=dense(call.q),
